@@ -12,7 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,43 +79,14 @@ def _load(
     Raises:
         ValueError: If something is missing or does not match, or a budget depends on one text's length.
     """
-    from locret import LongContextModel, loading
-    from locret.cache.layers import checked_disk, find_store
-    from locret.infer import sizing
+    from locret.infer.ready import ready
 
     if policy.budget_share is not None:
         raise ValueError(
             f"--budget-share {policy.budget_share} depends on one text's length, but a conversation goes on; give "
             "--budget or --kv-memory"
         )
-    if model.store is not None:
-        find_store(model.store)
-    device = loading.device_of_source(model)
-    scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
-    rates, recommended = loading.load_scorer(scorer)
-    sizing.draft_policy(policy, chosen, recommended)
-    config = loading.load_config(model)
-    loading.check_matches(scorer, rates, config)
-    dtype = loading.resolve_dtype(model.dtype, config, device)
-    planned = sizing.PlannedRun(
-        config=config,
-        scorer=rates,
-        dtype=dtype,
-        device=device,
-        prompt_tokens=None,
-        new_tokens=generation.max_new_tokens,
-        num_beams=generation.num_beams,
-        on_disk=model.disk is not None,
-        source=model,
-    )
-    final, _ = sizing.final_policy(policy, chosen, recommended, planned)
-    sizing.check_fits(planned, final)
-    if generation.compile:
-        sizing.check_compiles(planned, final)
-    disk = checked_disk(model.disk, final)
-    tokenizer = loading.load_tokenizer(model)
-    backbone = loading.load_model(model, config, device, dtype)
-    return LongContextModel(backbone, tokenizer, rates, final, template=about.template, store=model.store, disk=disk)
+    return ready(model, scorer, policy, chosen, generation).load(about.template)
 
 
 @dataclass
@@ -132,7 +103,7 @@ class Conversation:
     def __post_init__(self) -> None:
         from locret.infer.answer import generation_settings
 
-        self._settings = generation_settings(self.generation, self.lm.model, self.lm.tokenizer)
+        self._settings = generation_settings(self.generation, self.lm)
         self._points: list[Chat] = []
         self._commands: dict[str, Callable[[str], None]] = {
             name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
@@ -182,9 +153,6 @@ class Conversation:
     def _say(self, text: str) -> None:
         """Print the answer as it is written."""
         chat = self._current()
-        if self.generation.compile:
-            print(chat.say(text, **self._settings), flush=True)
-            return
         try:
             with closing(chat.stream(text, **self._settings)) as parts:  # type: ignore[type-var]
                 for part in parts:

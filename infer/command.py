@@ -1,7 +1,6 @@
-"""`locret-infer`: read a prompt of any length in a fixed amount of memory, and answer it.
+"""`locret-infer`: read a text of any length in a fixed amount of memory, and answer questions about it.
 
-Order matters: what can be refused here is refused before the backbone's config is fetched, what the config shows before
-weights are loaded.
+A text is read before its questions are known, as everywhere in locret, unless `--protocol aware` is given.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -17,12 +15,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from textwrap import shorten
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.distributed.ranks import Ranks, joined, launched
 from locret.infer.infer_options import (
-    SEGMENTS,
     GenerationOptions,
     OutputOptions,
     PlacedModelOptions,
@@ -33,8 +30,13 @@ from locret.infer.infer_options import (
 from locret.infer.reading_warnings import warn_of_recency
 from locret.load_options import ScorerOptions
 
+if TYPE_CHECKING:
+    from locret import Context, LongContextModel
+    from locret.infer.answer import Answer
+    from locret.infer.ready import Ready
+
 OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
-DESCRIPTION = "Read a prompt of any length in a fixed amount of memory, and answer it."
+DESCRIPTION = "Read a text of any length in a fixed amount of memory, and answer questions about it."
 
 
 @dataclass(frozen=True)
@@ -126,129 +128,93 @@ def execute(options: Options) -> None:
         check_replaceable(output.save_context)
     asked = questions_of(prompt)
     check_evidence(options, asked)
+    _check_together(options, asked)
     if prompt.context is not None:
-        _ask_saved(options, prompt.context, asked)
+        _check_not_read(options, prompt.context)
+        for record in ask_saved(options, [prompt.context], asked):
+            if output.json:
+                print_json(record)
         return
-    if prompt.evidence and "ledger" not in options.chosen:
-        policy = replace(options.policy, ledger=SEGMENTS)
-        options = replace(options, policy=policy, chosen=options.chosen | {"ledger"})
+    document = None if output.dry_run else _document(prompt)
     with options.ranks.together():
-        plan = _plan(options, asked)
-    if plan is None:
+        plan = _plan(options, document, asked)
+    if output.dry_run:
+        _print_plan(options, plan)
         return
-    options = plan.options
     if options.ranks.size > 1:
         with options.ranks.together():
             chosen = {"what auto came to": plan.policy.to_dict()}
             options.ranks.agree(chosen, "give --chunk-size and --kv-memory as numbers")
-            options.ranks.agree(_contents(plan, asked), "give all processes the same files")
-    if _apart(options, asked):
-        _ask_apart(options, plan, asked)
-        return
-    record = _answer(options, plan)
-    if output.json:
-        print_json({**record, **plan.setup})
-    elif not output.quiet:
-        sys.stderr.write(_summary(record))
+            options.ranks.agree(_contents(options, plan, asked), "give all processes the same files")
+    from locret.infer.ready import refusals_with_flags
+
+    with refusals_with_flags(plan.device):
+        _read_and_ask(options, plan, document, asked)
 
 
-def _apart(options: Options, asked: Sequence[str]) -> bool:
-    """Return whether the text is read without a question, which are answered from copies then."""
-    prompt = options.prompt
-    several = len(asked) > 1 or prompt.questions is not None
-    return several or options.output.save_context is not None or prompt.evidence
+def _check_together(options: Options, asked: Sequence[str]) -> None:
+    """Refuse ways of asking that do not go together.
+
+    Raises:
+        ValueError: Naming the options.
+    """
+    prompt, output = options.prompt, options.output
+    alone = len(asked) == 1 and prompt.questions is None
+    if prompt.protocol == "aware" and (not alone or prompt.evidence or output.save_context is not None):
+        raise ValueError(
+            "--protocol aware reads the text with its question, so it needs one --question, and neither --evidence nor "
+            "--save-context; leave it out"
+        )
+    if output.compare_full and (
+        len(asked) > 1 or prompt.questions is not None or prompt.evidence or output.save_context is not None
+    ):
+        raise ValueError(
+            "--compare-full compares one answer; give one --question, without --evidence or --save-context"
+        )
+    if output.compare_full and prompt.prompt_file in (None, "-"):
+        raise ValueError("--compare-full reads the text twice, which standard input is not; give --prompt-file FILE")
+    if output.compare_full and options.ranks.size > 1:
+        raise ValueError("--compare-full holds all units in one process; leave it out, or leave out --shard")
 
 
-@dataclass
-class _Plan:
-    """What is known before weights are loaded."""
-
-    options: Options
-    config: Any
-    device: Any
-    dtype: Any
-    scorer: Any
-    policy: Any
-    tokenizer: Any
-    document: Any
-    ids: Any
-    """Tokens of the whole prompt, where the question is read with the document."""
-    bar: Any
-    layout: Any
-    """Where the turns of that prompt are."""
-    setup: dict[str, Any]
-    disk: Any
-    """What holds the second tier, if not host memory."""
-
-    @property
-    def where(self) -> tuple[Any, Any, Any]:
-        """What a backbone is loaded with."""
-        return self.config, self.device, self.dtype
-
-
-def _plan(options: Options, asked: Sequence[str]) -> _Plan | None:
-    """Resolve everything; None if that was all that was wanted, and has been printed."""
+def _plan(options: Options, document: Any, asked: Sequence[str]) -> Ready:
+    """Resolve everything, and say what the user should know of it."""
     from locret import loading
     from locret.cache.cache_file import check_savable
-    from locret.cache.layers import checked_disk, find_store
-    from locret.infer import sizing
+    from locret.conversation.templates import encode, leading_special_ids
+    from locret.conversation.transcript import Transcript
+    from locret.infer.ready import ready
     from locret.policy.resolve import check_no_turns
     from locret.scorers import Scorer
 
-    dry_run = options.output.dry_run
-    if options.model.store is not None:
-        find_store(options.model.store)
-    document = None if dry_run else _document(options.prompt)
-    device = loading.device_of_source(options.model)
-    heads = loading.chosen_heads(options.scorer.heads, options.model.model)
-    options = replace(options, scorer=replace(options.scorer, heads=heads))
-    scorer, recommended = loading.load_scorer(options.scorer)
-    draft = sizing.draft_policy(options.policy, options.chosen, recommended)
-    counted = sizing.must_count(options.policy, draft) or (not dry_run and options.generation.num_beams > 1)
-    if dry_run and counted:
-        document = _document(options.prompt)
-    config = loading.load_config(options.model)
-    loading.check_matches(options.scorer, scorer, config)
-    dtype = loading.resolve_dtype(options.model.dtype, config, device)
-    tokenizer, ids, tokens, bar, layout = _prompt(options, document, counted, asked)
-    run_of = sizing.PlannedRun(
-        config=config,
-        scorer=scorer,
-        dtype=dtype,
-        device=device,
-        prompt_tokens=tokens,
-        on_disk=options.model.disk is not None,
-        new_tokens=options.generation.max_new_tokens,
-        num_beams=options.generation.num_beams,
-        source=options.model,
-    )
-    policy, chunk_choice = sizing.final_policy(options.policy, options.chosen, recommended, run_of)
-    if not _apart(options, asked):
+    def count() -> int:
+        """Return the tokens of the text, of the longest question and of what the template writes around them."""
+        tokenizer, text, prompt = loading.load_tokenizer(options.model), document, options.prompt
+        text = _document(prompt) if text is None else text
+        text.count(tokenizer)
+        around = Transcript(tokenizer, prompt.template, prompt.system).around(max(asked, key=len, default=None))
+        special = leading_special_ids(tokenizer) if prompt.template != "chat" else []
+        return int(text.size) + len(special) + sum(len(encode(tokenizer, part)) for part in around if part)
+
+    groups = (options.model, options.scorer, options.policy, options.chosen, options.generation)
+    plan = ready(*groups, count, dry_run=options.output.dry_run)
+    assert plan.run is not None
+    if options.prompt.protocol == "aware":
         check_no_turns({"turns": options.policy.turns})
-    sizing.check_fits(run_of, policy)
-    if options.generation.compile:
-        sizing.check_compiles(run_of, policy)
     if options.output.save_context is not None:
-        check_savable(policy, options.output.save_context)
-    disk = checked_disk(options.model.disk, policy)
-    if policy.when == "prompt_end":
+        check_savable(plan.policy, options.output.save_context)
+    if plan.policy.when == "prompt_end":
         warnings.warn(
             f"--when prompt_end keeps every unit until the prompt has been read, so memory grows with it (here "
-            f"{tokens:,} tokens); --when chunk bounds it",
+            f"{plan.run.prompt_tokens:,} tokens); --when chunk bounds it",
             stacklevel=2,
         )
-    if isinstance(scorer, Scorer):
-        warn_of_recency(scorer.name, scorer.recent, [policy])
-    setup = _setup(options, scorer, policy, device, dtype)
-    if chunk_choice:
-        setup["chunk_choice"] = chunk_choice.to_dict()
-    if dry_run:
-        _print_plan(options, run_of, policy, setup)
-        return None
-    return _Plan(options, config, device, dtype, scorer, policy, tokenizer, document, ids, bar, layout, setup, disk)
+    if isinstance(plan.scorer, Scorer):
+        warn_of_recency(plan.scorer.name, plan.scorer.recent, [plan.policy])
+    return plan
 
 
-def _contents(plan: _Plan, asked: Sequence[str]) -> dict[str, Any]:
+def _contents(options: Options, plan: Ready, asked: Sequence[str]) -> dict[str, Any]:
     """Return what the files hold that each process has read by itself, by flag."""
     from torch import nn
 
@@ -257,7 +223,7 @@ def _contents(plan: _Plan, asked: Sequence[str]) -> dict[str, Any]:
 
     heads = weight_fingerprint(plan.scorer) if isinstance(plan.scorer, nn.Module) else None
     digest = sha256()
-    with open(os.path.expanduser(shipped.find(str(plan.options.prompt.prompt_file))), "rb") as text:
+    with open(os.path.expanduser(shipped.find(str(options.prompt.prompt_file))), "rb") as text:
         while part := text.read(2**20):
             digest.update(part)
     return {
@@ -267,57 +233,96 @@ def _contents(plan: _Plan, asked: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _setup(options: Options, scorer: Any, policy: Any, device: Any, dtype: Any) -> dict[str, Any]:
-    """Return what a record says about how its numbers came about."""
-    return {
-        "model": options.model.model,
-        **options.model.given(),
-        "scorer": options.scorer.label or scorer.name,
-        **({"store": options.model.store} if options.model.store else {}),
-        "policy": policy.to_dict(),
-        "device": str(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "versions": _versions(),
-    }
+def _read_and_ask(options: Options, plan: Ready, document: Any, asked: Sequence[str]) -> None:
+    """Read the text, keep what was read if that is wanted, and answer each question from a copy.
+
+    The question is not known while the text is read, unless the protocol says so; a question alone needs no copy.
+    """
+    import torch
+
+    from locret import Chat
+    from locret.infer.answer import answer, kernels, now
+
+    output, prompt, generation = options.output, options.prompt, options.generation
+    alone = len(asked) < 2 and prompt.questions is None and output.save_context is None and not prompt.evidence
+    lm = plan.load(prompt.template)
+    if plan.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(plan.device)
+    torch.manual_seed(generation.seed)
+    with kernels(options.model.attn):
+        start, cache = now(plan.device), lm.new_cache()
+        how = {"system": prompt.system, "progress": not output.quiet, "protect": prompt.protect}
+        new_tokens = generation.max_new_tokens if alone else 0
+        if prompt.protocol == "aware":
+            about: Chat | Context = lm.converse(document, asked[0], cache=cache, new_tokens=new_tokens, **how)
+        else:
+            about = context = lm.read_into(cache, document, **how, new_tokens=new_tokens)
+            if alone:
+                about = context.chat(cache)
+                about.read_turn(asked[0] if asked else None, new_tokens)
+        kept = about.kept_by_message() if output.kept else ()
+        read, seconds = cache.seen, now(plan.device) - start
+        if output.picture:
+            _paint(cache, output.picture, options.scorer)
+        if isinstance(about, Chat):
+            stream = not output.json and generation.num_beams == 1
+            question = asked[0] if asked else None
+            result = answer(about, question, generation, stream=stream, read_tokens=read, read_seconds=seconds)
+            if not output.json and not stream:
+                print(result.answer)
+            record = {**asdict(result), **_messages(options, kept)}
+            if output.compare_full:
+                record["full"] = asdict(_answer_in_full(options, plan, lm, read, question))
+            if output.json:
+                print_json({**record, **plan.record()})
+            elif not output.quiet:
+                sys.stderr.write(_summary(record))
+            return
+        if output.save_context is not None and (options.ranks.is_main or options.model.shard == "tp"):
+            context.save(output.save_context)
+        saved = {} if output.save_context is None else {"context": output.save_context}
+        reading = {**saved, "prompt_tokens": read, "prefill_seconds": seconds, **context.memory().to_dict()}
+        if not output.quiet and not output.json:
+            sys.stderr.write(f"read {read:,} tokens in {seconds:,.1f} s: {context!r}\n")
+        reading |= _messages(options, kept)
+        records = _ask_each(options, context, asked)
+    if output.json:
+        print_json({"reading": reading, "answers": records, **plan.record()})
 
 
-def _answer(options: Options, plan: _Plan) -> dict[str, Any]:
-    """Load the backbone, read, answer, print the answer unless JSON is wanted; return the measurements."""
-    from locret import loading, shipped
-    from locret.conversation.long_context_model import EMBEDDED_KNOWS
-    from locret.conversation.turns import kept_of
-    from locret.infer import answer
+def _answer_in_full(options: Options, plan: Ready, lm: LongContextModel, tokens: int, question: str | None) -> Answer:
+    """Answer once more with every unit kept, and print it: whether the model or the eviction is to blame.
 
-    output, kept = options.output, list[Any]()
-    stream = not output.json and options.generation.num_beams == 1
-    paint = _painter(output.picture, options.scorer)
+    Raises:
+        ValueError: If all units do not fit in the memory that is free.
+    """
+    from locret import LongContextModel, RetentionPolicy
+    from locret.infer import chunk_size
+    from locret.infer.answer import answer, now
+    from locret.scorers.streaming import StreamingScorer
 
-    def on_read(cache: Any) -> None:
-        if paint is not None:
-            paint(cache)
-        if output.kept:
-            kept.extend(kept_of(cache, plan.layout.turns(cache.seen)))
-
-    if shipped.is_embedded_backbone(options.model.model) and not shipped.is_embedded_text(options.prompt.prompt_file):
-        warnings.warn(EMBEDDED_KNOWS, stacklevel=2)
-    with _memory_errors(plan.device):
-        model = loading.load_model(options.model, *plan.where)
-        cache = answer.MeasuredCache(model, plan.scorer, plan.policy, store=options.model.store, disk=plan.disk)
-        result = answer.answer(
-            model,
-            plan.tokenizer,
-            plan.ids,
-            cache,
-            options.generation,
-            attn=options.model.attn,
-            stream=stream,
-            bar=plan.bar,
-            on_read=on_read,
-            layout=plan.layout,
+    assert plan.run is not None
+    output, every = options.output, StreamingScorer()
+    policy = RetentionPolicy(budget=2 * tokens, chunk_size=plan.policy.chunk_size, positions=plan.policy.positions)
+    needed = replace(plan.run, scorer=every, prompt_tokens=tokens).cache_bytes(policy)
+    free = chunk_size.free_bytes(plan.device)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"--compare-full needs {needed:,} bytes for all units of {tokens:,} tokens, but {free:,} are free on "
+            f"{plan.device}; leave it out"
         )
-    if not output.json and not stream:
-        print(result.answer)
-    return {**asdict(result), **_messages(options, kept)}
+    whole = LongContextModel(lm.model, lm.tokenizer, every, policy, template=options.prompt.template)
+    start = now(plan.device)
+    context = whole.read(
+        _document(options.prompt).pieces, system=options.prompt.system, progress=not output.quiet, name="text"
+    )
+    seconds, read = now(plan.device) - start, context.cache.seen
+    chat = context.chat(context.cache)
+    result = answer(chat, question, options.generation, read_tokens=read, read_seconds=seconds)
+    if not output.json:
+        size = result.peak_cache_bytes / 2**20
+        print(f"\nwith everything kept ({result.kept_units:,} units, {size:,.1f} MiB):\n{result.answer}", flush=True)
+    return result
 
 
 def _messages(options: Options, kept: Sequence[Any]) -> dict[str, Any]:
@@ -331,51 +336,15 @@ def _messages(options: Options, kept: Sequence[Any]) -> dict[str, Any]:
     return {"messages": [asdict(one) for one in kept]}
 
 
-def _ask_apart(options: Options, plan: _Plan, asked: Sequence[str]) -> None:
-    """Read the text without a question, keep what was read if that is wanted, and answer each question from a copy."""
-    from locret import loading
-    from locret.conversation.long_context_model import LongContextModel
-    from locret.infer.answer import MeasuredCache
-
-    output, prompt = options.output, options.prompt
-    with _memory_errors(plan.device):
-        model = loading.load_model(options.model, *plan.where)
-        lm = LongContextModel(model, plan.tokenizer, plan.scorer, plan.policy, template=prompt.template)
-        start = time.perf_counter()
-        cache = MeasuredCache(model, lm.scorer, plan.policy, store=options.model.store, disk=plan.disk)
-        context = lm.read_into(
-            cache, plan.document, system=prompt.system, progress=not output.quiet, protect=prompt.protect
-        )
-        seconds = time.perf_counter() - start
-        if output.picture:
-            _painter(output.picture, options.scorer)(context.cache)
-        if output.save_context is not None and (options.ranks.is_main or options.model.shard == "tp"):
-            context.save(output.save_context)
-        saved = {} if output.save_context is None else {"context": output.save_context}
-        reading = {**saved, "prompt_tokens": cache.seen, "prefill_seconds": seconds, **context.memory().to_dict()}
-        if not output.quiet and not output.json:
-            sys.stderr.write(f"read {cache.seen:,} tokens in {seconds:,.1f} s: {context!r}\n")
-        reading |= _messages(options, context.kept_by_message() if output.kept else ())
-        records = _ask_each(options, context, asked)
-    if output.json:
-        print_json({"reading": reading, "answers": records, **plan.setup})
-
-
-def _ask_saved(options: Options, path: str, asked: Sequence[str]) -> None:
-    """Answer each question from a copy of a saved context."""
-    _check_not_read(options, path)
-    for record in ask_saved(options, [path], asked):
-        if options.output.json:
-            print_json(record)
-
-
 def ask_saved(options: Options, paths: Sequence[str], asked: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Answer each question from copies of saved contexts, one after the other; yield a record of each context."""
-    with loaded(options, paths) as (lm, files, setup):
+    from locret.infer.answer import kernels
+
+    with loaded(options, paths) as (lm, files, setup), kernels(options.model.attn):
         for path, file in zip(paths, files, strict=True):
             context = load_saved(lm, file, options)
             if options.output.picture:
-                _painter(options.output.picture, options.scorer)(context.cache)
+                _paint(context.cache, options.output.picture, options.scorer)
             if len(paths) > 1 and not options.output.json:
                 print(("\n" if path is not paths[0] else "") + f"# {path}", flush=True)
             records = _ask_each(options, context, asked)
@@ -387,34 +356,22 @@ def ask_saved(options: Options, paths: Sequence[str], asked: Sequence[str]) -> I
 @contextmanager
 def loaded(options: Options, paths: Sequence[str]) -> Iterator[tuple[Any, list[Any], dict[str, Any]]]:
     """Give a model for saved contexts, their files, and what a record says of the model; wrong files come first."""
-    from locret import loading, read_notes
+    from locret import read_notes
     from locret.cache.cache_file import CONTEXT_WRITERS
-    from locret.conversation.long_context_model import LongContextModel
     from locret.conversation.published import find_context
+    from locret.infer.ready import ready_for_saved, refusals_with_flags
 
     files = [find_context(path) for path in paths]
     for file in files:
         read_notes(file, CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
-    device = loading.device_of_source(options.model)
-    heads = loading.chosen_heads(options.scorer.heads, options.model.model)
-    options = replace(options, scorer=replace(options.scorer, heads=heads))
-    scorer, _ = loading.load_scorer(options.scorer)
-    config = loading.load_config(options.model)
-    loading.check_matches(options.scorer, scorer, config)
-    dtype = loading.resolve_dtype(options.model.dtype, config, device)
-    tokenizer = loading.load_tokenizer(options.model)
-    with _memory_errors(device):
-        model = loading.load_model(options.model, config, device, dtype)
-        lm = LongContextModel(model, tokenizer, scorer)
-        yield lm, files, _setup(options, scorer, lm.policy, device, dtype)
+    plan = ready_for_saved(options.model, options.scorer)
+    with refusals_with_flags(plan.device):
+        yield plan.load(), files, plan.record()
 
 
 def load_saved(lm: Any, file: Any, options: Options) -> Any:
-    """Return a saved context; a refusal names flags."""
-    try:
-        return lm.load(file, allow_other_scorer=options.prompt.allow_other_scorer, disk=options.model.disk)
-    except ValueError as error:
-        raise ValueError(str(error).replace("allow_other_scorer=True", "--allow-other-scorer")) from error
+    """Return a saved context."""
+    return lm.load(file, allow_other_scorer=options.prompt.allow_other_scorer, disk=options.model.disk)
 
 
 def _check_not_read(options: Options, path: str) -> None:
@@ -432,7 +389,7 @@ def _check_not_read(options: Options, path: str) -> None:
 
 def _ask_each(options: Options, context: Any, asked: Sequence[str]) -> list[dict[str, Any]]:
     """Answer each question from a copy of what has been read, print the answers unless JSON is wanted."""
-    from locret.infer import answer
+    from locret.infer.answer import answer
 
     output, records = options.output, []
     if options.prompt.evidence:
@@ -441,10 +398,7 @@ def _ask_each(options: Options, context: Any, asked: Sequence[str]) -> list[dict
     for number, question in enumerate(asked):
         if not output.json and len(asked) > 1:
             print(("\n" if number else "") + f"> {question}", flush=True)
-        cache = answer.MeasuredCache.of(context.cache)
-        result = answer.answer_turn(
-            context.chat(cache), cache, question, options.generation, attn=options.model.attn, stream=stream
-        )
+        result = answer(context.chat(), question, options.generation, stream=stream)
         if not output.json and not stream:
             print(result.answer)
         records.append({"question": question, **asdict(result)})
@@ -464,14 +418,10 @@ def check_evidence(options: Options, asked: Sequence[str]) -> None:
 
     if not asked and not options.output.dry_run:
         raise ValueError("--evidence is about an answer, but nothing is asked; give --question or --questions")
-    if "ledger" in options.chosen and not options.policy.ledger:
-        raise ValueError("--evidence needs a ledger of what was read, but --ledger 0 keeps none; leave --ledger out")
     if generation.num_beams > 1:
         raise ValueError(
             f"--evidence watches one answer, but --num-beams {generation.num_beams} are searched; drop one of them"
         )
-    if generation.compile:
-        raise ValueError("--evidence looks at every step of the answer, which --compile joins; drop one of them")
     if prompt.reread is not None:
         if options.policy.turns == "text":
             raise ValueError(
@@ -487,44 +437,28 @@ def _ask_with_evidence(options: Options, context: Any, question: str) -> dict[st
     """Answer a question and say what the answer may lack; print both unless JSON is wanted."""
     import torch
 
-    from locret.infer import answer
+    from locret.infer.answer import generation_settings
 
     generation, source = options.generation, options.prompt.reread
-    settings = answer.generation_settings(generation, context.lm.model, context.lm.tokenizer)
-    # `check_evidence` has refused compile; do_sample=False and top_k=0 are choices, too.
-    chosen = {name: value for name, value in settings.items() if value is not None and name != "compile"}
+    settings = generation_settings(generation, context.lm)
+    chosen = {name: value for name, value in settings.items() if value is not None}  # False and 0 are choices, too
     torch.manual_seed(generation.seed)
-    try:
-        found = context.ask(question, evidence=True, source=None if source is None else Path(source), **chosen)
-    except ValueError as error:
-        raise ValueError(_with_flags(str(error))) from error
+    found = context.ask(question, evidence=True, source=None if source is None else Path(source), **chosen)
     if not options.output.json:
         print(f"> {question}\n{found}\n{_evidence_line(found)}", flush=True)
     return {"question": question, "answer": found.text, "evidence": found.to_dict()}
 
 
-def _with_flags(text: str) -> str:
-    """Name the settings of an answer with evidence as flags."""
-    flags = {
-        "evidence=True": "--evidence",
-        'policy={"ledger": 256, ...}': "--ledger 256",
-        "source ": "--reread ",
-    }
-    for name, flag in flags.items():
-        text = text.replace(name, flag)
-    return text
-
-
 def _evidence_line(found: Any) -> str:
     """Return what is known about the evidence for an answer, in one line."""
     places = ", ".join(f"{one.start:,}-{one.end:,}" for one in found.passages)
-    lost = f"  evidence: {100 * found.lost:.0f} % of the attention may be lost"
-    where = f", likeliest what it needs at tokens {places}" if places else ""
+    sure = f"  evidence: the least certain token leads by {found.margin:.2f}"
+    where = f"; looked most at tokens {places}" if places else ""
     verdict = "; evidence may be gone" if found.flagged else "; not flagged"
     if found.before is not None:
         before = shorten(found.before, 80, placeholder=" ...")
         verdict = f"; these were read again, and {f'before the answer was {before!r}' if found.changed else 'it stays'}"
-    return f"{lost}{where}; least certain token leads by {found.margin:.2f}{verdict}"
+    return f"{sure}{where}{verdict}"
 
 
 def questions_of(prompt: QuestionOptions) -> list[str]:
@@ -559,65 +493,21 @@ def _json_question(line: str, where: str) -> str:
     return question
 
 
-@contextmanager
-def _memory_errors(device: Any) -> Iterator[None]:
-    """Say of what fails with a backbone on a device which flags would change that."""
-    import torch
-
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        raise OSError(
-            f"{device} is out of memory; lower --budget or --chunk-size (--dry-run prints the cache's bytes), or take "
-            "a smaller --dtype"
-        ) from error
-    except ValueError as error:
-        raise ValueError(str(error).replace("protect=", "--protect ")) from error
-
-
-def _prompt(
-    options: Options, document: Any, counted: bool, asked: Sequence[str]
-) -> tuple[Any, Any, int | None, Any, Any]:
-    """Return the tokenizer, the prompt's ids, their number if it is `counted`, a bar, and where the turns are."""
-    from locret import loading
-    from locret.conversation.document import ReadingBar, whole
-    from locret.conversation.rules import rules_of
-    from locret.conversation.templates import leading_special_ids
-    from locret.conversation.text_stream import TokenStream
-    from locret.conversation.turns import Layout
-    from locret.infer import answer
-
-    if document is None:
-        return None, None, None, None, None
-    tokenizer = loading.load_tokenizer(options.model)
-    if _apart(options, asked):
-        if counted:
-            document.count(tokenizer)
-        return tokenizer, None, document.size if counted else None, None, None
-    bar = ReadingBar(document, not options.output.quiet)
-    question = asked[0] if asked else None
-    special = [] if options.prompt.template == "chat" else leading_special_ids(tokenizer)
-    layout = Layout(rules_of(options.prompt.protect), TokenStream(tokenizer), len(special))
-    ids = bar.blocks(answer.prompt_ids(tokenizer, bar.pieces(document.pieces), options.prompt, question, layout))
-    if not counted:
-        return tokenizer, ids, None, bar, layout
-    counted_ids = whole(ids)
-    return tokenizer, counted_ids, counted_ids.shape[1], bar, layout
-
-
-def _print_plan(options: Options, run_of: Any, policy: Any, setup: dict[str, Any]) -> None:
+def _print_plan(options: Options, plan: Ready) -> None:
     """Print what a run would do and take."""
     from locret.infer import sizing
 
-    steps = run_of.schedule(policy).table()
-    plan = {
-        **run_of.plan(policy),
-        "planned_weights": run_of.weights.to_dict(),
-        "prompt_tokens": run_of.prompt_tokens,
+    assert plan.run is not None
+    run, policy = plan.run, plan.policy
+    steps = run.schedule(policy).table()
+    record = {
+        **run.plan(policy),
+        "planned_weights": run.weights.to_dict(),
+        "prompt_tokens": run.prompt_tokens,
         "not_given": policy.following(),
         "steps": steps,
     }
-    print_json({**plan, **setup, "options": _resolved(options)})
+    print_json({**record, **plan.record(), "options": _resolved(options)})
     if not options.output.quiet:
         sys.stderr.write(sizing.follow_line(policy) + sizing.step_lines(steps, adaptive=policy.memory == "adaptive"))
 
@@ -634,7 +524,8 @@ def _document(options: PromptOptions) -> Any:
         name = "-"
     path = os.path.expanduser(shipped.find(name))
     size = os.path.getsize(path) if os.path.isfile(path) else None
-    return Document(os.path.basename(name), read_text(name), size=size, unit="bytes")
+    shown = "standard input" if name == "-" else os.path.basename(name)
+    return Document(shown, read_text(name), size=size, unit="bytes")
 
 
 def check_picture(flag: str, path: str) -> None:
@@ -654,23 +545,16 @@ def check_target(flag: str, path: str) -> None:
         raise ValueError(f"{flag} {path}: there is no folder {folder}; make it first")
 
 
-def _painter(path: str | None, scorer: ScorerOptions) -> Any:
-    """Return what draws the cache once the prompt has been read; None if no picture is wanted."""
-    if path is None:
-        return None
+def _paint(cache: Any, path: str, scorer: ScorerOptions) -> None:
+    """Draw what a cache has kept."""
+    from locret import pictures
+    from locret.backbone.adapters import sharers_of
+    from locret.scorers import FALLBACK
 
-    def paint(cache: Any) -> None:
-        from locret import pictures
-        from locret.backbone.adapters import sharers_of
-        from locret.scorers import FALLBACK
-
-        name = scorer.label or FALLBACK
-        title = f"{name}, budget {cache.policy.budget:,}"
-        kept, sharers = pictures.retention_of(cache, title), sharers_of(cache.model)
-        if sharers is None or sharers.rank == 0:
-            pictures.retention_map([kept], path)
-
-    return paint
+    title = f"{scorer.label or FALLBACK}, budget {cache.policy.budget:,}"
+    kept, sharers = pictures.retention_of(cache, title), sharers_of(cache.model)
+    if sharers is None or sharers.rank == 0:
+        pictures.retention_map([kept], path)
 
 
 def _summary(record: dict[str, Any]) -> str:
@@ -694,15 +578,6 @@ def _resolved(options: Options) -> dict[str, Any]:
     parts = (options.model, options.scorer, options.prompt, options.generation)
     given = {"kv_memory": options.policy.kv_memory, "budget_share": options.policy.budget_share}
     return {**{name: value for part in parts for name, value in asdict(part).items()}, **given}
-
-
-def _versions() -> dict[str, str]:
-    import torch
-    import transformers
-
-    from locret import __version__
-
-    return {"locret": __version__, "torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def main() -> None:

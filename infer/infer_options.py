@@ -12,8 +12,6 @@ from locret.field_values import check_finite, check_sampling
 from locret.load_options import BackboneSource
 from locret.policy.resolve import PolicyFlags
 
-SEGMENTS = 256
-"""Of the ledger that --evidence asks for, if --ledger is not given: 1 KiB per layer and KV head."""
 ATTENTION = ("auto", "sdpa", "flash_attention_2", "math")
 
 
@@ -65,7 +63,7 @@ class PolicyOptions(PolicyFlags):
     kv_memory: str | None = None
     """Instead of --budget: bytes that the whole cache may take, such as 2GiB, or auto for what is free next to the
     weights; the largest budget that fits is used, with auto at most that of the prompt, which is then counted first.
-    What --host-budget keeps is not part of it."""
+    What --host-budget keeps is not part of it, nor are the tokens of a question that is asked of what was read."""
     budget_share: float | None = None
     """Instead of --budget: share of the prompt's tokens, such as 0.1; the prompt is tokenised as a whole first."""
     exclusive: ClassVar = (("budget", "kv_memory", "budget_share"),)
@@ -115,8 +113,7 @@ class QuestionOptions:
     """File with questions, one per line, or one JSON text or object with a question per line (.jsonl)."""
 
     evidence: bool = False
-    """Say of each answer what it may lack: which share of its attention would have gone to evicted units, and where in
-    the text those were. Needs a --ledger, which is 256 then if it is not given."""
+    """Say of each answer how sure it is, and where in the text it looked: an unsure one may lack what was evicted."""
     reread: str | None = None
     """With --evidence: the file that was read. Where evidence may be gone its passages are read again, and the question
     is answered once more."""
@@ -140,8 +137,11 @@ class PromptOptions(QuestionOptions, TextOptions):
     allow_other_scorer: bool = False
     """Ask a --context with other heads or another scorer than it was read with: what was kept stays."""
     question: list[str] = field(default_factory=list)
-    """What to ask about the text; without it the text is the whole message. One question is read with the text; of
-    several, --question TEXT for each, each is answered from its own copy of one reading."""
+    """What to ask about the text; without it the text is the whole message. Of several, --question TEXT for each, each
+    is answered from its own copy of one reading."""
+    protocol: Literal["apart", "aware"] = "apart"
+    """apart: the text is read before the question is known, as in a context; aware: the question is read with the text,
+    and scorers that look at the newest words see it."""
 
     def __post_init__(self) -> None:
         TextOptions.__post_init__(self)
@@ -177,9 +177,6 @@ class GenerationOptions:
     """Texts that end the answer, each with a --stop of its own; the answer includes them."""
     seed: int = 0
     """Seed of sampling."""
-    compile: bool = False
-    """Write each token by one compiled program (torch.compile, a CUDA graph on CUDA); the first answer waits for the
-    compiler. With retaining heads on a backbone of full attention."""
 
     def __post_init__(self) -> None:
         check_finite(self)
@@ -197,8 +194,6 @@ class GenerationOptions:
         if self.top_k < 0:
             raise ValueError(f"--top-k {self.top_k} is negative; give 0 (all tokens) or more")
         check_sampling("--repetition-penalty", self.repetition_penalty)
-        if self.compile and self.num_beams > 1:
-            raise ValueError(f"--compile writes one answer, but --num-beams {self.num_beams} are searched; drop one")
         if any(not text for text in self.stop):
             raise ValueError("--stop has an empty text, which every answer contains; drop it")
         if not self.temperature and (self.top_p < 1 or self.top_k):
@@ -236,3 +231,5 @@ class OutputOptions(ReadingOutput):
     """Print one JSON object with answer, memory and speed, instead of the answer as it is written."""
     save_context: str | None = None
     """File to write what has been read to, for --context; without a question that is all."""
+    compare_full: bool = False
+    """Answer once more with every unit kept, where that fits: whether the model or the eviction is to blame."""

@@ -11,7 +11,6 @@ import torch
 
 from locret import RetainingHeads, RetentionPolicy, lookups
 from locret.backbone.adapters import Backbone, describe
-from locret.cache.compiled_step import obstacle
 from locret.cache.limits import Limits, check_named, check_pair, planned_bytes, planned_host_bytes
 from locret.distributed import tensor_parallel
 from locret.distributed.ranks import launched
@@ -278,16 +277,6 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
         f"--max-new-tokens {run.new_tokens}, --num-beams {run.num_beams} and --budget {policy.budget} together need a "
         f"cache of {needed:,} bytes, but {run.device} has room for {max(0, has):,} next to the weights; lower them"
     )
-
-
-def check_compiles(run: PlannedRun, policy: RetentionPolicy) -> None:
-    """Refuse what no compiled step can write, as far as that is known before anything is read.
-
-    Raises:
-        ValueError: Saying why, and what to change.
-    """
-    if (reason := obstacle(run._backbone, run._rates, policy, ())) is not None:
-        raise ValueError(f"--compile: generation cannot be compiled here: {reason}; leave out --compile")
 
 
 def follow_line(policy: RetentionPolicy) -> str:

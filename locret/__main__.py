@@ -23,7 +23,7 @@ COMMANDS = {
     "push": ("locret.heads.push", "publish heads on the Hugging Face Hub"),
     "env": ("locret.cli.system_report", "show versions and devices, for a report of a problem"),
     "demo": ("locret.infer.demo", "ask a real model about a real text from all of it, what heads kept, and its end"),
-    "rows": ("locret.data.training.question_rows", "write training rows for the embedded backbone"),
+    "rows": ("locret.data.training.text_rows", "write training rows from texts of your own"),
 }
 """What may follow `locret`: the module whose `command` it runs, and what that does."""
 

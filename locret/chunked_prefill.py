@@ -89,11 +89,6 @@ def checked(
     check_usable(model, cache)
     prompt = checked_prompt(model, input_ids, attention_mask, seen=seen)
     rows = prompt.ids.shape[0] if isinstance(prompt.ids, Tensor) else 1
-    if rows > 1 and cache.policy.ledger:
-        raise ValueError(
-            f"ledger={cache.policy.ledger} is kept for one text, but input_ids has {rows} rows; read them one by one, "
-            "or leave ledger out"
-        )
     if cache.seen and rows != cache.rows:
         raise ValueError(f"input_ids has {rows} rows but the cache has read {cache.rows}; give as many, or a new cache")
     cache.check_rows(cache.protected, rows)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, cast
 
@@ -16,11 +15,11 @@ from transformers.generation import GenerationMode
 from locret.backbone.adapters import input_device, unwrap
 from locret.backbone.passes import gathering_root, keeping_step
 from locret.cache.cache import ASSISTED, RetentionCache
-from locret.cache.compiled_step import check_can_compile, compiled_steps
+from locret.cache.captured_step import capturing, obstacle
 from locret.cache.digest import digest_of
 from locret.cache.reader import answering
 from locret.chunked_prefill import check_usable, checked, feed_held_back, read_prompt
-from locret.nearest import nearest
+from locret.nearest import check_retired, nearest
 from locret.token_ids import Prompt
 
 _MODES = {
@@ -41,14 +40,14 @@ def generate(
     cache: RetentionCache,
     attention_mask: Tensor | None = None,
     progress: bool = False,
-    compile: bool | str | Callable[..., Any] = False,
     **options: Any,
 ) -> Tensor:
     """Continue a prompt with `model.generate`, reading first what the cache has not seen yet.
 
     What follows a text that the cache has read, such as a question about it, is taken as the policy's `turns` says: by
     default all units stay and its tokens are added, so that the answer is that of any engine which holds the same units
-    (see `RetentionCache.to_dynamic_cache`).
+    (see `RetentionCache.to_dynamic_cache`). On CUDA the step of one token is captured and replayed where it can be (see
+    `locret.cache.captured_step`).
 
     Args:
         model: The backbone of the cache.
@@ -57,8 +56,6 @@ def generate(
         cache: Holds prompt and answer afterwards (with beams or several answers per prompt: only the prompt).
         attention_mask: (B, N), 0 for padding on the left.
         progress: Show a progress bar while the prompt is read.
-        compile: Run each step as one program, by `torch.compile` (or a backend of it that is given). The first answer
-            waits for the compiler; for retaining heads on a backbone of full attention, one answer per prompt.
         **options: Whatever `model.generate` takes: max_new_tokens, do_sample, num_beams, streamer, stop_strings, ...
 
     Returns:
@@ -67,8 +64,8 @@ def generate(
 
     Raises:
         ValueError: If the cache has read more than `input_ids` or something else, there is nothing to go on from, an
-            earlier read of the cache was interrupted, an option has no effect, the step cannot be compiled, or the
-            answer would reach positions that dynamic NTK rotates differently.
+            earlier read of the cache was interrupted, an option has no effect, or the answer would reach positions that
+            dynamic NTK rotates differently.
 
     Examples:
         >>> cache = RetentionCache(model, scorer=heads, policy=policy)
@@ -84,10 +81,6 @@ def generate(
     if gathering_root(model) is not None:
         # Passes are kept equal here; transformers' own way feeds a finished answer more tokens.
         options["synced_gpus"] = False
-        if compile:
-            raise ValueError("compile joins the steps of a backbone that one process holds; leave it out with a shard")
-    if compile:
-        check_can_compile(cache, config.max_new_tokens or 0, copies)
     full = None
     if input_ids is None:
         if attention_mask is not None:
@@ -100,6 +93,7 @@ def generate(
         else:
             feed_held_back(model, cache)
             read_prompt(model, prompt, cache, new_tokens=new_tokens, progress=progress, turn=True)
+    given = cache
     if copies > 1:
         cache = cache.copy()
         cache.batch_repeat_interleave(copies)
@@ -120,14 +114,10 @@ def generate(
     # that only the new token is given.
     width = tokens.shape[1] + (full is None)
     mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=tokens.device)
-    steps: AbstractContextManager[Any]
-    if compile:
-        check_can_compile(cache, new_tokens, copies)  # once more: what has been read may differ by row or layer
-        steps = compiled_steps(model, cache, new_tokens, "inductor" if compile is True else compile)
-    else:
-        steps = answering(model, cache)
-    with steps:
+    as_written = obstacle(model, cache, config, new_tokens, copies)
+    with answering(model, cache) if as_written else capturing(model, cache, new_tokens):
         ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
+    given.copies_memory = cache.memory() if copies > 1 else None
     if full is None:
         if isinstance(ids, Tensor):
             ids = ids[:, 1:]
@@ -234,6 +224,7 @@ def checked_options(base: Any, options: dict[str, Any]) -> GenerationConfig:
         if value is None:
             options.pop(name, None)
         elif name not in (*_TAKEN, *_INSTEAD):
+            check_retired("option", name)
             near = nearest(name, [*_TAKEN, *config.to_dict()])
             hint = f"; did you mean {' or '.join(near)}?" if near else "; leave it out"
             raise ValueError(f"{name} is not an option of generate{hint}")

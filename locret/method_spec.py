@@ -4,7 +4,7 @@
     snapkv:kernel=7,pooling=max         with options
     snapkv:window=8+prompt_end          with options, and a modifier of the policy
     locret+pyramid+linear               several modifiers
-    h2o+2bit:rounding=rotated
+    h2o+2bit:rounding=token
     locret+recall:host_budget=512       a modifier with options: numbers of the policy that it is about
     quest+xattention:threshold=0.95     or options of what it names
     package.module:Class:power=2        a class that Python finds; its options follow a second colon
@@ -25,7 +25,7 @@ from itertools import takewhile
 from typing import Any
 
 from locret.field_values import shown
-from locret.nearest import nearest
+from locret.nearest import check_retired, nearest
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ MODIFIERS: Mapping[str, Change] = {
         name: Change({"prefill_attention": name}, of="prefill_attention")
         for name in ("a_shape", "block_sparse", "minference", "vertical_slash", "xattention")
     },
-    **{name: Change({"merge": name}, of="merge") for name in ("d2o", "kvmerger", "loco")},
-    "refit": Change({"refit": True}),
+    "loco": Change({"merge": "loco"}, of="merge"),
     **{
         f"{bits}bit": Change(
             {"key_bits": bits, "value_bits": bits},
@@ -210,6 +209,7 @@ def _modifier(text: str, where: str) -> Modifier:
     name, colon, given = text.partition(":")
     name = name.strip()
     if name not in MODIFIERS:
+        check_retired("modifier", f"+{name}")
         near = nearest(name, MODIFIERS) or list(MODIFIERS)
         raise ValueError(f"{where}: +{name} is unknown; did you mean +{' or +'.join(near)}?")
     if colon and not given.strip():

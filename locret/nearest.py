@@ -34,8 +34,17 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 _RETIRED = (
     *("--suite world", "--suite lookalikes", "task world/", "task lookalikes/", "method kvpress/", "locret compare"),
     *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means"),
+    *("option --ledger", "policy field ledger", "rounding rotated"),
+    *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
+    *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
+    *("option --devices", "option --host-memory", "option --gate"),
+    *("task multivalue", "task variable_tracking", "task two_stage"),
+    *("task option lookalikes", "option --density", "option --lookalikes"),
+    *("modifier +d2o", "modifier +kvmerger", "modifier +refit"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
+_BY_ITSELF = {"option compile": "on CUDA the step of one token is captured and replayed by itself where it can be"}
+"""Options that are needed no more, and what happens without them."""
 _LAST = "release 0.1.0 (git tag lab-frozen)"
 
 
@@ -47,8 +56,10 @@ def check_retired(kind: str, name: str) -> None:
         name: What somebody wrote, which is none of today's names.
 
     Raises:
-        ValueError: If there was one, naming the last release that has it.
+        ValueError: If there was one, naming the last release that has it, or what happens by itself now.
     """
     asked = f"{kind} {name}"
+    if asked in _BY_ITSELF:
+        raise ValueError(f'{kind} "{name}" was retired: {_BY_ITSELF[asked]}; leave it out')
     if any(asked == one or (one.endswith("/") and asked.startswith(one)) for one in _RETIRED):
         raise ValueError(f'{kind} "{name}" was retired; {_LAST} is the last that has it')

@@ -24,7 +24,7 @@ TEXT = PurePath("recipes/infer/pass_key.txt")
 
 
 def find(name: str) -> str:
-    """Return where a recipe, its text, the embedded backbone or its heads are: the user's, else those shipped.
+    """Return where a recipe, its texts, the embedded backbone or its heads are: the user's, else those shipped.
 
     So `recipes/infer/tiny.yaml` and `checkpoints/tiny` mean the same in every folder, and neither is looked for on the
     Hub. Every other name is returned as it is.
@@ -37,7 +37,7 @@ def find(name: str) -> str:
     """
     path = PurePath(name)
     recipe = path.parts[:1] == ("recipes",) and path.suffix in (".yaml", ".txt") and ".." not in path.parts
-    if (recipe or path in _EMBEDDED) and not os.path.exists(name) and (_ROOT / path).exists():
+    if (recipe or path in (*_EMBEDDED, TEXT.parent)) and not os.path.exists(name) and (_ROOT / path).exists():
         return str(_ROOT / path)
     if not os.path.exists(name):
         check_retired("folder", name)

@@ -47,17 +47,14 @@ def command(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as held:
         ranks = held.enter_context(joined("locret-train", way_out=_GO_ON))
         with ranks.together():
-            if run.devices is None:
-                folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
-                rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
-                local = backbone.local_folder() is not None and rows is not None
-                if launch.is_main_process() and not run.dry_run:
-                    held.enter_context(locked(folder, f"--output {run.output}"))
+            folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
+            rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
+            local = backbone.local_folder() is not None and rows is not None
+            if launch.is_main_process() and not run.dry_run:
+                held.enter_context(locked(folder, f"--output {run.output}"))
         given = training_options.plain(options)
         with ranks.together():
             ranks.agree({f"--{name.replace('_', '-')}": value for name, value in given.items()})
-        if run.devices is not None:
-            return _compare_devices(options, chosen) if ranks.is_main else 0
         from accelerate import PartialState
 
         from locret.train.training_run import TrainingRun
@@ -74,11 +71,8 @@ def _train(training: TrainingRun, process: PartialState, ranks: Ranks) -> int:
     from accelerate import Accelerator
     from accelerate.utils import GradientAccumulationPlugin
 
-    from locret.distributed.ulysses import RowRanks
-
     # The main process fills the output folder only when all have seen it as it was.
     with ranks.together():
-        row_ranks = RowRanks.split(training.backbone.sp_size)
         if process.is_main_process:
             sys.stderr.write("\n".join(_plan(training, process)) + "\n")
         training.fetch()
@@ -93,7 +87,7 @@ def _train(training: TrainingRun, process: PartialState, ranks: Ranks) -> int:
         # Given as a number, a variable of the environment would override it.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=training.optimizer.gradient_accumulation),
     )
-    summary = training.train(accelerator, row_ranks)
+    summary = training.train(accelerator)
     if accelerator.is_main_process:
         _report(training, summary)
     accelerator.end_training()
@@ -145,35 +139,6 @@ def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int
     shown = "streamed" if training.data.streaming else "an unknown number of" if rows is None else rows
     print(f"\n# {shown} rows")
     print("\n".join(f"# {line}" for line in _plan(training, process)))
-    return 0
-
-
-def _compare_devices(options: Sequence[Any], chosen: set[str]) -> int:
-    """Print what each way of loading the backbone takes of the cards of `--devices`, and which one to take."""
-    import torch
-
-    from locret.policy.budget import parse_bytes
-    from locret.train import devices_plan
-    from locret.train.memory_plan import gibibytes
-    from locret.train.training_run import TrainingRun
-
-    run = options[-1]
-    devices = devices_plan.Devices.parse(run.devices)
-    host = None if run.host_memory is None else parse_bytes(run.host_memory)
-    training = TrainingRun(options, chosen)
-    training.resolve(torch.device("cuda"))
-    found = training.devices_plan(devices)
-    facts = devices_plan.record(found, devices, host, training.backbone.model)
-    tokens, dtype = training.planned_tokens(), str(training.dtype).removeprefix("torch.")
-    if run.json:
-        print_json({"model": training.backbone.model, "dtype": dtype, "tokens": tokens, **facts})
-        return 0
-    cards = f"{devices.count} card{'s' if devices.count > 1 else ''} of {gibibytes(devices.each)}"
-    print(f"{training.backbone.model} in {dtype}, rows of {tokens:,} tokens, on {cards} ({devices.text})\n")
-    print("\n".join(devices_plan.table(found, devices, host)))
-    print(f"\ntake: {facts['takes'] or 'none'}\nwhy: {facts['why']}")
-    if facts["command"]:
-        print(f"run: {facts['command']}")
     return 0
 
 

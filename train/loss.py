@@ -4,8 +4,7 @@ Paper:    Locret, arXiv 2410.01805, Eq. 3, with the reductions of the original c
           layers and the smoothness summed over them, which makes alpha, in effect, larger by the number of layers.
 Deviates: `objective="ranking"` puts a listwise loss in the regression's place: ListNet (Cao et al., ICML 2007), the
           top-one distributions of labels and scores compared. Eviction only sorts, so only the order has to be right,
-          and errors among the units that are kept weigh more than errors among those that are not. `floor` raises
-          labels below it to it, so that nothing is spent on telling useless units apart.
+          and errors among the units that are kept weigh more than errors among those that are not.
 """
 # L layers, K KV heads, T prompt tokens
 
@@ -26,7 +25,6 @@ def retention_loss(
     alpha: float = Loss.alpha,
     *,
     objective: Literal["regression", "ranking"] = Loss.objective,
-    floor: float | None = Loss.label_floor,
     temperature: float = Loss.temperature,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (total, fit, smoothness), three scalars; total = fit + alpha * smoothness.
@@ -41,7 +39,6 @@ def retention_loss(
         labels: Of the same shape, see `answer_labels`.
         alpha: Weight of the smoothness term.
         objective: "regression" or "ranking".
-        floor: Labels below it count as this, in the labels' unit; None leaves them as they are.
         temperature: Of the labels' distribution, for "ranking" only; above 1 it looks further down the ranking.
 
     Raises:
@@ -53,7 +50,7 @@ def retention_loss(
         >>> fit, smoothness
         (tensor(0.5000), tensor(0.))
     """
-    loss = Loss(alpha=alpha, objective=objective, label_floor=floor, temperature=temperature)
+    loss = Loss(alpha=alpha, objective=objective, temperature=temperature)
     fit, smoothness = fit_and_smoothness(scores, labels, loss)
     return fit + alpha * smoothness, fit, smoothness
 
@@ -66,8 +63,6 @@ def fit_and_smoothness(scores: Tensor, labels: Tensor, loss: Loss) -> tuple[Tens
     """
     _check_shapes(scores, labels)
     scores_LKT, labels_LKT = _with_layers(scores), _with_layers(labels)
-    if loss.label_floor is not None:
-        labels_LKT = labels_LKT.clamp(min=loss.label_floor)
     if loss.objective == "ranking":
         fit = _listwise(scores_LKT, labels_LKT, loss.temperature)
     else:

@@ -9,7 +9,6 @@ from torch import nn
 
 from locret.backbone.adapters import LayerShape, describe
 from locret.heads.config import HeadsConfig
-from locret.heads.gates import GATES, LOCRET
 from locret.labels.labels import logit_bytes
 from locret.load_options import BackboneSource
 from locret.train.training_options import BackboneOptions
@@ -53,17 +52,13 @@ def memory_plan(
     *,
     hidden_dim: int,
     neighbours: int = 0,
-    gate: str = LOCRET,
     dtype: torch.dtype,
     autocast: bool,
     tokens: int,
     trained_tokens: int,
-    kept_features: bool = False,
     asked_apart: bool = False,
     weighed_labels: bool = False,
     backbone_bytes: int | None = None,
-    head_ranks: int = 1,
-    row_ranks: int = 1,
 ) -> dict[str, int]:
     """Return bytes by purpose, of one process.
 
@@ -72,18 +67,14 @@ def memory_plan(
         parameters: What `backbone_parameters` counted.
         hidden_dim: d_R of the heads.
         neighbours: Tokens before each one that they look at too.
-        gate: Their architecture.
         dtype: Type of the backbone's weights.
         autocast: Whether the heads compute in two bytes instead of four.
         tokens: Tokens of the longest row, prompt and answer.
         trained_tokens: Prompt tokens of it that are trained on.
-        kept_features: Whether the features of all layers are held at once, as training under eviction does.
-        asked_apart: Whether a document's keys and values are held, and once more for the question that goes on from it:
-            where answers are trained on each by itself, or shares of the layers measured.
+        asked_apart: Whether answers are trained on each by itself: the features of all layers are held at once, and a
+            document's keys and values, once more for the question that goes on from it.
         weighed_labels: Whether labels weigh values behind the output projection, as `kvzip_plus` does.
         backbone_bytes: What the backbone's weights take on the device; None: all of them, in `dtype`.
-        head_ranks: Processes that share the attention heads and what belongs to them (tensor parallelism).
-        row_ranks: Processes that share the tokens of a row (sequence parallelism).
 
     Returns:
         `backbone`, `heads`, `gradients`, `optimizer` and, where they are kept, `features` and `document` (exact, but
@@ -94,9 +85,8 @@ def memory_plan(
     Raises:
         ValueError: For a backbone that retaining heads cannot work on.
     """
-    width = hidden_dim if gate == LOCRET or GATES[gate].width else None
-    heads = HeadsConfig.for_model(config, width, gate, neighbours=neighbours)
-    weights = -(-heads.num_weights // head_ranks)
+    heads = HeadsConfig.for_model(config, hidden_dim, neighbours=neighbours)
+    weights = heads.num_weights
     sizes = dtype.itemsize, 2 if autocast else 4
     plan = {
         "backbone": parameters * dtype.itemsize if backbone_bytes is None else backbone_bytes,
@@ -109,20 +99,16 @@ def memory_plan(
             *sizes,
             tokens,
             trained_tokens,
-            head_ranks,
-            row_ranks,
             neighbours=neighbours,
             weighed_labels=weighed_labels,
         ),
     }
-    if kept_features:
-        widths = sum(map(heads.width, heads.layers))
-        plan["features"] = -(-trained_tokens // row_ranks) * widths // head_ranks * dtype.itemsize
     if asked_apart:
+        plan["features"] = trained_tokens * sum(map(heads.width, heads.layers)) * dtype.itemsize
         backbone = describe(config)
         shapes = map(backbone.shape, range(backbone.num_layers))
         numbers = sum(shape.num_kv_heads * (shape.head_dim + shape.value_dim) for shape in shapes)
-        plan["document"] = 2 * tokens * numbers // head_ranks * dtype.itemsize
+        plan["document"] = 2 * tokens * numbers * dtype.itemsize
     return {**plan, "total": sum(plan.values())}
 
 
@@ -191,8 +177,6 @@ def layer_bytes(
     head_size: int,
     tokens: int,
     trained: int,
-    head_ranks: int = 1,
-    row_ranks: int = 1,
     *,
     neighbours: int = 0,
     weighed_labels: bool = False,
@@ -206,45 +190,30 @@ def layer_bytes(
         head_size: Bytes of a number in the heads' arithmetic.
         tokens: Tokens of the row.
         trained: Prompt tokens of it that are trained on.
-        head_ranks: See `memory_plan`; they share the width of the MLP too.
-        row_ranks: See `memory_plan`.
         neighbours: See `memory_plan`.
         weighed_labels: See `memory_plan`.
     """
-    shapes = set(describe(config).full_shapes)
-    row, ranks = (-(-tokens // row_ranks), -(-trained // row_ranks)), (head_ranks, row_ranks)
     text = config.get_text_config()
+    width, inner = text.hidden_size, getattr(text, "intermediate_size", 4 * text.hidden_size)
     held = (4 if neighbours else 3) * hidden_dim  # the head's hidden states; with neighbours, those that are mixed too
-    numbers = hidden_dim, held, weighed_labels
-    return max(_one_layer(shape, text, numbers, (size, head_size), row, ranks) for shape in shapes)
 
+    def one_layer(shape: LayerShape) -> int:
+        feature, dim, heads, kv_heads = shape.feature_dim, shape.head_dim, shape.num_heads, shape.num_kv_heads
+        queries, keys = heads * shape.query_dim, kv_heads * max(dim, shape.value_dim)
+        always = 3 * width + 2 * dim  # embeddings, residual and normed states; cosines and sines
+        reading = width + max(3 * (max(inner) if isinstance(inner, list) else inner), 2 * feature)
+        attended = (
+            feature + (queries + keys) + queries
+        )  # projections, rotated queries and keys, what attention returned
+        labelling = logit_bytes(heads, shape.seen_dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
+        if weighed_labels:
+            labelling = max(labelling + trained * heads * 4, _weighing(shape, heads, width, size, trained))
+        # Features, once more where the head computes in another dtype; its hidden states; scores, labels, differences.
+        per_token = feature * (size + (head_size if head_size != size else 0)) + held * head_size
+        training = trained * (per_token + 16 * kv_heads) + 4 * hidden_dim * feature  # and a new gradient
+        return max(tokens * size * (always + reading), tokens * size * (always + attended) + max(labelling, training))
 
-def _one_layer(
-    shape: LayerShape,
-    text: Any,
-    numbers: tuple[int, int, bool],
-    sizes: tuple[int, int],
-    row: tuple[int, int],
-    ranks: tuple[int, int],
-) -> int:
-    hidden_dim, held, weighed = numbers
-    (size, head_size), (tokens, trained), (head_ranks, row_ranks) = sizes, row, ranks
-    width, feature, dim = text.hidden_size, shape.feature_dim // head_ranks, shape.head_dim
-    heads, kv_heads = shape.num_heads // head_ranks, shape.num_kv_heads // head_ranks
-    queries, keys = heads * shape.query_dim, kv_heads * max(dim, shape.value_dim)
-    always = 3 * width + 2 * dim  # embeddings, residual and normed states; cosines and sines
-    inner = getattr(text, "intermediate_size", 4 * width)
-    reading = width + max(3 * (max(inner) if isinstance(inner, list) else inner) // head_ranks, 2 * feature)
-    attended = feature + (queries + keys) + queries  # projections, rotated queries and keys, what attention returned
-    if row_ranks > 1:  # queries, keys and values once more, of all tokens and this process's heads, and the answer
-        attended += queries + 2 * keys + queries
-    labelling = logit_bytes(heads, shape.seen_dim, tokens) + (tokens * keys * 4 if size < 4 else 0)
-    if weighed:
-        labelling = max(labelling + trained * heads * 4, _weighing(shape, heads, width, size, trained))
-    # Features, once more where the head computes in another dtype; its hidden states; scores, labels and differences.
-    per_token = feature * (size + (head_size if head_size != size else 0)) + held * head_size
-    training = trained * (per_token + 16 * kv_heads) + 4 * hidden_dim * feature  # and a new gradient
-    return max(tokens * size * (always + reading), tokens * size * (always + attended) + max(labelling, training))
+    return max(map(one_layer, set(describe(config).full_shapes)))
 
 
 def _weighing(shape: LayerShape, heads: int, width: int, size: int, trained: int) -> int:

@@ -69,9 +69,9 @@ class KernelOptions:
             raise ValueError(
                 '--policy must evict chunk by chunk with positions="compact" and no merge of its own; the kernels merge'
             )
-        if policy.has_host or policy.refit or not policy.exact_bits:
+        if policy.has_host or not policy.exact_bits:
             raise ValueError(
-                "--policy has host_budget, refit, key_bits or value_bits, which do not go with merging; drop them"
+                "--policy has host_budget, key_bits or value_bits, which do not go with merging; drop them"
             )
         slots = max(1, policy.budget // 8) if self.slots is None else self.slots
         if not 1 <= slots <= policy.budget - policy.stabilizers:

@@ -22,7 +22,6 @@ def label_notes(loss: LossOptions) -> dict[str, Any]:
     return {
         "source": loss.label_source,
         "kind": loss.label_kind,
-        **({} if loss.label_floor is None else {"floor": loss.label_floor}),
         "include_last_prompt_token": loss.include_last_prompt_token,
         "reduction": f"maximum over {queries} and the query heads of the group",
     }
@@ -63,7 +62,6 @@ def training_notes(
         "schedule": f"linear warm-up over {o.warmup} steps, linear decay to 0 at {o.steps}",
         "clip": clip,
         "objective": objective,
-        "states": "as the heads' own evictions leave them" if loss.evict_while_training else "nothing evicted",
         "alpha": loss.alpha,
         "seed": o.seed,
         **facts,

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from locret.distributed.ranks import launched
-from locret.nearest import nearest
+from locret.nearest import check_retired, nearest
+from locret.policy import policy
 
 RECORD = "run.json"
 STATE = "state.pt"
@@ -21,8 +22,32 @@ NEWEST, AUTO = "newest", "auto"
 _RESUME, _OUTPUT = ("resume", "resume_from_checkpoint"), ("output", "output_dir")
 ONCE = ("resume", "overwrite", "output", "dry_run", "json")
 """Options of one call of the command, which the next one does not inherit."""
-SPREAD = ("shard", "shard_offload", "shard_offload_dir", "sp_size")
+SPREAD = ("shard", "shard_offload", "shard_offload_dir")
 """How a run is spread over processes, which one that goes on alone does not inherit."""
+
+
+_RETIRED = {
+    "label_floor": None,
+    "evict_while_training": False,
+    "sp_size": 1,
+    "devices": None,
+    "host_memory": None,
+    "gate": "locret",
+}
+"""Options that runs of earlier versions have, and the values that changed nothing."""
+
+
+def without_retired(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a run less those that have been retired.
+
+    Raises:
+        ValueError: If the run used one, naming the last release that has it.
+    """
+    for name, usual in _RETIRED.items():
+        if config.get(name, usual) != usual:
+            check_retired("option", f"--{name.replace('_', '-')}")
+    kept = {name: value for name, value in config.items() if name not in _RETIRED}
+    return {**kept, "policy": policy.without_retired(kept["policy"])} if "policy" in kept else kept
 
 
 def with_bare_resume(arguments: Sequence[str]) -> list[str]:
@@ -108,6 +133,7 @@ def read_record(folder: Path, known: set[str]) -> dict[str, Any]:
     chosen = record.get("chosen", []) if isinstance(record, Mapping) else []
     if not isinstance(config, Mapping) or not isinstance(chosen, list) or not all(isinstance(n, str) for n in chosen):
         raise ValueError(f"--resume {folder}: {RECORD} is damaged (it holds no options); {way_out}")
+    config = without_retired(config)
     for name in config:
         if name not in known:
             near = nearest(name, known)

@@ -20,10 +20,8 @@ from locret.train.resumed import AUTO, NEWEST, RECORD
 
 LOG, TENSORBOARD, CHECKPOINTS = "log.jsonl", "tensorboard", "checkpoint-*"
 DROPPED = "dropped_rows.json"
-PUBLISHED = "published"
-"""A gate in the form of its authors."""
 _HEADS = ("config.json", "model.safetensors", "README.md")
-_OURS = (RECORD, LOG, DROPPED, TENSORBOARD, "wandb", CHECKPOINTS, PUBLISHED, *_HEADS)
+_OURS = (RECORD, LOG, DROPPED, TENSORBOARD, "wandb", CHECKPOINTS, *_HEADS)
 _PACKAGES = ("accelerate", "datasets", "peft", "safetensors")
 
 

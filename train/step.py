@@ -5,15 +5,8 @@ soon as a layer has attended, its head's inputs and labels are all there; its he
 and the layer's tensors are freed. A step costs about one backbone forward, and one layer's tensors of memory whatever
 the number of layers.
 
-Under a policy it is the second stage, for heads that can already evict. In use a head reads q, k and v of a backbone
-that has lost most of its cache; in the first stage it only ever sees them with everything there. So the prompt is also
-read chunk by chunk with the current heads' own evictions, and the heads learn from what they see there, while labels
-stay those of the first stage: what the answer would look at if it could. This costs two forward passes, and keeps the
-features of all layers, (layers, tokens, (H + 2 K) D) in the backbone's dtype, because smoothness and ranking compare
-tokens of different chunks.
-
 Where each of many questions is asked by itself, the backbone still reads the text once: questions and answers go on
-from its keys and values. Labels are whole only after the last answer, so features of all layers are kept here too.
+from its keys and values. Labels are whole only after the last answer, so the features of all layers are kept.
 """
 # K KV heads, T prompt tokens that are trained on, F features
 
@@ -22,26 +15,17 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from locret.backbone.adapters import describe, input_device
-from locret.backbone.chunk import Attended, Chunk
-from locret.cache.cache import RetentionCache
-from locret.chunked_prefill import prefill
-from locret.distributed.ulysses import RowRanks, observe_share
+from locret.backbone.chunk import Attended
 from locret.heads.heads import RetainingHeads
-from locret.heads.shard import shared_by
 from locret.labels import kinds
 from locret.labels.labels import layer_labels, observe, token_row
 from locret.labels.many_answers import labels_of_answers
-from locret.policy.policy import RetentionPolicy
-from locret.scorers import Scorer
-from locret.scorers.retaining_heads import leaves_levels_open, recommended_shares
 from locret.train.loss import fit_and_smoothness, top_overlap
-from locret.train.shared_rows import share_of_loss
 from locret.train.training_options import DataOptions, Loss
 
 
@@ -67,12 +51,10 @@ def train_step(
     answer_ids: Tensor,
     loss: Loss | None = None,
     *,
-    policy: RetentionPolicy | None = None,
     max_prompt_tokens: int = DataOptions.max_prompt_tokens,
     earlier_answers: Sequence[tuple[int, int]] = (),
     asked: Sequence[tuple[Tensor, Tensor]] = (),
     backward: Callable[[Tensor], None] = Tensor.backward,
-    row_ranks: RowRanks | None = None,
 ) -> StepResult:
     """Add the gradient of one row's loss to the heads' float32 gradients.
 
@@ -81,56 +63,34 @@ def train_step(
         heads: The heads to train.
         prompt_ids: (1, n) or (n,).
         answer_ids: (1, m) or (m,).
-        loss: Labels and loss (None: the paper's); the overlap is that of the labels without a floor.
-        policy: How the prompt is read while the heads evict; None: nothing is evicted.
+        loss: Labels and loss (None: the paper's).
         max_prompt_tokens: First prompt tokens to train on; labels are those of the whole text.
         earlier_answers: See `answer_labels`.
         asked: Ids of questions and their answers, each of which follows the prompt by itself: labels are the largest of
             all, and `answer_ids` is not read.
         backward: Called once per layer with the layer's share of the loss; the shares add up to the total.
-        row_ranks: Processes that share the row by its tokens; all call this with the same arguments. Each adds its part
-            of the gradient, whose sum is the row's.
 
     Returns:
-        The losses of the row, the same in all of `row_ranks`; its tokens are counted once.
+        The losses of the row.
 
     Raises:
-        ValueError: For an unknown kind of label, a prompt or answer that is empty or more than one row, or a backbone
-            whose rows cannot be shared.
+        ValueError: For an unknown kind of label, or a prompt or answer that is empty or more than one row.
     """
     loss = loss or Loss()
     if asked:
-        return _apart_step(model, heads, prompt_ids, asked, loss, policy, max_prompt_tokens, backward)
-    if row_ranks is not None and row_ranks.size > 1:
-        return _shared_step(
-            model, heads, prompt_ids, answer_ids, loss, policy, max_prompt_tokens, earlier_answers, backward, row_ranks
-        )
+        return _apart_step(model, heads, prompt_ids, asked, loss, max_prompt_tokens, backward)
     kind, last = kinds.get(loss.label_kind), loss.include_last_prompt_token
     prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
     prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)
-    labelled = trained if policy is None else prompt
     parts: list[Tensor] = []
-    waiting: dict[int, Tensor] = {}
-
-    def learn(layer: int, features_TF: Tensor, labels_KT: Tensor) -> None:
-        parts.append(learn_layer(heads, layer, features_TF, labels_KT, loss, backward))
 
     def on_layer(chunk: Attended) -> None:
-        labels_KT = layer_labels(chunk, prompt, kind, last, labelled=labelled, earlier_answers=earlier_answers)
-        if policy is None:
-            learn(chunk.layer_idx, heads.features(chunk, trained)[0], labels_KT)
-        else:
-            waiting[chunk.layer_idx] = labels_KT[:, :trained]
+        labels_KT = layer_labels(chunk, prompt, kind, last, labelled=trained, earlier_answers=earlier_answers)
+        features_TF = heads.features(chunk, trained)[0]
+        parts.append(learn_layer(heads, chunk.layer_idx, features_TF, labels_KT, loss, backward))
 
     ids = torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model))
     observe(model, ids, on_layer)
-    if policy is not None:
-        recorder = _Recorder(heads, loss)
-        prefill(model, prompt_ids[:, :trained], RetentionCache(model, recorder, policy))
-        for layer, labels_KT in waiting.items():
-            learn(layer, recorder.take(layer), labels_KT)
-    if (ranks := shared_by(heads)) is not None:
-        parts = list(ranks.mean(torch.stack(parts)))
     return step_result(parts, loss, ids.shape[1])
 
 
@@ -140,7 +100,6 @@ def _apart_step(
     document_ids: Tensor,
     asked: Sequence[tuple[Tensor, Tensor]],
     loss: Loss,
-    policy: RetentionPolicy | None,
     max_prompt_tokens: int,
     backward: Callable[[Tensor], None],
 ) -> StepResult:
@@ -149,74 +108,17 @@ def _apart_step(
     trained, features = min(document_1D.shape[1], max_prompt_tokens), dict[int, Tensor]()
 
     def on_document(chunk: Attended) -> None:
-        if policy is None:
-            features[chunk.layer_idx] = heads.features(chunk, trained)[0].clone()
+        features[chunk.layer_idx] = heads.features(chunk, trained)[0].clone()
 
     kind, last = kinds.get(loss.label_kind), loss.include_last_prompt_token
     labels_LKT = labels_of_answers(model, document_1D, asked, kind, last, labelled=trained, on_document=on_document)
-    if policy is not None:
-        recorder = _Recorder(heads, loss)
-        prefill(model, document_1D[:, :trained], RetentionCache(model, recorder, policy))
-        features = {layer: recorder.take(layer) for layer in heads}
     backbone, parts = describe(model), list[Tensor]()
     for layer, labels_KT in zip(backbone.layers, labels_LKT, strict=True):
         features_TF = features.pop(layer)
         own_KT = labels_KT[: backbone.shape(layer).num_kv_heads].to(features_TF.device)
         parts.append(learn_layer(heads, layer, features_TF, own_KT, loss, backward))
-    if (ranks := shared_by(heads)) is not None:
-        parts = list(ranks.mean(torch.stack(parts)))
     tokens = document_1D.shape[1] + sum(question.shape[-1] + answer.shape[-1] for question, answer in asked)
     return step_result(parts, loss, tokens)
-
-
-def _shared_step(
-    model: nn.Module,
-    heads: RetainingHeads,
-    prompt_ids: Tensor,
-    answer_ids: Tensor,
-    loss: Loss,
-    policy: RetentionPolicy | None,
-    max_prompt_tokens: int,
-    earlier_answers: Sequence[tuple[int, int]],
-    backward: Callable[[Tensor], None],
-    row_ranks: RowRanks,
-) -> StepResult:
-    """Take the part of a step that belongs to this process's tokens of the row; see `train_step`."""
-    row_ranks.check(describe(model))
-    kind, last = kinds.get(loss.label_kind), loss.include_last_prompt_token
-    prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
-    ids = torch.cat([prompt_ids, answer_ids], dim=1)
-    prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)
-    share = row_ranks.share(ids.shape[1])
-    own, follows = share.own(trained), share.end < trained
-    parts: list[Tensor] = []
-    waiting: dict[int, Tensor] = {}
-
-    def learn(layer: int, own_LF: Tensor, next_1F: Tensor, labels_KL: Tensor) -> None:
-        with torch.enable_grad(), _without_cast_cache(own_LF.device.type):
-            fit, smoothness, overlap = share_of_loss(heads[layer], own_LF, next_1F, labels_KL, loss, share, trained)
-            backward(fit / len(heads) + loss.alpha * smoothness)
-        parts.append(torch.stack([fit.detach(), smoothness.detach(), overlap()]))
-
-    def on_layer(chunk: Attended) -> None:
-        # Of all tokens in this process's heads; then of its own tokens in all heads.
-        labels_KT = layer_labels(chunk, prompt, kind, last, labelled=trained, earlier_answers=earlier_answers)
-        labels_KL = share.tokens(labels_KT[None, :, :, None])[0, :, :, 0]
-        if policy is not None:
-            waiting[chunk.layer_idx] = labels_KL
-            return
-        own_LF = heads.features(chunk, own)[0]
-        next_1F = share.next_token(own_LF)
-        learn(chunk.layer_idx, own_LF, next_1F if follows else next_1F[:0], labels_KL)
-
-    observe_share(model, share, ids, on_layer)
-    if policy is not None:
-        recorder = _Recorder(heads, loss, range(share.start, share.end + follows))
-        prefill(model, prompt_ids[:, :trained], RetentionCache(model, recorder, policy))
-        for layer, labels_KL in waiting.items():
-            features = recorder.take(layer)
-            learn(layer, features[:own], features[own:], labels_KL)
-    return step_result(list(share.total(torch.stack(parts))), loss, ids.shape[1])
 
 
 def learn_layer(
@@ -228,13 +130,11 @@ def learn_layer(
     backward: Callable[[Tensor], None],
 ) -> Tensor:
     """Call `backward` with one layer's share of the total; return (3,) its fit, smoothness and overlap, detached."""
-    ranks = shared_by(heads)
     with torch.enable_grad(), _without_cast_cache(features_TF.device.type):
         scores_KT = heads[layer_idx](features_TF).T
         fit, smoothness = fit_and_smoothness(scores_KT, labels_KT, loss)
         # The fit is a mean over layers, smoothness a sum over them.
-        # Both are means over KV heads: where processes share those, each adds its part of the mean.
-        backward((fit / len(heads) + loss.alpha * smoothness) / (1 if ranks is None else ranks.size))
+        backward(fit / len(heads) + loss.alpha * smoothness)
     overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
     # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
     return torch.stack([fit.detach(), smoothness.detach(), overlap])
@@ -245,55 +145,6 @@ def step_result(parts: list[Tensor], loss: Loss, tokens: int) -> StepResult:
     fits, smoothnesses, overlaps = torch.stack(parts, dim=1)
     fit, smoothness = fits.mean(), smoothnesses.sum()
     return StepResult(fit + loss.alpha * smoothness, fit, smoothness, overlaps, tokens)
-
-
-class _Recorder(Scorer):
-    """Scores with the heads, and keeps what they were given.
-
-    Args:
-        heads: The heads.
-        loss: What they learn.
-        kept: Positions of the tokens whose features are kept; None: all.
-    """
-
-    name: ClassVar[str] = "recorder"
-    over_ranks: ClassVar[bool] = True
-
-    def __init__(self, heads: RetainingHeads, loss: Loss, kept: range | None = None) -> None:
-        self.heads, self._loss, self._kept = heads, loss, kept
-        self._features: dict[int, list[Tensor]] = {layer: [] for layer in heads}
-
-    @property
-    def neighbours(self) -> int:
-        """Those of the heads."""
-        return self.heads.config.neighbours
-
-    @property
-    def layer_shares(self) -> tuple[float, ...] | None:
-        """Those that the heads recommend."""
-        return recommended_shares(self.heads.config)
-
-    def relative(self, prepared: None) -> bool:
-        """As for the heads that this loss makes."""
-        return leaves_levels_open(self._loss.label_kind, self._loss.objective)
-
-    def score(self, chunk: Chunk) -> Tensor:
-        """Return scores (1, K, L)."""
-        features_BLF = self.heads.features(chunk)
-        features_LF = features_BLF[0]
-        if self._kept is not None:
-            first = int(chunk.positions[0, 0, 0])
-            # A copy: a view would hold on to the features of the whole chunk.
-            features_LF = features_LF[max(0, self._kept.start - first) : max(0, self._kept.stop - first)].clone()
-        self._features[chunk.layer_idx].append(features_LF)
-        if self.neighbours:
-            features_BLF = torch.cat([chunk.features_before, features_BLF], dim=1)
-        scores_BLK: Tensor = self.heads[chunk.layer_idx](features_BLF)[:, -chunk.new_tokens :]
-        return scores_BLK.transpose(1, 2)
-
-    def take(self, layer: int) -> Tensor:
-        """Return (T, F), and forget them."""
-        return torch.cat(self._features.pop(layer))
 
 
 @contextlib.contextmanager

@@ -22,15 +22,12 @@ from torch import Tensor, nn
 
 from locret.backbone.passes import in_step
 from locret.distributed.ranks import Ranks
-from locret.distributed.ulysses import RowRanks
 from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
-from locret.heads.shard import ShardedHeads, shared_by
 from locret.train import checkpointing
 from locret.train.loss import chance_overlap
 from locret.train.optimizer import head_optimizer
 from locret.train.run_log import RunLog, Window, peak_memory
-from locret.train.shared_heads import own_moments, whole_moments
 from locret.train.step import StepResult, train_step
 from locret.train.training_options import LossOptions, OptimizerOptions, RunOptions
 from locret.train.validation import eval_record
@@ -72,13 +69,11 @@ class Trainer:
         model: The backbone, frozen, in evaluation mode, on the accelerator's device.
         heads: The heads, on the same device.
         stream: This process's rows.
-        row_ranks: The processes that share a row with this one; their rows are the same.
-        data_size: Into how many parts rows are dealt out.
         held_out: Rows to evaluate on, the same on every process; they are shared out.
         accelerator: Made with the mixed precision and gradient accumulation that the options say.
         loss: Labels and loss.
         optimizer: Optimizer and schedule.
-        run: How often to save and to log; how rows are read where heads evict while they are trained.
+        run: How often to save and to log.
         max_prompt_tokens: First prompt tokens to train on.
         eval_every: Steps between two evaluations.
         folder: Output folder, which exists.
@@ -93,8 +88,6 @@ class Trainer:
         stream: TrainingStream,
         accelerator: Accelerator,
         *,
-        row_ranks: RowRanks,
-        data_size: int,
         held_out: Sequence[TrainingExample],
         loss: LossOptions,
         optimizer: OptimizerOptions,
@@ -106,10 +99,7 @@ class Trainer:
         probe: Probe | None = None,
     ) -> None:
         self.model, self.heads, self.stream, self.accelerator = model, heads, stream, accelerator
-        self.row_ranks, self.data_size = row_ranks, data_size
         self._ranks = Ranks(accelerator.process_index, accelerator.num_processes)
-        self.head_ranks = shared_by(heads)
-        """The processes that share the heads, each of which trains its own part of them."""
         self.held_out, self.eval_every = held_out, eval_every
         self.probe = probe if accelerator.num_processes == 1 else None
         self.loss, self.optimizer_options, self.run = loss, optimizer, run
@@ -136,12 +126,9 @@ class Trainer:
         self.stream.restore(state["stream"])
         saved = RetainingHeads.from_pretrained(path)
         with checkpointing.intact(path, "model.safetensors"):
-            if isinstance(self.heads, ShardedHeads):
-                self.heads.take(saved.state_dict())
-            else:
-                self.heads.load_state_dict(saved.state_dict())
+            self.heads.load_state_dict(saved.state_dict())
         with checkpointing.intact(path):
-            checkpointing.restore_optimizer(self.optimizer, own_moments(state["optimizer"], self.heads))
+            checkpointing.restore_optimizer(self.optimizer, state["optimizer"])
             self.scheduler.load_state_dict(state["scheduler"])
             if self.accelerator.scaler is not None and state["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(state["scaler"])
@@ -228,24 +215,20 @@ class Trainer:
                 example.prompt_ids,
                 example.answer_ids,
                 self.loss,
-                policy=self.run.policy if self.loss.evict_while_training else None,
                 max_prompt_tokens=self.max_prompt_tokens,
                 earlier_answers=example.earlier_answers,
                 asked=example.asked,
                 backward=backward,
-                row_ranks=self.row_ranks,
             )
 
     def _evaluate(self) -> dict[str, Any]:
         """Return the losses and overlaps on the held-out rows; the heads stay as they are."""
         values = torch.zeros(len(self.held_out), 4, device=self.accelerator.device)
-        alike = self.accelerator.num_processes // self.data_size
         with in_step(self.model):  # some processes may have a row more than others
-            for row in range(self.accelerator.process_index // alike, len(self.held_out), self.data_size):
+            for row in range(self.accelerator.process_index, len(self.held_out), self.accelerator.num_processes):
                 result = self._read(self.held_out[row], lambda _: None)
                 values[row] = torch.stack([result.total, result.fit, result.smoothness, result.overlap.mean()])
         shared: Tensor = self.accelerator.reduce(values, reduction="sum")  # type: ignore[assignment]
-        shared /= alike  # those who work on the same row all found the same
         record = eval_record(shared.tolist(), self.loss.objective)
         if self.probe is not None:
             record |= self.probe.measure(self.model, self.heads)
@@ -262,21 +245,16 @@ class Trainer:
 
     def _average_and_clip(self) -> None:
         parameters = list(self.heads.parameters())
-        if self.accelerator.num_processes > 1 and self.head_ranks is None:
+        if self.accelerator.num_processes > 1:
             for parameter in parameters:
-                # A mean over rows, and a sum over the parts of a row.
-                mean: Tensor = self.accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
-                parameter.grad = mean * self.row_ranks.size if self.row_ranks.size > 1 else mean
+                parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
         self.accelerator.unscale_gradients()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm, limit = nn.utils.get_total_norm(gradients), self.optimizer_options.clip_limit
-        if self.head_ranks is not None:
-            norm = self.head_ranks.sum(norm.square()).sqrt()
         clipped = torch.zeros_like(norm)
         if self.optimizer_options.clip == "value":
             beyond = torch.stack([(gradient.abs() > limit).sum() for gradient in gradients]).sum()
             clipped = beyond / sum(gradient.numel() for gradient in gradients)
-            clipped = clipped if self.head_ranks is None else self.head_ranks.mean(clipped)
             nn.utils.clip_grad_value_(parameters, limit)
         elif self.optimizer_options.clip == "norm":
             clipped = (norm > limit).to(norm.dtype)
@@ -304,8 +282,9 @@ class Trainer:
                     f"the loss is {means[0]} at step {self.step}; lower --lr or use --mixed-precision no "
                     f"(last checkpoint: {saved[-1] if saved else 'none'})"
                 )
-        tokens = round(means[-1] * self.data_size)
-        self.rows, self.tokens = self.rows + window.rows * self.data_size, self.tokens + tokens
+        processes = self.accelerator.num_processes
+        tokens = round(means[-1] * processes)
+        self.rows, self.tokens = self.rows + window.rows * processes, self.tokens + tokens
         norms, clipped, steps = window.gradients.tolist()
         record = {
             "total": means[0],
@@ -327,16 +306,13 @@ class Trainer:
         return record
 
     def _save(self) -> None:
-        # Where processes share the heads, all of them have to hand in their parts.
         heads = self.heads
-        weights = heads.whole_state() if isinstance(heads, ShardedHeads) else heads.state_dict()
-        moments = whole_moments(self.optimizer.state_dict(), heads)
         with self._ranks.together():
             if self._ranks.is_main:
                 scaler = self.accelerator.scaler
                 state = {
                     "config": self.config,
-                    "optimizer": moments,
+                    "optimizer": self.optimizer.state_dict(),
                     "scheduler": self.scheduler.state_dict(),
                     "scaler": None if scaler is None else scaler.state_dict(),
                     "stream": self.stream.state(),
@@ -348,7 +324,7 @@ class Trainer:
                 checkpointing.save(
                     self.folder,
                     self.step,
-                    lambda folder: checkpoint.write(folder, heads.config, weights),
+                    lambda folder: checkpoint.write(folder, heads.config, heads.state_dict()),
                     state,
                     self.run.keep_checkpoints,
                 )

@@ -16,8 +16,7 @@ from locret.data.training.row_order import SHUFFLE_BUFFER
 from locret.field_values import check_finite, check_license, checked
 from locret.labels import kinds
 from locret.load_options import BackboneSource
-from locret.nearest import nearest
-from locret.policy.budget import parse_bytes
+from locret.nearest import check_retired, nearest
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import PolicyFlags, resolve
 from locret.train import resumed
@@ -39,41 +38,22 @@ class BackboneOptions(BackboneSource):
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
     """Autocast of backbone and heads; auto: bf16 for a bfloat16 backbone (original), fp16 for float16, else no. The
     heads' weights, gradients and optimizer are float32 always."""
-    gate: Literal["locret", "kvzap-linear", "kvzap-mlp", "fast-kvzip", "dms"] = "locret"
-    """Architecture of the heads: Locret's, or a gate that others published, which is then written in its authors' form
-    as well, into published/ of --output (docs/gates.md)."""
     hidden_dim: int | None = None
     """Width between a head's two layers, d_R. If none is given, half the backbone's width, down to a power of two, and
-    at most the paper's 1,024 (Locret, section 4.1); of a gate, that of its paper."""
+    at most the paper's 1,024 (Locret, section 4.1)."""
     neighbours: int = 0
     """Tokens before each one that a head looks at too, through a causal depthwise convolution of its hidden numbers;
     their features are held with every cache. None in the paper."""
-    sp_size: int = 1
-    """Processes that share each row by its tokens (Ulysses sequence parallelism), for rows longer than one card holds.
-    It divides the number of processes, and the backbone's KV heads."""
     init_from: str | None = None
     """Heads to go on from, a folder or a Hub id; fresh ones (normal, the backbone's initializer_range) if none."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive(self, "hidden_dim", "sp_size")
+        _check_positive(self, "hidden_dim")
+        if self.shard == "tp":
+            check_retired("locret-train", "--shard tp")
         if self.neighbours:
             _check_neighbours(self.neighbours)
-        if self.neighbours and self.gate != "locret":
-            raise ValueError(
-                f"--neighbours {self.neighbours} is an option of Locret's heads, and --gate {self.gate} looks at one "
-                "token; drop one of them"
-            )
-        if self.neighbours and (self.sp_size > 1 or self.shard == "tp"):
-            given = "--shard tp" if self.shard == "tp" else f"--sp-size {self.sp_size}"
-            raise ValueError(
-                f"--neighbours {self.neighbours} trains heads that look across the parts that {given} gives to "
-                "processes; drop one of them"
-            )
-        if self.sp_size > 1 and self.shard == "tp":
-            raise ValueError(
-                f"--sp-size {self.sp_size} and --shard tp both divide the attention heads among the processes; drop one"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +105,6 @@ class Loss:
     include_last_prompt_token: bool = False
     """Count the last prompt token, which produces the answer's first token, among the answer's (Locret's index range
     does, the original code does not)."""
-    label_floor: float | None = None
-    """Labels below this are raised to it, so that nothing is spent on telling useless tokens apart; in nats, such as
-    -8 for log_attention. None leaves them as they are (original)."""
     objective: Literal["regression", "ranking"] = "regression"
     """Predict the labels (smooth L1; Locret, Eq. 3), or only their order (ListNet: the KL divergence of the scores'
     softmax over the prompt from the labels')."""
@@ -137,7 +114,7 @@ class Loss:
     """Weight of the smoothness term, which is summed over layers (Locret, section 4.1; original)."""
 
     def __post_init__(self) -> None:
-        for name in ("include_last_prompt_token", "label_floor", "temperature", "alpha"):
+        for name in ("include_last_prompt_token", "temperature", "alpha"):
             checked(Loss, name, getattr(self, name))
         if self.alpha < 0:
             raise ValueError(f"alpha={self.alpha} is negative; use 0 to leave out the smoothness term")
@@ -161,25 +138,17 @@ class LossOptions(Loss):
     """Which answers label a row's text: the last one; of several turns, each one what stands before it (all); of rows
     with a document and its questions, the largest label of all answers, each question asked by itself of the document,
     which is read once (each)."""
-    evict_while_training: bool = False
-    """Read the rows chunk by chunk with the heads' own evictions under --policy (if none, the one that --init-from's
-    heads recommend), and learn from the states this leaves: a second stage. Labels are those without eviction."""
 
     def __post_init__(self) -> None:
         check_finite(self)
         _check_positive(self, "temperature")
-        kind = kinds.get(self.label_kind)
+        kinds.get(self.label_kind)
         if self.answers != "last" and self.label_source == "reconstruction":
             raise ValueError(
                 f"--answers {self.answers} changes nothing with --label-source reconstruction; drop one of them"
             )
         if self.temperature != 1 and self.objective != "ranking":
             raise ValueError(f"--temperature {self.temperature} changes nothing here; add --objective ranking")
-        if self.label_floor is not None and self.label_floor >= kind.ceiling:
-            raise ValueError(
-                f"--label-floor {self.label_floor} raises every label: {kind.name} is never above {kind.ceiling:g}; "
-                f"use such as {kind.ceiling - 8:g}"
-            )
         if self.alpha < 0:
             raise ValueError(f"--alpha {self.alpha} is negative; use 0 to leave out the smoothness term")
 
@@ -284,11 +253,6 @@ class RunOptions:
     """Licence of the heads as the Hub spells it, such as mit; apache-2.0, or that of the heads it begins with."""
     dry_run: bool = False
     """Print the resolved options and a memory plan; load no weights and write nothing."""
-    devices: str | None = None
-    """With --dry-run, cards to plan for, such as 8x80GB: print what every way of loading the backbone takes of a card,
-    and which one to take. Needs no --dataset."""
-    host_memory: str | None = None
-    """With --devices, the machine's own memory, such as 512GiB; if none is given, the plan says what it would need."""
     json: bool = False
     """Print one JSON object at the end."""
 
@@ -298,24 +262,11 @@ class RunOptions:
         if self.output is not None and not self.output.strip():
             raise ValueError("--output is empty; give a folder")
         self.trackers()
-        self._check_devices()
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; drop one of them")
         if type(self.policy) is not RetentionPolicy:
             # Flags, which the policy's own checks are for.
             object.__setattr__(self, "policy", resolve(vars(self.policy), {}))
-
-    def _check_devices(self) -> None:
-        if self.devices is not None and not self.dry_run:
-            raise ValueError(f"--devices {self.devices} plans and trains nothing; add --dry-run, or drop it")
-        if self.host_memory is None:
-            return
-        if self.devices is None:
-            raise ValueError(f"--host-memory {self.host_memory} belongs to --devices; add --devices 8x80GB, or drop it")
-        try:
-            parse_bytes(self.host_memory)
-        except ValueError as error:
-            raise ValueError(f"--host-memory: {error}") from None
 
     def trackers(self) -> list[str]:
         """Return where curves go; nowhere is an empty list.
@@ -374,7 +325,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
     backbone, data, run = options[0], options[1], options[-1]
     if run.resume == resumed.NEWEST and run.output is None and not data.dataset.strip():
         raise ValueError("--resume does not say which run; give its folder, such as --resume runs/heads")
-    if not data.dataset.strip() and run.devices is None:
+    if not data.dataset.strip():
         raise ValueError("--dataset is missing; give LongAlpaca or another set (docs/training_data.md)")
     if run.output is None:
         earlier = resumed.run_of(run.resume, None)

@@ -17,25 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from locret.backbone.adapters import describe, ranks_of, unwrap
+from locret.backbone.adapters import describe, unwrap
 from locret.backbone.passes import in_step
-from locret.distributed.ranks import Ranks, launched
-from locret.distributed.tensor_parallel import part_of
-from locret.distributed.ulysses import RowRanks, check_shared
+from locret.distributed.ranks import Ranks
 from locret.heads.config import HeadsConfig, usual_width
 from locret.heads.fingerprint import weight_fingerprint
-from locret.heads.gates import GATES, LOCRET
 from locret.heads.heads import RetainingHeads
-from locret.heads.shard import ShardedHeads, sharded
 from locret.hub import no_token
 from locret.labels import kinds
 from locret.load_options import WeightOptions
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.policy.growth import check_share_count
-from locret.policy.policy import RetentionPolicy
 from locret.scorers.retaining_heads import recommended_shares
-from locret.train import checkpointing, launch, run_folder
-from locret.train.devices_plan import Choice, Devices, PlannedRow, choices
+from locret.train import checkpointing, launch, resumed, run_folder
 from locret.train.memory_plan import (
     backbone_parameters,
     check_fits,
@@ -66,7 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
-_PLACES = ("device_map", "max_memory", "offload_folder", "sp_size", "shard", "shard_offload", "shard_offload_dir")
+_PLACES = ("device_map", "max_memory", "offload_folder", "shard", "shard_offload", "shard_offload_dir")
 _FREE = (*_PLACES, "data_dir", "skip_bad_rows", "max_row_bytes", "eval_every", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
@@ -124,22 +118,9 @@ class TrainingRun:
         if self.precision == "auto":
             self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
         launch.check_precision(self.precision)
-        if self.precision == "fp16" and self.head_ranks > 1:
-            raise ValueError(
-                "--mixed-precision fp16 scales the loss by what each process sees of its own part of the heads, so it "
-                "does not go with --shard tp; use bf16 or no"
-            )
-        check_shared(describe(self.config), self.backbone.sp_size)
-        self._settle_width()
+        self._take_shape(self.backbone.hidden_dim or usual_width(self.config), self.backbone.neighbours)
         self._check_label_kind()
-        if self.loss.answers == "each" and self.backbone.sp_size > 1:
-            raise ValueError(
-                f"--answers each reads a document once and goes on from there, which --sp-size {self.backbone.sp_size} "
-                "does not divide among processes; drop --sp-size, or use --answers last"
-            )
-        if self.loss.evict_while_training and self.backbone.init_from is None:
-            logger.warning("--evict-while-training without --init-from: untrained heads evict by chance at first")
-        elif self.backbone.init_from is not None and os.path.isdir(self.backbone.init_from):
+        if self.backbone.init_from is not None and os.path.isdir(self.backbone.init_from):
             self._take_initial_heads(self.backbone.init_from)
         if self.backbone.init_from is None:
             self._check_heads()
@@ -148,11 +129,6 @@ class TrainingRun:
         kind = self.loss.label_kind
         if kinds.get(kind).terms is None:
             return
-        if max(self.backbone.sp_size, self.head_ranks) > 1:
-            raise ValueError(
-                f"--label-kind {kind} weighs by hidden states and values of all heads, which one process must have; "
-                "drop --sp-size and --shard tp, or use log_attention"
-            )
         if any(shape.latent for shape in describe(self.config).full_shapes):
             raise ValueError(
                 f"--label-kind {kind} weighs values by the output projection, but this backbone holds latents; use "
@@ -160,7 +136,7 @@ class TrainingRun:
             )
 
     def _check_heads(self, shares: tuple[float, ...] | None = None) -> None:
-        """Refuse a gate that its authors' files cannot hold, and a policy whose layers have no shares.
+        """Refuse a policy whose layers have no shares.
 
         Args:
             shares: Those that the heads of `--init-from` recommend.
@@ -168,18 +144,12 @@ class TrainingRun:
         Raises:
             ValueError: Naming the option.
         """
-        backbone, policy = describe(self.config), self.run.policy
-        gate, layers = self.backbone.gate, len(backbone.layers)
-        if gate.startswith("kvzap") and layers != backbone.num_layers:
-            raise ValueError(
-                f"--gate {gate} is published with a gate for every layer, but this backbone has {layers} with full "
-                f"attention of {backbone.num_layers}; use --gate fast-kvzip or {LOCRET}"
-            )
+        policy = self.run.policy
         if "policy" not in self.chosen or policy.layer_budgets != "shares":
             return
         shares = policy.layer_shares or shares
         if shares is not None:
-            check_share_count(shares, layers)
+            check_share_count(shares, len(describe(self.config).layers))
         else:
             raise ValueError(
                 "--policy.layer-budgets shares needs a share of each layer; give --policy.layer-shares, or use "
@@ -199,8 +169,6 @@ class TrainingRun:
         self.config = load_config(self.backbone)
         if self.backbone.init_from is not None and not os.path.isdir(self.backbone.init_from):
             self._take_initial_heads(self.backbone.init_from)
-        if self.loss.evict_while_training and "policy" not in self.chosen:
-            raise ValueError("--evict-while-training needs to know how to evict; add --policy.budget 256 and so on")
 
     def _check_push(self, repo: str) -> None:
         from huggingface_hub import get_token
@@ -214,12 +182,12 @@ class TrainingRun:
     def _take_initial_heads(self, name: str) -> None:
         heads = RetainingHeads.from_pretrained(name)
         heads.check_matches(self.config)
-        hidden_dim, gate = heads.config.hidden_dim, (heads.config.gate or {"name": LOCRET})["name"]
-        if "gate" in self.chosen and self.backbone.gate != gate:
+        if heads.config.gate is not None:
             raise ValueError(
-                f"--gate {self.backbone.gate} differs from {gate} of the heads in --init-from "
-                f"{self.backbone.init_from}; leave it out"
+                f"--init-from {name} holds a gate ({heads.config.gate['name']}), and gates are read here, not trained; "
+                "leave it out"
             )
+        hidden_dim = heads.config.hidden_dim
         if "hidden_dim" in self.chosen and self.backbone.hidden_dim != hidden_dim:
             raise ValueError(
                 f"--hidden-dim {self.backbone.hidden_dim} differs from {hidden_dim} of the heads in --init-from "
@@ -230,51 +198,17 @@ class TrainingRun:
                 f"--neighbours {self.backbone.neighbours} differs from {heads.config.neighbours} of the heads in "
                 f"--init-from {self.backbone.init_from}; leave it out"
             )
-        self._take_shape(gate, hidden_dim, heads.config.neighbours)
+        self._take_shape(hidden_dim, heads.config.neighbours)
         self._check_heads(recommended_shares(heads.config))
-        if self.loss.evict_while_training and "policy" not in self.chosen and heads.config.policy:
-            policy = RetentionPolicy.from_dict(heads.config.policy, "the policy of --init-from")
-            self.run = replace(self.run, policy=policy)
-            self.options["policy"] = heads.config.policy
-            self.chosen.add("policy")
 
-    def _take_shape(self, gate: str, hidden_dim: int, neighbours: int = 0) -> None:
-        shape = {"gate": gate, "hidden_dim": hidden_dim, "neighbours": neighbours}
-        self.backbone = replace(self.backbone, **shape)  # type: ignore[arg-type]
-        self.options |= shape
-
-    def _settle_width(self) -> None:
-        """Give heads the width that follows from the backbone, and a gate that of its paper, unless one was asked for.
-
-        Raises:
-            ValueError: For a width that changes nothing, or processes that would share the gate.
-        """
-        gate = self.backbone.gate
-        if gate == LOCRET:
-            self._take_shape(gate, self.backbone.hidden_dim or usual_width(self.config), self.backbone.neighbours)
-            return
-        width = GATES[gate].width
-        if width is None and "hidden_dim" in self.chosen and self.backbone.hidden_dim != 1:
-            raise ValueError(
-                f"--hidden-dim {self.backbone.hidden_dim} changes nothing of --gate {gate}, which has no hidden layer; "
-                "leave it out"
-            )
-        if self.backbone.hidden_dim is None:
-            self._take_shape(gate, width or 1)
-        if self.head_ranks > 1:
-            raise ValueError(
-                f"--gate {gate} reads hidden states, which --shard tp does not divide; use --shard fsdp, or drop it"
-            )
-
-    def _given_width(self) -> int | None:
-        """Return the width of the heads, where their architecture has one."""
-        gate = self.backbone.gate
-        return self.backbone.hidden_dim if gate == LOCRET or GATES[gate].width else None
+    def _take_shape(self, hidden_dim: int, neighbours: int) -> None:
+        self.backbone = replace(self.backbone, hidden_dim=hidden_dim, neighbours=neighbours)
+        self.options |= {"hidden_dim": hidden_dim, "neighbours": neighbours}
 
     def ranks(self, process: PartialState) -> Ranks:
         """Return this process among those of the run, with the rows that it reads."""
         own = Ranks(process.process_index, process.num_processes, process.local_process_index)
-        return own.under(self.backbone.shard, self.backbone.sp_size)
+        return own.under(self.backbone.shard)
 
     def open_rows(self, process: PartialState) -> None:
         """Open this process's training rows, which checks schema, template and first row, and settle the precision."""
@@ -343,46 +277,21 @@ class TrainingRun:
         context = describe(self.config).max_positions
         return min(self.data.max_tokens or context, context)
 
-    @property
-    def head_ranks(self) -> int:
-        """Processes that share the heads.
-
-        Raises:
-            ValueError: If they cannot.
-        """
-        if self.backbone.shard != "tp":
-            return 1
-        size = launched()[1]
-        return size if part_of(self.config, size) != describe(self.config) else 1
-
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
         return memory_plan(
             self.config,
             self.parameters,
-            **self._planned_row(),
+            hidden_dim=self.backbone.hidden_dim or 0,
+            neighbours=self.backbone.neighbours,
+            dtype=self.dtype,
+            autocast=self.precision != "no",
+            tokens=self.planned_tokens(),
+            trained_tokens=min(self.data.max_prompt_tokens, describe(self.config).max_positions),
+            asked_apart=self.loss.answers == "each",
+            weighed_labels=kinds.get(self.loss.label_kind).terms is not None,
             backbone_bytes=self.weights.on(self.device),
-            row_ranks=self.backbone.sp_size,
-            head_ranks=self.head_ranks,
         )
-
-    def devices_plan(self, devices: Devices) -> list[Choice]:
-        """Return what each way of loading the backbone takes of these cards."""
-        return choices(PlannedRow(config=self.config, **self._planned_row()), devices)
-
-    def _planned_row(self) -> dict[str, Any]:
-        return {
-            "hidden_dim": self.backbone.hidden_dim,
-            "neighbours": self.backbone.neighbours,
-            "gate": self.backbone.gate,
-            "dtype": self.dtype,
-            "autocast": self.precision != "no",
-            "tokens": self.planned_tokens(),
-            "trained_tokens": min(self.data.max_prompt_tokens, describe(self.config).max_positions),
-            "kept_features": self.loss.evict_while_training or self.loss.answers == "each",
-            "asked_apart": self.loss.answers == "each",
-            "weighed_labels": kinds.get(self.loss.label_kind).terms is not None,
-        }
 
     def resolved_options(self) -> dict[str, Any]:
         """Return all options, with what "auto" came to."""
@@ -392,8 +301,8 @@ class TrainingRun:
 
     def step_flops(self, process: PartialState) -> int | None:
         """Return the operations of one optimizer step on rows of the length in the plan; None where they vary."""
-        width, gate, near = self._given_width(), self.backbone.gate, self.backbone.neighbours
-        heads = HeadsConfig.for_model(self.config, width, gate, neighbours=near).num_weights
+        width, near = self.backbone.hidden_dim, self.backbone.neighbours
+        heads = HeadsConfig.for_model(self.config, width, neighbours=near).num_weights
         row = step_flops(self.config, self.parameters, heads, self.planned_tokens())
         return row and row * self.optimizer.gradient_accumulation * self.ranks(process).data_size
 
@@ -405,13 +314,12 @@ class TrainingRun:
         """
         run = self.run
         kept = min(run.keep_checkpoints, -(-self.optimizer.steps // run.save_every))
-        needed = checkpoint_bytes(self.plan(), kept) * self.head_ranks
+        needed = checkpoint_bytes(self.plan(), kept)
         run_folder.check(str(run.output), resume=run.resume, overwrite=run.overwrite, needed_bytes=needed)
 
     def fixed_options(self, ranks: Ranks) -> dict[str, Any]:
         """Return the options that a resumed run must share."""
-        free = set(_FREE) - ({"policy"} if self.loss.evict_while_training else set())
-        fixed = {name: value for name, value in self.resolved_options().items() if name not in free}
+        fixed = {name: value for name, value in self.resolved_options().items() if name not in _FREE}
         rows_per_step = fixed.pop("gradient_accumulation") * ranks.data_size
         # Those that were not given are left out: earlier runs did not have them.
         weights = {field.name for field in fields(WeightOptions)}
@@ -419,12 +327,11 @@ class TrainingRun:
         fixed = {name: value for name, value in fixed.items() if name not in weights}
         return {**fixed, **given, "rows_per_step": rows_per_step}
 
-    def train(self, accelerator: Accelerator, row_ranks: RowRanks) -> dict[str, Any]:
+    def train(self, accelerator: Accelerator) -> dict[str, Any]:
         """Load the weights, train, save; return the final record.
 
         Args:
             accelerator: Made with the mixed precision and gradient accumulation that the options say.
-            row_ranks: The processes that share a row with this one.
         """
         from locret.train.probe import Probe, verdict
         from locret.train.trainer import Trainer
@@ -436,16 +343,19 @@ class TrainingRun:
             state = None if checkpoint is None else checkpointing.read(checkpoint)
             if state is not None and checkpoint is not None:
                 with checkpointing.intact(checkpoint):
-                    stored = {"eval_rows": 0, "gate": LOCRET, "neighbours": 0, **state["config"]}
+                    stored = {
+                        "eval_rows": 0,
+                        "neighbours": 0,
+                        **resumed.without_retired(state["config"]),
+                    }
                 checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
                 records_until(self.folder / run_folder.LOG, state["step"])
         model = load_model(self.backbone, self.config, self.device, self.dtype)
         self._check_head_shares(model)
-        new_heads = self._new_heads(model)
+        heads = self._new_heads(model)
         with own.together():
-            begun = {"the weights of --init-from": weight_fingerprint(new_heads)}
+            begun = {"the weights of --init-from": weight_fingerprint(heads)}
             own.agree(begun, "give all processes the same heads")
-        heads = sharded(new_heads, ranks_of(model))
         heads = heads.follow(model) if self.backbone.shard is None else heads.to(self.device)
         with own.together():
             if own.is_main:
@@ -458,8 +368,6 @@ class TrainingRun:
             heads,
             self.stream,
             accelerator,
-            row_ranks=row_ranks,
-            data_size=own.data_size,
             held_out=self.held_out,
             loss=self.loss,
             optimizer=self.optimizer,
@@ -494,13 +402,10 @@ class TrainingRun:
                 summary["outcome"] += f"; {words}"
                 if warning:
                     logger.warning(warning)
-        heads = heads.whole() if isinstance(heads, ShardedHeads) else heads
         if not stopped:
             with in_step(model):  # the first process alone measures the shares of the layers
                 if accelerator.is_main_process:
                     self._annotate(heads, model, summary).save_pretrained(self.folder)
-                    if heads.config.gate is not None:
-                        heads.save_published(self.folder / run_folder.PUBLISHED)
         accelerator.wait_for_everyone()
         return summary
 
@@ -514,8 +419,8 @@ class TrainingRun:
 
     def _new_heads(self, model: torch.nn.Module) -> RetainingHeads:
         if self.backbone.init_from is None:
-            gate, seed, near = self.backbone.gate, self.optimizer.seed, self.backbone.neighbours
-            heads = RetainingHeads.for_model(model, self._given_width(), seed=seed, gate=gate, neighbours=near)
+            width, near = self.backbone.hidden_dim, self.backbone.neighbours
+            heads = RetainingHeads.for_model(model, width, seed=self.optimizer.seed, neighbours=near)
         else:
             heads = RetainingHeads.from_pretrained(self.backbone.init_from)
             heads.check_matches(model)

@@ -111,6 +111,7 @@ def _tasks(family: str) -> Sequence[Task]:
 def _check_options(task: Task, options: dict[str, Any]) -> None:
     for option, value in options.items():
         if option not in task.settable:
+            check_retired("task option", str(option))
             close = get_close_matches(str(option), task.settable, n=1) or list(task.settable)
             raise ValueError(f'task {task.name}: it has no option "{option}"; did you mean {" or ".join(close)}?')
         if isinstance(getattr(task, option), bool) and not isinstance(value, bool):

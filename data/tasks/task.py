@@ -220,8 +220,6 @@ class Task(ABC):
     """Fields that a user may change; all others are the protocol."""
     pictured: ClassVar[bool] = False
     """Whether pictures can show what is kept of its samples: texts made here that state the answer."""
-    in_order: ClassVar[bool] = False
-    """Whether a text tells its statements in an order, so that no depth that was chosen is that of the first."""
 
     name: str
     """Of a published task benchmark and task, such as "longbench/qasper"."""

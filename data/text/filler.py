@@ -7,21 +7,14 @@ that look like keys (`The garden key is 90412.`), so neither "keep the digits" n
 from __future__ import annotations
 
 import random
-import re
 from dataclasses import dataclass
 from typing import Literal
 
-from locret.data.text.words import ADJECTIVES, COLORS, NAMES, NOUNS, PLACES, ROOMS, THINGS, TIMES, VARIABLES, VERBS
+from locret.data.text.words import ADJECTIVES, COLORS, NAMES, NOUNS, PLACES, TIMES, VARIABLES, VERBS
 
 Split = Literal["train", "eval"]
 NOISE = ("The grass is green.", "The sky is blue.", "The sun is yellow.", "Here we go.", "There and back again.")
 """The noise line of InfiniteBench's R.PassKey and R.Number."""
-_LONG = 4
-"""Digits from which on numbers are values, which are drawn anew for every fact."""
-_TRIES = 32
-"""Draws of a look-alike about something else, before a plain sentence stands there."""
-_THINGS = frozenset(word.lower() for word in (*NAMES, *NOUNS, *ROOMS, *THINGS, *VARIABLES))
-"""What facts are about."""
 _PLURALS = ("steps", "coins", "pages", "pieces", "lines")
 
 
@@ -33,16 +26,11 @@ class FillerOptions:
     """Share of filler sentences that hold a number (0 to 1)."""
     keylike_share: float = 0.1
     """Share of filler sentences that look like a fact but are none (0 to 1); most of them hold a number too."""
-    lookalike_share: float = 0.0
-    """Share of filler sentences that have a fact's own marks and words (colons, equals signs, bare numbers, stories)
-    and are about what nobody asks (0 to 1)."""
     digits: tuple[int, ...] = (5, 7, 10)
     """Digits of the numbers in filler, as many as the tasks' numbers have; each is as likely as the others."""
-    noise_share: float = 0.0
-    """Share of the filler that is the noise line of InfiniteBench ("The grass is green. ..."), 0 to 1."""
 
     def __post_init__(self) -> None:
-        for name in ("number_share", "keylike_share", "noise_share", "lookalike_share"):
+        for name in ("number_share", "keylike_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} is not a share; give a number from 0 to 1")
         if not self.digits or min(self.digits) < 1:
@@ -57,27 +45,15 @@ class Filler:
     def __init__(self, rng: random.Random, options: FillerOptions | None = None):
         self.rng = rng
         self.options = options or FillerOptions()
-        self.about: frozenset[str] = frozenset()
-        """What look-alikes are not about; see `things_of`."""
-        self._line: list[str] = []
-        """What is left of a noise line."""
 
     def sentence(self) -> str:
         """Return the next sentence; it never states what a task asks for."""
-        if self._line:
-            return self._line.pop()
         kind = self.rng.random()
         if kind < self.options.keylike_share:
             return self._keylike()
-        # Asked only where it matters, so that the streams of other texts stay as they are.
-        if self.options.lookalike_share and self.rng.random() < self.options.lookalike_share:
-            return self._about_others()
         kind -= self.options.keylike_share
         if kind < self.options.number_share:
             return f"The {self._noun()} has {self.number()} {self.rng.choice(_PLURALS)}."
-        if self.options.noise_share and self.rng.random() < self.options.noise_share:
-            self._line = list(reversed(NOISE))
-            return self._line.pop()
         return self._plain()
 
     def number(self) -> str:
@@ -115,47 +91,6 @@ class Filler:
             lambda: f"The number of {choice(NAMES)} was unknown.",
         )
         return choice(forms)()
-
-    def _about_others(self) -> str:
-        for _ in range(_TRIES):
-            found = self._lookalike()
-            if not self.about & _things(found):
-                return found
-        return self._plain()
-
-    def _lookalike(self) -> str:
-        choice, noun, number = self.rng.choice, self._noun, self.number
-        forms = (
-            lambda: f"One of the special magic numbers for the {noun()} is: {number()}.",
-            lambda: f"The {noun()} key is: {number()}.",
-            lambda: f"VAR {noun()} = {number()}.",
-            lambda: f"The {noun()} = {number()}.",
-            lambda: f"{number()} {number()} {number()}.",
-            lambda: f"The {choice(COLORS)} {noun()} vault holds {number()}.",
-            lambda: f"The badge of the {noun()} is {number()}.",
-            lambda: f"The guest of the {noun()} carries {number()}.",
-            lambda: f"The code of the {noun()} is now {number()}.",
-            lambda: f"The {noun()} is worth {self.rng.randrange(10, 100)} coins.",
-            lambda: f"The string of the {noun()} is {choice(NAMES)} {choice(COLORS)} {choice(NAMES)}.",
-            lambda: f"Nobody went to the {choice(ROOMS)}.",
-            lambda: f"Somebody took the {choice(THINGS)} to the {choice(ROOMS)}.",
-            lambda: f"The {noun()} is {choice(('north', 'south', 'east', 'west'))} of {choice(NAMES)}.",
-            lambda: f"From the {noun()} go to the {noun()}.",
-            lambda: f"Number {self.rng.randrange(10, 100)} is unknown.",
-            lambda: f"A {noun()} goes away.",
-            lambda: f"The goal of the {noun()} is unknown.",
-        )
-        return choice(forms)()
-
-
-def things_of(*texts: str) -> frozenset[str]:
-    """Return the people, places, things, variables and short numbers that texts are about."""
-    return frozenset().union(*map(_things, texts))
-
-
-def _things(text: str) -> frozenset[str]:
-    words = frozenset(re.findall(r"\w+", text.lower()))
-    return words & _THINGS | {word for word in words if word.isdigit() and len(word) < _LONG}
 
 
 def generator(seed: int | str, split: Split, *what: object) -> random.Random:

@@ -36,12 +36,3 @@ ADJECTIVES = _words(
 VERBS = _words("stands waits rests moves turns falls opens closes shines sleeps grows stays")
 PLACES = _words("behind near under over beside above below before between across")
 TIMES = _words("today now always often again later then soon")
-# What look-alikes are about besides.
-THINGS = _words(
-    "apple football milk ring cup sword flute drum candle basket pencil bottle hammer ribbon feather shell spoon "
-    "mirror needle whistle"
-)
-ROOMS = _words(
-    "bathroom bedroom hallway office kitchen garden library attic balcony studio pantry garage lobby lounge gallery "
-    "chapel nursery stable terrace workshop"
-)

@@ -239,7 +239,7 @@ class TrainingStream(Iterator[TrainingExample]):
             raise ValueError(
                 f"--answers each asks every question of a document by itself, but the rows of --dataset {self._source} "
                 f"are in the {self.schema.name} schema, with one answer each; write document and questions (such as "
-                "python -m locret.data.training.question_rows --texts tasks does), or use --answers last"
+                "python -m locret.data.training.text_rows does), or use --answers last"
             )
         if self._answers == "all" and apart:
             raise ValueError(

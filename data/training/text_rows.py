@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from locret import shipped
 from locret.files import write_text
 
 REQUEST = "Repeat the text above."
@@ -68,7 +69,7 @@ class TextRowsOptions:
                 raise ValueError(f"--{name} {getattr(self, name)} is too small; give {least} or more")
         if not 0 < self.until <= 1:
             raise ValueError(f"--until {self.until} is not a share of a file; give more than 0, up to 1")
-        if not Path(self.texts).is_dir():
+        if not Path(shipped.find(self.texts)).is_dir():
             raise ValueError(f"--texts {self.texts} is not a folder; give one with .txt, .md or .rst files")
         if Path(self.output).suffix != ".jsonl":
             raise ValueError(f"--output {self.output} has another ending than .jsonl; rename it")
@@ -136,7 +137,7 @@ def text_rows(options: TextRowsOptions) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: If there is no text long enough, or a file of questions is not what it should be.
     """
-    draw, root = random.Random(options.seed), Path(options.texts)
+    draw, root = random.Random(options.seed), Path(shipped.find(options.texts))
     left_out = set(_names(options.leave_out))
     files = {
         path.relative_to(root).as_posix(): path

@@ -131,7 +131,7 @@ def _one_by_one(prompts: Sequence[Prompt], ask: Ask, task: Task) -> Iterator[dic
 def _alone(run: Run, batch: int) -> bool:
     """Return whether each answer is written by itself, as it must be where units are counted or evicted per answer."""
     policy = run.policy
-    return batch == 1 or run.method.plain or policy is None or policy.decode_budget is not None or policy.ledger > 0
+    return batch == 1 or run.method.plain or policy is None or policy.decode_budget is not None
 
 
 def _settings(prompt: Prompt, task: Task) -> dict[str, Any]:

@@ -332,7 +332,7 @@ def _limits(method: Method, policy: RetentionPolicy, heads: Any, config: Any) ->
     """
     scorer = as_scorer(heads) if method.needs_heads else method.scorer
     if scorer is None:  # it is made of each prompt, and keeps nothing of its own by right
-        policy, scorer = replace(policy, ledger=0), scorers.get(BLOCK_SCORER)
+        scorer = scorers.get(BLOCK_SCORER)
     shapes = describe(config).full_shapes
     return Limits(with_shares(policy, scorer, [shape.num_kv_heads for shape in shapes]), scorer, len(shapes))
 
@@ -518,8 +518,6 @@ def _check_batch(evaluation: EvalOptions, budgets: BudgetOptions) -> None:
         why = "the turns of a session follow each other"
     elif budgets.decode_budget is not None:
         why = f"--decode-budget {budgets.decode_budget} evicts for each answer by itself"
-    elif budgets.ledger:
-        why = f"--ledger {budgets.ledger} is kept for one answer"
     if why:
         raise ValueError(f"--batch-size {evaluation.batch_size} changes nothing, for {why}; drop it")
 

@@ -11,6 +11,7 @@ from typing import Any
 from locret.environment import versions
 from locret.files import visible, write_text
 from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts
+from locret.policy.policy import without_retired
 
 CONFIGURATION = "configuration.json"
 METHODS = "methods"
@@ -74,8 +75,13 @@ def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwri
 
 
 def _different(state: Path, settings: dict[str, Any]) -> list[str]:
-    """Return the settings that are not those of the folder, without any that an older toolkit did not know."""
+    """Return the settings that are not those of the folder, without any that an older toolkit did not know.
+
+    What retired fields of a policy say there makes no difference where it is what everybody has today.
+    """
     stored, here = _configuration(state), json.loads(json.dumps(settings))
+    if isinstance(policies := stored.get("policies"), list):
+        stored["policies"] = [without_retired(one, keep_used=True) for one in policies]
     return [name for name, value in here.items() if stored.get(name, _FORMER.get(name, value)) != value]
 
 

@@ -104,9 +104,8 @@ class Case:
     @property
     def axes(self) -> dict[str, Any]:
         """What tells the sample from others, as it stands in a record."""
-        # What lies at the depth that was chosen answers the first question, unless statements were put in order.
-        chosen = self.task.depth(self.index, len(self.samples.chosen))
-        depth = None if self.question or self.task.in_order else chosen
+        # What lies at the depth that was chosen answers the first question.
+        depth = None if self.question else self.task.depth(self.index, len(self.samples.chosen))
         return {
             "task": self.task.name,
             "version": self.task.version,

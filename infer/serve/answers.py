@@ -11,11 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from locret.conversation.templates import decode
-from locret.infer.serve.engine import Asked, Engine, NoRoom, NotRunning, Step
+from locret.infer.serve.engine import Asked, NoRoom, NotRunning, Step
 from locret.infer.serve.refusal import Refusal
+
+if TYPE_CHECKING:
+    from locret.infer.serve.transformers_engine import TransformersEngine
 
 _LOOKING_AGAIN = 0.25
 """Seconds after which an answer that found no room asks again, whatever has ended meanwhile."""
@@ -142,7 +145,7 @@ class Answers:
         max_queue: Answers that may wait for their first token; further ones are refused with 429.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, end_ids: Iterable[int], *, max_queue: int) -> None:
+    def __init__(self, engine: TransformersEngine, tokenizer: Any, end_ids: Iterable[int], *, max_queue: int) -> None:
         self.engine, self.tokenizer, self.max_queue = engine, tokenizer, max_queue
         self.end_ids = frozenset(end_ids)
         self.waiting = self.running = 0

@@ -184,13 +184,12 @@ def _state(
     from locret.infer.serve.library import Library
     from locret.infer.serve.state import ServerState
     from locret.infer.serve.transformers_engine import TransformersEngine
-    from locret.infer.serve.turns import Beside
 
     library = Library(
         Path(options.contexts), lm, plan, auto_bytes=sizes["auto_contexts"], max_upload=sizes["max_upload"]
     )
     try:
-        engine = Beside(TransformersEngine(lm.model, kv_bytes=plan.engine), library.turns)
+        engine = TransformersEngine(lm.model, library.turns, kv_bytes=plan.engine)
         engine.start()
     except BaseException:
         library.close()

@@ -1,10 +1,9 @@
-"""What the server asks of whatever writes answers: hold a prefix, take a question, hand over token after token."""
+"""One answer that the server's engine is to write, its tokens, and why it cannot be written now."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from locret.engines.prefix import Prefix
 
@@ -70,72 +69,3 @@ class Step:
     """The likeliest tokens and their log-probabilities, the likeliest one first."""
     message: str = ""
     """What failed, in one sentence."""
-
-
-class Engine(Protocol):
-    """What writes answers, many at once, in memory that was planned at the start.
-
-    All methods may be called from any thread.
-    """
-
-    @property
-    def longest(self) -> int:
-        """Most positions that one answer can have: `Asked.length` may not be larger."""
-        ...
-
-    @property
-    def planned_bytes(self) -> int:
-        """Bytes of keys and values that the engine never exceeds."""
-        ...
-
-    @property
-    def running(self) -> bool:
-        """Whether it answers: it was started, and has not ended since."""
-        ...
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of keys and values that contexts and running answers take now."""
-        ...
-
-    def start(self) -> None:
-        """Begin to answer; returns when the engine is ready.
-
-        Raises:
-            ValueError: If the engine cannot do what the options say.
-            OSError: If it does not start.
-        """
-        ...
-
-    def stop(self) -> None:
-        """End all answers, each with an error, and give back memory and threads; idempotent."""
-        ...
-
-    def hold(self, prefix: Prefix) -> None:
-        """Take in a prefix, unless it is there; the one that was asked least recently makes room for it.
-
-        Raises:
-            NoRoom: If running answers use all there is.
-            NotRunning: If the engine does not run.
-            ValueError: If it could never be held.
-        """
-        ...
-
-    def ask(self, asked: Asked, on_step: Callable[[Step], None]) -> Callable[[], None]:
-        """Write an answer; returns at once. The prefix is taken in first, as by `hold`, and stays while it is asked.
-
-        Args:
-            asked: What to answer.
-            on_step: Called for each token, from a thread of the engine; must return quickly. The last call has a
-                `finish`.
-
-        Returns:
-            What cancels the answer, idempotent: its memory is given back, and `on_step` is not called again, but for a
-            call that is under way.
-
-        Raises:
-            NoRoom: If running answers use all there is.
-            NotRunning: If the engine does not run.
-            ValueError: If it could never be answered, as `asked.length` is above `longest`.
-        """
-        ...

@@ -104,7 +104,7 @@ class Library:
         self.auto_bytes, self.max_upload, self.max_waiting = auto_bytes, max_upload, max_waiting
         self.keep_text, self.stall = keep_text, stall
         self.turns = Turns()
-        """The readers' turns; `turns.Beside` makes an engine's answers known to them."""
+        """The readers' turns; an engine's answers are known to them."""
         self.reader = Reader(lm, plan.reading, plan.reader, self.turns)
         settings = json.dumps(lm.policy.to_dict(), sort_keys=True)
         self._policy = hashlib.sha256(settings.encode()).hexdigest()

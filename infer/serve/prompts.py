@@ -30,7 +30,6 @@ from locret.conversation.text_stream import TokenStream, token_stream
 from locret.conversation.transcript import Transcript
 from locret.conversation.turns import Turn, kept_turns
 from locret.field_values import shown
-from locret.infer.serve.contexts import Contexts, Entry
 from locret.infer.serve.kept import positions_of
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.schemas import ChatRequest, CompletionRequest, Message
@@ -39,6 +38,8 @@ from locret.token_ids import vocabulary
 
 if TYPE_CHECKING:
     from locret.conversation.long_context_model import LongContextModel
+    from locret.infer.serve.entry import Entry
+    from locret.infer.serve.library import Library
 
 _ROLES = {"developer": "system"}
 _REMEMBERED = 64
@@ -101,7 +102,7 @@ class Prompts:
         contexts: What has been read.
     """
 
-    def __init__(self, lm: LongContextModel, contexts: Contexts) -> None:
+    def __init__(self, lm: LongContextModel, contexts: Library) -> None:
         self.lm, self.contexts = lm, contexts
         self._special = leading_special_ids(lm.tokenizer)
         self._vocabulary = vocabulary(lm.model) or len(lm.tokenizer)

@@ -5,17 +5,19 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.requests import HTTPConnection
 
 from locret.infer.serve.answers import Answers
-from locret.infer.serve.engine import Engine
 from locret.infer.serve.metrics import Metrics
 from locret.infer.serve.prompts import Prompts
 
 if TYPE_CHECKING:
     from locret.conversation.long_context_model import LongContextModel
+    from locret.infer.serve.library import Library
+    from locret.infer.serve.plan import MemoryPlan
+    from locret.infer.serve.transformers_engine import TransformersEngine
 
 SHORT_WORK, LONG_WORK = 4, 16
 """Threads for what takes milliseconds, such as tokenising a question, and for what waits until a text is read."""
@@ -26,11 +28,11 @@ class ServerState:
     """A running server: `state_of(request)` gives it to a route."""
 
     lm: LongContextModel
-    engine: Engine
-    library: Any
-    """The contexts on disk, `locret.infer.serve.library.Library`."""
-    plan: Any = None
-    """How --kv-memory is divided, `locret.infer.serve.plan.MemoryPlan`."""
+    engine: TransformersEngine
+    library: Library
+    """The contexts on disk."""
+    plan: MemoryPlan
+    """How --kv-memory is divided."""
     model: str
     """Name of the model in requests and responses."""
     api_key: str | None = None

@@ -12,13 +12,17 @@ from locret.engines.transformers import NoRoom as PagesTaken
 from locret.engines.transformers import NotRunning as Stopped
 from locret.engines.transformers import PagedContexts, Sampling, Written
 from locret.infer.serve.engine import Asked, NoRoom, NotRunning, Step
+from locret.infer.serve.turns import Turns, told
 
 
 class TransformersEngine:
-    """An `Engine` over `PagedContexts`.
+    """What writes answers, many at once, in memory that was planned at the start: `PagedContexts`.
+
+    All methods may be called from any thread.
 
     Args:
         model: The backbone that contexts are read with; reading goes on beside the answers.
+        turns: The turns of readers, who give way to answers; None: nobody reads beside.
         kv_bytes: Memory for contexts and answers.
         page_size: Units of one page.
         max_batch_tokens: Tokens that one forward pass takes.
@@ -31,6 +35,7 @@ class TransformersEngine:
     def __init__(
         self,
         model: nn.Module,
+        turns: Turns | None = None,
         *,
         kv_bytes: int,
         page_size: int = 32,
@@ -44,7 +49,9 @@ class TransformersEngine:
             max_batch_tokens=max_batch_tokens,
             max_requests=max_requests,
         )
+        self._turns = Turns() if turns is None else turns
         self.longest = self._contexts.longest
+        """Most positions that one answer can have: `Asked.length` may not be larger."""
 
     @property
     def planned_bytes(self) -> int:
@@ -62,21 +69,48 @@ class TransformersEngine:
         return self._contexts.used_bytes
 
     def start(self) -> None:
-        """Allocate the pages and begin to answer; as in `Engine`."""
+        """Allocate the pages and begin to answer; returns when the engine is ready.
+
+        Raises:
+            ValueError: If the backbone cannot be run like that.
+        """
         self._contexts.start()
 
     def stop(self) -> None:
-        """End all answers, each with an error; as in `Engine`."""
+        """End all answers, each with an error, and give back memory and threads; idempotent."""
         self._contexts.stop()
 
     def hold(self, prefix: Prefix) -> None:
-        """Take in a prefix; as in `Engine`."""
+        """Take in a prefix, unless it is there; the one that was asked least recently makes room for it.
+
+        Raises:
+            NoRoom: If running answers use all there is.
+            NotRunning: If the engine does not run.
+            ValueError: If it could never be held.
+        """
         with _told_apart():
             self._contexts.hold(prefix)
 
     def ask(self, asked: Asked, on_step: Callable[[Step], None]) -> Callable[[], None]:
-        """Write an answer; as in `Engine`."""
+        """Write an answer; returns at once. The prefix is taken in first, as by `hold`, and stays while it is asked.
 
+        Args:
+            asked: What to answer.
+            on_step: Called for each token, from a thread of the engine; must return quickly. The last call has a
+                `finish`.
+
+        Returns:
+            What cancels the answer, idempotent: its memory is given back, and `on_step` is not called again, but for a
+            call that is under way.
+
+        Raises:
+            NoRoom: If running answers use all there is.
+            NotRunning: If the engine does not run.
+            ValueError: If it could never be answered, as `asked.length` is above `longest`.
+        """
+        return told(self._turns, lambda step: self._submit(asked, step), on_step)
+
+    def _submit(self, asked: Asked, on_step: Callable[[Step], None]) -> Callable[[], None]:
         def on_token(written: Written) -> None:
             on_step(Step(**vars(written)))
 
@@ -100,7 +134,7 @@ class TransformersEngine:
 
 @contextmanager
 def _told_apart() -> Iterator[None]:
-    """Raise what `Engine` says for what is no fault of a question."""
+    """Raise errors of the server's own for what is no fault of a question."""
     try:
         yield
     except PagesTaken as error:

@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from locret.engines.prefix import Prefix
-from locret.infer.serve.engine import Asked, Engine, Step
+from locret.infer.serve.engine import Step
 
 PATIENCE = 2.0
 """Longest pause for answers, in times of the chunk before it: at least a third of the time is left to reading."""
@@ -131,68 +130,36 @@ class Answering:
             self._turns._changed.notify_all()
 
 
-class Beside:
-    """An engine whose answers the readers give way to.
+def told(
+    turns: Turns, ask: Callable[[Callable[[Step], None]], Callable[[], None]], on_step: Callable[[Step], None]
+) -> Callable[[], None]:
+    """Ask for an answer that the readers give way to.
 
     Args:
-        engine: What writes them.
         turns: The readers' turns.
+        ask: Begins the answer, given what is called for each of its tokens; returns what cancels it.
+        on_step: What wants the tokens.
+
+    Returns:
+        What cancels the answer.
     """
+    answer = turns.answering()
 
-    def __init__(self, engine: Engine, turns: Turns) -> None:
-        self.engine, self._turns = engine, turns
-
-    @property
-    def longest(self) -> int:
-        """See `Engine`."""
-        return self.engine.longest
-
-    @property
-    def planned_bytes(self) -> int:
-        """See `Engine`."""
-        return self.engine.planned_bytes
-
-    @property
-    def running(self) -> bool:
-        """See `Engine`."""
-        return self.engine.running
-
-    @property
-    def used_bytes(self) -> int:
-        """See `Engine`."""
-        return self.engine.used_bytes
-
-    def start(self) -> None:
-        """See `Engine`."""
-        self.engine.start()
-
-    def stop(self) -> None:
-        """See `Engine`."""
-        self.engine.stop()
-
-    def hold(self, prefix: Prefix) -> None:
-        """See `Engine`."""
-        self.engine.hold(prefix)
-
-    def ask(self, asked: Asked, on_step: Callable[[Step], None]) -> Callable[[], None]:
-        """See `Engine`."""
-        answer = self._turns.answering()
-
-        def step(step: Step) -> None:
-            if step.finish is None:
-                answer.stepped()
-            else:
-                answer.ended()
-            on_step(step)
-
-        try:
-            cancel = self.engine.ask(asked, step)
-        except BaseException:
+    def step(step: Step) -> None:
+        if step.finish is None:
+            answer.stepped()
+        else:
             answer.ended()
-            raise
+        on_step(step)
 
-        def cancelled() -> None:
-            cancel()
-            answer.ended()
+    try:
+        cancel = ask(step)
+    except BaseException:
+        answer.ended()
+        raise
 
-        return cancelled
+    def cancelled() -> None:
+        cancel()
+        answer.ended()
+
+    return cancelled

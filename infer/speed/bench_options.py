@@ -47,9 +47,6 @@ class BenchOptions(WeightOptions, PolicyFlags):
     """Prompt tokens per forward pass, for every method; auto: what locret-infer takes here for the bounded methods."""
     new_tokens: int = 32
     """Tokens generated after every prompt."""
-    compile: bool = False
-    """Write the answers of locret by one compiled program per token, made before anything is timed; full and floor run
-    as written."""
     repeats: int = 10
     """Rounds in which everything is measured once."""
     threads: int | None = None

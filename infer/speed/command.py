@@ -60,8 +60,6 @@ def _measure(output: BenchOutput, plan: BenchPlan, line: str, paths: Mapping[str
 
     if plan.device is None:
         warnings.warn("there is no CUDA device here: all that would be measured is unknown", stacklevel=2)
-    if plan.device is not None and not output.quiet:
-        _announce(plan)
     found = None if plan.device is None else measure(plan, quiet=output.quiet)
     record = {"command": line, **make_record(plan, found)}
     page = report.page(record, line)
@@ -74,33 +72,19 @@ def _measure(output: BenchOutput, plan: BenchPlan, line: str, paths: Mapping[str
         write_text(paths["md"], page)
 
 
-def _announce(plan: BenchPlan) -> None:
-    """Say how long a measurement takes that begins now."""
-    from locret.infer.speed.estimate import estimated_seconds, spoken
-    from locret.infer.speed.measure import best_rates
-
-    took = spoken(estimated_seconds(plan, best_rates(plan)))
-    sys.stderr.write(f"locret-bench: measuring, about {took} (estimated from one matrix product and one copy)\n")
-    sys.stderr.flush()
-
-
 def _propose(plan: BenchPlan) -> None:
-    """Print what would be measured without any option, and how long it takes.
+    """Print what would be measured without any option.
 
     Raises:
         ValueError: Always: a measurement of minutes is to be asked for.
     """
-    from locret.infer.speed.estimate import estimated_seconds, spoken
-    from locret.infer.speed.measure import best_rates
     from locret.infer.speed.plan import plan_lines
     from locret.infer.speed.report import numbers
 
-    rates = best_rates(plan)
     print("\n".join([f"Shape {plan.shape}. {numbers(plan.resolved())}", "", *plan_lines(plan.rows())]))
-    took = spoken(estimated_seconds(plan, rates))
     raise ValueError(
-        f"nothing has been measured yet: this would take about {took} here (estimated from the rates of one matrix "
-        f"product and one copy); give --shape {plan.shape} to measure it, --lengths 2K for less, or --help"
+        f"nothing has been measured yet; give --shape {plan.shape} to measure this, which takes minutes, --lengths 2K "
+        "for less, or --help"
     )
 
 

@@ -85,15 +85,6 @@ def measure(plan: BenchPlan, *, quiet: bool = False) -> Measurements:
     return Measurements(rates, seconds, {key: peak for key, peak in peaks.items() if key in seconds})
 
 
-def best_rates(plan: BenchPlan) -> MachineRates:
-    """Return what the device of a plan does at best: of three tries, for others may be at work."""
-    assert plan.device is not None
-    with settings(plan):
-        found = [measure_rates(plan.device, plan.dtype) for _ in range(3)]
-    _free()
-    return MachineRates(max(one.flops_per_second for one in found), max(one.bytes_per_second for one in found))
-
-
 class _Guard:
     """Runs what may run out of memory; what once did is not tried again."""
 

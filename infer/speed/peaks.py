@@ -6,8 +6,7 @@ host        the second tier of a cache, in host memory; no part of the total
 workspace   all else that is alive at the peak: hidden states, MLPs, logits, what kernels allocate, copies of the cache
 
 On CUDA the allocator keeps the peak itself; on the CPU every allocation of one run is recorded and played back. Reading
-and generating have a peak each, for a method that forgets only afterwards has a large one and a small one. Beside it
-stands what the process took from the system meanwhile: more, because memory that was freed is not given back at once.
+and generating have a peak each, for a method that forgets only afterwards has a large one and a small one.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import torch
 
 from locret.infer.speed.allocations import peak_bytes, phase
 from locret.infer.speed.methods import BenchMethod
-from locret.infer.speed.resident import resident_growth
 from locret.infer.speed.runs import BenchRun, BenchSetup, new_run
 
 
@@ -47,15 +45,12 @@ class RunPeaks:
 
     prefill: PeakBytes
     decode: PeakBytes
-    process: int | None
-    """What the process took for it, free blocks included, with the weights: device memory on CUDA, resident memory on
-    the CPU; None where the system does not tell."""
     moved: tuple[int, int] = (0, 0)
     """Bytes fetched from the second tier, for the prompt's last tokens and for the answer."""
 
     def to_dict(self) -> dict[str, object]:
         """Return the numbers as plain data."""
-        peaks = {"prefill": self.prefill.to_dict(), "decode": self.decode.to_dict(), "process": self.process}
+        peaks = {"prefill": self.prefill.to_dict(), "decode": self.decode.to_dict()}
         return {**peaks, "moved": dict(zip(("prefill", "decode"), self.moved, strict=True))}
 
 
@@ -68,8 +63,6 @@ def measure_peaks(setup: BenchSetup, method: BenchMethod, length: int) -> RunPea
 def _on_cpu(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
     weights, run = setup.weight_bytes(method), new_run(setup, method, length)
     held: list[tuple[int, int, int]] = []
-    resident = resident_growth(lambda: run.write(run.read()))
-    run = new_run(setup, method, length)
 
     def both() -> None:
         with phase("prefill"):
@@ -85,7 +78,7 @@ def _on_cpu(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
         PeakBytes(weights, cache, peaks[name] - cache - host, host)
         for name, (cache, host, _) in zip(("prefill", "decode"), held, strict=True)
     )
-    return RunPeaks(prefill, decode, None if resident is None else weights + resident, _moved(*held))
+    return RunPeaks(prefill, decode, _moved(*held))
 
 
 def _on_cuda(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
@@ -94,7 +87,6 @@ def _on_cuda(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
     torch.cuda.reset_peak_memory_stats(device)
     first = run.read()
     read, before = torch.cuda.max_memory_allocated(device), _held(run)
-    reserved = torch.cuda.max_memory_reserved(device)
     torch.cuda.reset_peak_memory_stats(device)
     run.write(first)
     written, after = torch.cuda.max_memory_allocated(device), _held(run)
@@ -102,8 +94,7 @@ def _on_cuda(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
         PeakBytes(weights, cache, peak - weights - cache, host)
         for peak, (cache, host, _) in ((read, before), (written, after))
     )
-    process = max(reserved, torch.cuda.max_memory_reserved(device))
-    return RunPeaks(prefill, decode, process, _moved(before, after))
+    return RunPeaks(prefill, decode, _moved(before, after))
 
 
 def _held(run: BenchRun) -> tuple[int, int, int]:

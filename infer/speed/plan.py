@@ -11,7 +11,7 @@ import torch
 
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.speed.cost import Cost, Pass, Sizes, cost, sizes_of
-from locret.infer.speed.methods import BenchMethod, Bounded
+from locret.infer.speed.methods import BenchMethod
 from locret.load_options import BackboneSource
 from locret.method_spec import parse
 from locret.policy.policy import RetentionPolicy
@@ -53,8 +53,6 @@ class BenchPlan:
     """Trained heads, a folder or a Hub id."""
     new_tokens: int
     """Tokens generated after every prompt."""
-    compile: bool
-    """Whether bounded methods write by a compiled step."""
     repeats: int
     threads: int
     dtype: torch.dtype
@@ -120,7 +118,6 @@ class BenchPlan:
             "hidden_dim": self.hidden_dim,
             "heads": self.heads,
             "new_tokens": self.new_tokens,
-            "compile": self.compile,
             "repeats": self.repeats,
             "threads": self.threads,
             "dtype": self.dtype_name,
@@ -139,7 +136,6 @@ class BenchPlan:
         return {
             "method": method.name,
             "length": length,
-            "compiled": self.compile and isinstance(method, Bounded),
             "base": self.base(method),
             "planned_bytes": {"weights": planned.weights, "cache": planned.cache, "host": planned.host},
             "flops": {part: work[part].flops for part in work},

@@ -7,10 +7,6 @@ from typing import Any
 
 from locret.tables import UNKNOWN, Columns, Row, number, of_rows
 
-COMPILED = (
-    "Compiled rows write by one program per token, which was made before the rounds; `full` and `floor` run as "
-    "written, so the decode ratios of compiled rows hold what compiling gains as well as what forgetting does."
-)
 _BASE = "; of base: how many times that of the same method with fewer modifiers"
 _MIB = 2**20
 
@@ -49,15 +45,13 @@ def tables(record: Mapping[str, Any]) -> list[str]:
         "",
         *of_rows({**_SPEED, **(_OF_BASE if any(row["base"] for row in rows) else {})}, rows),
         "",
-        *([COMPILED, ""] if record["config"]["compile"] else []),
         "Work done per second, counted from the shape, and its share of what the machine did at best in the same run.",
         "",
         *_machine_lines(record["machine"]),
         "",
         *of_rows(_WORK, rows),
         "",
-        "Peak memory in MiB, planned and measured. Workspace is all that is neither weights nor cache; process is what "
-        "was taken from the system or the device, free blocks included.",
+        "Peak memory in MiB, planned and measured. Workspace is all that is neither weights nor cache.",
         "",
         *of_rows(_MEMORY, rows),
         "",
@@ -100,8 +94,7 @@ def _quantiles(path: str, form: str) -> Callable[[Row], str]:
 
 _NAMED: Columns = {"method": lambda row: str(row["method"]), "tokens": number("length", ",")}
 _SPEED: Columns = {
-    "method": lambda row: row["method"] + (", compiled" if row["compiled"] else ""),
-    "tokens": number("length", ","),
+    **_NAMED,
     "first token s": _quantiles("prefill.seconds", ".3g"),
     "prefill tokens/s": _quantiles("prefill.tokens_per_second", ",.4g"),
     "prefill x `full`": _ratio("prefill", "full/this"),
@@ -128,7 +121,6 @@ _MEMORY: Columns = {
     "workspace": number("peak_bytes.prefill.workspace", ",.2f", _MIB),
     "peak of prefill": number("peak_bytes.prefill.total", ",.2f", _MIB),
     "peak of decode": number("peak_bytes.decode.total", ",.2f", _MIB),
-    "process": number("peak_bytes.process", ",.2f", _MIB),
 }
 _OF_BASE: Columns = {f"{part} of base": _ratio(part, "this/base") for part in ("prefill", "decode")}
 _TIERS: Columns = {

@@ -11,7 +11,6 @@ import psutil
 import torch
 
 from locret import RetainingHeads, RetentionPolicy, loading
-from locret.cache.compiled_step import obstacle
 from locret.cache.limits import check_named
 from locret.infer import chunk_size
 from locret.infer.infer_options import ModelOptions
@@ -67,7 +66,6 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         hidden_dim=_width(options, preset),
         heads=options.heads,
         new_tokens=options.new_tokens,
-        compile=options.compile,
         repeats=options.repeats,
         threads=options.threads or torch.get_num_threads(),
         dtype=loading.resolve_dtype(options.dtype, config, device or torch.device("cuda")),
@@ -228,31 +226,12 @@ def _check(plan: BenchPlan) -> None:
     if plan.heads is not None:
         scorer = ScorerOptions(heads=plan.heads)
         loading.check_matches(scorer, loading.load_scorer(scorer)[0], plan.config)
-    if plan.compile:
-        _check_compiled(plan)
     for length in plan.lengths:
         _check_length(plan, length)
     for method in plan.methods:
         for length in plan.lengths:
             _check_memory(plan, method, length)
             method.reading(plan.sizes, plan.policy, length)
-
-
-def _check_compiled(plan: BenchPlan) -> None:
-    bounded = [method for method in plan.methods if isinstance(method, methods.Bounded)]
-    if not bounded:
-        raise ValueError(
-            "--compile changes how locret writes, which --methods leaves out; add locret, or drop --compile"
-        )
-    for method in bounded:
-        kind, policy = method.scorer, method.policy(plan.policy)
-        for length in plan.lengths:
-            held = method.units_after(plan.sizes, plan.policy, length)
-            reason = obstacle(plan.sizes.backbone, kind, policy, held)
-            if reason is not None:
-                raise ValueError(
-                    f"--methods {method.name} cannot be compiled here: {reason}; leave it out, or drop --compile"
-                )
 
 
 def _check_length(plan: BenchPlan, length: int) -> None:

@@ -121,9 +121,7 @@ class BoundedRun(BenchRun):
     def write(self, first: int) -> list[int]:
         """See `Run`; the prompt's last token is fed once more, so the first id is `first` again."""
         plan = self.plan
-        ids = generate(
-            self.model, cache=self.cache, compile=plan.compile, max_new_tokens=plan.new_tokens, do_sample=False
-        )
+        ids = generate(self.model, cache=self.cache, max_new_tokens=plan.new_tokens, do_sample=False)
         return ids[0].tolist()
 
     def cache_bytes(self) -> int:

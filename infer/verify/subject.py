@@ -84,7 +84,7 @@ class Subject:
     def plain_policy(self) -> RetentionPolicy:
         """The policy without what changes units, or how a text is read, by design."""
         plain = RetentionPolicy()
-        names = ("key_bits", "value_bits", "merge", "refit", "prefill_attention", "host_budget", "recall", "recall_by")
+        names = ("key_bits", "value_bits", "merge", "prefill_attention", "host_budget", "recall", "recall_by")
         return replace(self.policy, **{name: getattr(plain, name) for name in names})
 
     def roomy(self, **changes: Any) -> RetentionPolicy:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -171,6 +172,13 @@ class Chunk(Attended):
         return pinned_units(self.unit_positions, self.recent, self.sinks).expand(self.unit_positions.shape)
 
 
+@lru_cache(8)
+def counting(count: int, device: torch.device) -> Tensor:
+    """Return 0, 1, 2, ..., to be read only: all layers ask for the same ones."""
+    with torch.inference_mode(False):
+        return torch.arange(count, device=device)
+
+
 def pinned_units(positions: Tensor, recent: int, sinks: int) -> Tensor:
     """Return which units stay whatever their score: the newest ones, and those of the text's first tokens.
 
@@ -183,5 +191,5 @@ def pinned_units(positions: Tensor, recent: int, sinks: int) -> Tensor:
         Bool, (..., S), or (S,) where there are no sinks and all heads agree.
     """
     slots = positions.shape[-1]
-    newest = torch.arange(slots, device=positions.device) >= slots - recent
+    newest = counting(slots, positions.device) >= slots - recent
     return newest if not sinks else newest | ((positions >= 0) & (positions < sinks))

@@ -36,9 +36,7 @@ class HeadRanks:
         return self
 
     def sum(self, own: Tensor) -> Tensor:
-        """Return the sum of what the processes have; where gradients are on, they flow back to every process."""
-        if torch.is_grad_enabled() and own.requires_grad:
-            return _Sum.apply(own, self.group)  # type: ignore[no-any-return, no-untyped-call]
+        """Return the sum of what the processes have."""
         return _total(own.detach(), self.group)
 
     def mean(self, own: Tensor) -> Tensor:
@@ -88,19 +86,6 @@ class HeadRanks:
         """Return which of so many things, an equal number for each process, are this process's."""
         each = count // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
-
-
-class _Sum(torch.autograd.Function):
-    """A sum over processes; each of them has a loss of its own that reads it, so gradients are summed too."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return _total(own, group)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _total(gradient, ctx.group), None
 
 
 def _total(own: Tensor, group: Any) -> Tensor:

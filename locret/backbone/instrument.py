@@ -2,9 +2,9 @@
 
 Inside the block the model runs the "locret" attention of this module; hooks record the projections it computes anyway,
 and an observer is asked for the positions of new tokens, asked what their queries attend to, and told when a layer has
-attended. The observer comes with the call: it is the reader of the cache that the backbone is given, so several caches
-of one model may be read and answered in turns, or from several threads. When the last block of a model ends, its hooks
-are gone and it is what it was before.
+attended. The observer comes with the call: it is the reader of the cache that the backbone is given, which also runs
+the decoder's pass and may replay one. So several caches of one model may be read and answered in turns, or from several
+threads. When the last block of a model ends, its hooks are gone and it is what it was before.
 """
 
 # B batch, N query heads, K KV heads, L new tokens, S slots, D head dim, E hidden size
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from functools import wraps
 from threading import RLock
 from types import MethodType
 from typing import Any, Protocol
@@ -48,25 +49,8 @@ _NOTHING = object()
 _QUERIES = ("q_norm", "q_layernorm", "q_proj")
 
 
-class Exchange(Protocol):
-    """How processes that hold a slice of a text's tokens each attend: to all tokens, with some of the heads."""
-
-    def heads(self, states: Tensor) -> Tensor:
-        """Given (1, H, own tokens, D), return (1, own heads, all tokens, D)."""
-
-    def tokens(self, states: Tensor) -> Tensor:
-        """Given (1, own heads, all tokens, D), return (1, H, own tokens, D)."""
-
-    def own_heads(self, numbers: Tensor) -> Tensor:
-        """Given (H,), return those of this process's heads."""
-
-
 class Observer(Protocol):
     """What a forward pass talks to: the reader of a cache, or the label pass of training."""
-
-    exchange: Exchange | None
-    """How processes share the tokens of a pass; None: this one has them all. What it is told of a layer is the part of
-    this process then: projections of its tokens; queries, keys and values of its heads."""
 
     @property
     def projections(self) -> Mapping[int, Projections]:
@@ -106,6 +90,8 @@ class _Instrument:
     """Whether queries lend a number to decisions of DMS, which attention takes for 0."""
     flash: bool
     """A backbone loaded with flash_attention_2 goes on using that package; else PyTorch's kernels serve."""
+    bare: bool = False
+    """Whether nobody else has put anything on the decoder that runs in Python, hooks or a forward of its own."""
     readers: int = 0
     exclusive: bool = False
     undo: ExitStack = field(default_factory=ExitStack)
@@ -136,7 +122,7 @@ def instrumented(model: nn.Module, watcher: Observer | None = None) -> Iterator[
         watcher: Observer of this thread's passes without a cache; a pass with a cache is observed by its `reader`.
 
     Raises:
-        ValueError: If the model's attention cannot be found, or runs compiled steps at the moment.
+        ValueError: If the model's attention cannot be found, or its modules are being copied.
     """
     decoder = find_decoder(model)
     with _LOCK:
@@ -182,6 +168,18 @@ def exclusively(model: nn.Module) -> Iterator[None]:
             del _INSTRUMENTS[decoder]
 
 
+@contextmanager
+def alone(model: nn.Module) -> Iterator[bool]:
+    """Keep every other reader waiting until the block ends; yields whether there is none but the one who asks.
+
+    A pass of nobody else would be recorded with one that is captured, but it must not draw random numbers meanwhile.
+    Where something was put on the decoder that must run at every pass, nobody is alone.
+    """
+    with _LOCK:
+        instrument = _INSTRUMENTS[find_decoder(model)]
+        yield instrument.bare and instrument.readers == 1
+
+
 def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     backbone, base, modules = describe(model), unwrap(model), attention_modules(model)
     implementation = base.config._attn_implementation
@@ -193,7 +191,8 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
         if backbone.kinds[index] in attends or backbone.borrows(index)
     }
     lent, flash = lends_neuron(base), implementation == "flash_attention_2"
-    instrument = _Instrument(layers, full, latents(model, modules), lent=lent, flash=flash)
+    bare = not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in decoder.modules())
+    instrument = _Instrument(layers, full, latents(model, modules), lent=lent, flash=flash, bare=bare)
     with ExitStack() as stack:
         for module, index in layers.items():
             if index in full:
@@ -212,15 +211,27 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
         stack.callback(decoder.register_forward_hook(leave, with_kwargs=True, always_call=True).remove)
         base.set_attn_implementation(NAME)
         stack.callback(base.set_attn_implementation, implementation)
-        stack.enter_context(fixed_factors(base, decoder))
+        stack.enter_context(replaced(decoder, "forward", _run_by_readers(decoder.forward)))
+        stack.enter_context(_fixed_factors(base, decoder))
         if backbone.recurrent:
             stack.enter_context(carried(state_modules(model).items()))
         instrument.undo = stack.pop_all()
     return instrument
 
 
+def _run_by_readers(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a decoder's forward that the reader of the cache it is given, if any, runs in its way."""
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        reader = getattr(kwargs.get("past_key_values"), "reader", None)
+        return plain(*args, **kwargs) if reader is None else reader.run(plain, *args, **kwargs)
+
+    return forward
+
+
 @contextmanager
-def fixed_factors(base: Any, decoder: Any) -> Iterator[None]:
+def _fixed_factors(base: Any, decoder: Any) -> Iterator[None]:
     """Make a LongRoPE backbone use its long factors at every length, and keep its cache when it would change them."""
     with long_factors(decoder):
         if not uses_long_factors(decoder) or not hasattr(base, "prepare_inputs_for_generation"):
@@ -434,12 +445,7 @@ def locret_attention(
             "supported; use another model"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    latent, exchange = instrument.latents.get(index), observer.exchange
-    if exchange is not None:
-        if latent is not None:
-            raise ValueError(f"{type(module).__name__} attends to latents, which processes do not share by heads")
-        query, key, value = (exchange.heads(states) for states in (query, key, value))
-        s_aux = None if s_aux is None else exchange.own_heads(s_aux)
+    latent = instrument.latents.get(index)
     if latent is not None:
         query = latent.query(query)
     if full and instrument.lent:
@@ -458,8 +464,6 @@ def locret_attention(
         flash=instrument.flash and latent is None,
         sinks=s_aux,
     )
-    if exchange is not None:
-        out = exchange.tokens(out)
     if full:
         projections = observer.projections[index]
         observer.attended(

@@ -15,7 +15,7 @@ from locret.backbone.adapters import Backbone, find_decoder, input_device, unwra
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.forward import run_decoder
-from locret.backbone.instrument import Exchange, instrumented
+from locret.backbone.instrument import instrumented
 
 _TOKENS = 8
 _KNOWN: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
@@ -23,8 +23,6 @@ _KNOWN: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
 
 class _Look:
     """An observer that notes which layers leave their keys as they are."""
-
-    exchange: Exchange | None = None
 
     def __init__(self, backbone: Backbone) -> None:
         self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}

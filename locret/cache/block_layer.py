@@ -21,7 +21,6 @@ from locret.backbone.chunk import Attended, Chunk, Projections
 from locret.backbone.near_and_far import Far
 from locret.cache.blocks import Blocks
 from locret.cache.layer import Moment, RetentionLayer
-from locret.cache.refit import Refit
 from locret.cache.store import EMPTY, SCORES, DenseStore, Workspace
 from locret.lookups.infllm import InfLLM, attention_column
 from locret.policy.selectors import KeptPerHead, PerHead, Stay
@@ -187,7 +186,7 @@ class BlockLayer(RetentionLayer):
         """Ask no scorer: a unit's place decides where it is."""
         return iter(())
 
-    def evict(self, stay: Stay, base: int, refit: Refit | None = None) -> None:
+    def evict(self, stay: Stay, base: int) -> None:
         """Drop nothing: what leaves the window goes to the blocks."""
 
     def settle(self, base: int) -> None:

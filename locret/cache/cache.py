@@ -141,11 +141,6 @@ class RetentionCache(Cache):
         """What the merger needs of this backbone."""
         if self.merger is not None:
             check_slots(self.policy, self.merger.slots(self.merging))
-        if self.policy.ledger and scorer.predicts_attention and not scorer.predicts(self.prepared):
-            raise ValueError(
-                f"ledger={self.policy.ledger} sums up the attention that scores predict, but these heads decide "
-                "without predicting any; take heads that were taught it, or leave ledger and --evidence out"
-            )
         if self.ranks is not None:
             check_over_ranks(self)
         self.latents = latents(model)
@@ -154,6 +149,8 @@ class RetentionCache(Cache):
         self._workspace = Workspace()
         self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
         self._limits = Limits(self.policy, scorer, len(backbone.layers))
+        self.copies_memory: CacheMemory | None = None
+        """Of the copy that held the beams, or the other answers, of the answer written last; None for one alone."""
         self._account = Account(backbone, self._limits, compute_dtype(model).itemsize)
         maker = LayerMaker(
             backbone=backbone,

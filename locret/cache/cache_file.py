@@ -44,6 +44,7 @@ from locret.cache.saved_units import (
     checksum,
     dtype_name,
     dtype_of,
+    of_a_ledger,
 )
 from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.cache.trail import TRAIL
@@ -350,7 +351,6 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         columns=columns,
         forms=forms_of(cache.policy, len(cache.backbone.layers)),
         host_budget=cache.policy.host_budget,
-        ledger=cache.policy.ledger,
         windows=cache.remembered,
         states=state_shapes(decoder.config, type(decoder)) if cache.carriers else None,
         neighbours=near if _same_scorer(_recorded_scorer(state), _identity(cache)) else None,
@@ -371,15 +371,16 @@ def _checked_units(path: str | Path, state: Mapping[str, Any], reading: Reading)
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             shapes = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
-            check_shapes(shapes, state, reading)
+            check_shapes({name: shape for name, shape in shapes.items() if not of_a_ledger(name)}, state, reading)
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in shapes}
             metadata = file.metadata()
-        check_units(tensors, state, reading)
+        kept = {name: tensor for name, tensor in tensors.items() if not of_a_ledger(name)}
+        check_units(kept, state, reading)
         if "checksum" in metadata and checksum(metadata["state"], tensors) != metadata["checksum"]:
             raise ValueError("its checksum is another")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
-    return tensors
+    return kept
 
 
 def read_prefix(
@@ -448,7 +449,6 @@ def _reading_alone(path: str | Path, policy: RetentionPolicy, backbone: Backbone
         columns=state["columns"],
         forms=forms_of(policy, len(backbone.layers)),
         host_budget=policy.host_budget,
-        ledger=policy.ledger,
         windows=windows,
     )
 

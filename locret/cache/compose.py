@@ -42,7 +42,7 @@ FAIR, BY_SCORE = "fair", "score"
 SHARES = (FAIR, BY_SCORE)
 _HOW_IT_IS_READ = {
     *("budget", "chunk_size", "stabilizers", "local_len", "memory", "decremental", "min_chunk", "prefill_attention"),
-    *("when", "merge", "refit", "ledger"),
+    *("when", "merge"),
 }
 """Fields of a policy in which texts of one cache may differ: what they decide is over when a text has been read."""
 
@@ -128,7 +128,6 @@ def joined(
             _share(caches, budget, weights)
         for nth, layer in enumerate(whole.governed):
             layer.store.chain([cache.governed[nth].store for cache in caches])
-            layer.ledger = None  # the segments of one text do not begin where those of the other end
         whole.seen = whole.text_end = offset
         for name in ("last_tokens", "newest_hidden", "held_back", "fed_again"):
             setattr(whole, name, getattr(last, name))
@@ -139,7 +138,6 @@ def joined(
             _cut(whole, _stays(last, budget, whole))
         _settle(whole)
     whole.check_reach(max(layer.held for layer in whole.governed), 0)
-    whole.policy = replace(whole.policy, ledger=0)
     if budget is None:
         held = sum(layer.fill for layer in whole.governed)
         budget = -(-held // len(whole.governed)) if grows else whole.policy.budget

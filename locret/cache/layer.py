@@ -8,17 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from locret.backbone.attention import View
-from locret.backbone.chunk import Attended, Chunk, Projections
+from locret.backbone.chunk import Attended, Chunk, Projections, counting
 from locret.cache.blocks import Blocks
 from locret.cache.host import HostTier
-from locret.cache.ledger import Ledger
 from locret.cache.merging import Folding
-from locret.cache.refit import Refit
 from locret.cache.store import POSITIONS, SCORES, DenseStore, Part, Store, UnitRanks, Workspace
 from locret.policy.selectors import KeptPerHead, Selector, Stay
 
@@ -28,8 +25,6 @@ if TYPE_CHECKING:
 
 HOST = "host."
 """What the names of the second tier's tensors begin with."""
-LEDGER = "ledger"
-"""The name of the tensor of what was predicted for all that was read."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +53,6 @@ class RetentionLayer(CacheLayerMixin):
         host: Where evicted units go, if not for good. While an answer is written, ranks are those among all that both
             tiers hold.
         folding: Folds the units that go for good into those that stay; None: what goes is lost.
-        ledger: Remembers what heads predicted for all that was read; None: nothing does.
     """
 
     is_sliding = False
@@ -73,11 +67,9 @@ class RetentionLayer(CacheLayerMixin):
         compact: bool,
         host: HostTier | None = None,
         folding: Folding | None = None,
-        ledger: Ledger | None = None,
     ) -> None:
         # Not the base's __init__: it would set keys and values, which only the store has.
         self.store, self.selector, self.compact, self.host, self.folding = store, selector, compact, host, folding
-        self.ledger = ledger
         self.rotated = False
         """Whether keys are rotated to their slots, as answers need them; compact positions only."""
         self.evictions = 0
@@ -106,8 +98,7 @@ class RetentionLayer(CacheLayerMixin):
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers in the fast tier's memory."""
-        ledger = 0 if self.ledger is None else self.ledger.nbytes
-        return self.store.nbytes + (0 if self.host is None else self.host.fast_nbytes) + ledger
+        return self.store.nbytes + (0 if self.host is None else self.host.fast_nbytes)
 
     @property
     def held(self) -> int:
@@ -171,8 +162,7 @@ class RetentionLayer(CacheLayerMixin):
             positions = positions if len(positions) == 1 else positions[row : row + 1]
         held, stay = part.keys.shape[2] - layer.new_tokens, moment.stay or Stay(part.keys.shape[2], 0, 0)
         padded, row_start = self.store.row_start is not None, self.store.row_start
-        if row_start is None:
-            row_start = torch.zeros(len(query), dtype=torch.long, device=query.device)
+        row_start = counting(1, query.device).expand(len(query)) if row_start is None else row_start
         before = moment.features_before
         return Chunk(
             layer_idx=layer.layer_idx,
@@ -208,20 +198,17 @@ class RetentionLayer(CacheLayerMixin):
         for name, values in (columns or {}).items():
             self.store.write(name, values, where)
 
-    def evict(self, stay: Stay, base: int, refit: Refit | None = None) -> None:
+    def evict(self, stay: Stay, base: int) -> None:
         """Keep the best units, as many as `stay` says.
 
         Args:
             stay: How many, and which whatever their score.
             base: Position after the newest one.
-            refit: What the values of those that stay are fitted to; None: they stay as they are.
         """
         if self.store.fill <= stay.budget:
             return
         self.evictions += 1
         kept = self.selector.select(self.store, stay)
-        if refit is not None:
-            refit.apply(self.store, kept)
         if self.host is None and self.folding is None:
             self.store.keep(kept, turned=self.rotated)
             return
@@ -303,8 +290,7 @@ class RetentionLayer(CacheLayerMixin):
     def copy(self, workspace: Workspace) -> RetentionLayer:
         """Return an independent copy."""
         host = None if self.host is None else self.host.copy()
-        ledger = None if self.ledger is None else self.ledger.copy()
-        twin = RetentionLayer(self.store.copy(workspace), self.selector, self.compact, host, self.folding, ledger)
+        twin = RetentionLayer(self.store.copy(workspace), self.selector, self.compact, host, self.folding)
         twin.rotated = self.rotated
         return twin
 
@@ -314,9 +300,6 @@ class RetentionLayer(CacheLayerMixin):
         if self.store.row_start is not None:
             tensors["row_start"] = self.store.row_start
         numbers: dict[str, Any] = {"fill": self.fill, "rotated": self.rotated}
-        if self.ledger is not None and self.ledger.sums is not None:
-            tensors[LEDGER] = self.ledger.sums
-            numbers |= {"ledger_width": self.ledger.width, "ledger_end": self.ledger.end}
         if self.host is not None:
             ours = {
                 tensor.data_ptr() for tensor in tensors.values()
@@ -328,11 +311,7 @@ class RetentionLayer(CacheLayerMixin):
 
     def load(self, tensors: dict[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned."""
-        row_start, sums = tensors.pop("row_start", None), tensors.pop(LEDGER, None)
-        if sums is None:  # of texts that were joined
-            self.ledger = None
-        elif self.ledger is not None:
-            self.ledger.load(sums, numbers["ledger_width"], numbers["ledger_end"])
+        row_start = tensors.pop("row_start", None)
         ours = {name: tensor for name, tensor in tensors.items() if not name.startswith(HOST)}
         self.store.load(ours, numbers["fill"])
         self.store.row_start, self.rotated = row_start, numbers["rotated"]

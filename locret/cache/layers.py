@@ -13,7 +13,6 @@ from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.disk import Disk
 from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
-from locret.cache.ledger import Ledger
 from locret.cache.limits import Limits
 from locret.cache.merging import Folding
 from locret.cache.quantised import QuantisedStore
@@ -67,7 +66,6 @@ def check_latent(policy: RetentionPolicy, model_type: str) -> None:
     """
     settings = {
         "host_budget": policy.host_budget,
-        "refit": policy.refit or None,
         "merge": None if policy.merge == NO_MERGER else policy.merge,
     }
     for name, value in settings.items():
@@ -84,12 +82,12 @@ def check_lent(policy: RetentionPolicy, backbone: Backbone) -> None:
     Raises:
         ValueError: Naming the setting.
     """
-    for name, value in (("host_budget", policy.host_budget), ("refit", policy.refit or None)):
-        if value is not None:
-            raise ValueError(
-                f"{name}={value} goes by the queries of one layer, but the last layers of {backbone.model_type} attend "
-                f"to the units of earlier ones; leave {name} out, or take another backbone"
-            )
+    if policy.host_budget is not None:
+        raise ValueError(
+            f"host_budget={policy.host_budget} goes by the queries of one layer, but the last layers of "
+            f"{backbone.model_type} attend to the units of earlier ones; leave host_budget out, or take another "
+            "backbone"
+        )
 
 
 def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Disk | None:
@@ -174,8 +172,7 @@ class LayerMaker:
         store = self._store(kind, rotary, forms_of(self.policy, self.limits.layers)[nth], self.workspace)
         host = self._host(kind, rotary, nth)
         folding = None if self.merger is None else Folding(self.merger, self.merging, index)
-        ledger = Ledger(self.policy.ledger) if self.policy.ledger else None
-        return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding, ledger)
+        return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
 
     def _store(self, kind: type[Store], rotary: Rotary, form: Form | None, workspace: Workspace) -> Store:
         if form is None:

@@ -10,7 +10,6 @@ import torch
 
 from locret import lookups, mergers, prefill_attention, scorers
 from locret.backbone.adapters import Backbone
-from locret.cache.ledger import ledger_bytes
 from locret.cache.protected import Protected
 from locret.cache.rounding import forms_of
 from locret.policy.budget import cache_bytes, host_bytes
@@ -57,11 +56,6 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
         raise ValueError(
             f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
             f"{policy.chunk_size}; raise chunk_size to at least {scorer.lookback}"
-        )
-    if policy.refit and scorer.needs_hidden:
-        raise ValueError(
-            f"refit=True fits values to a layer's queries when it evicts, but scorer {scorer.name} rates tokens when "
-            "all layers are done and their queries are gone; leave refit out or choose another scorer"
         )
 
 
@@ -163,8 +157,7 @@ def planned_bytes(
     beside = limits.beside(limits.host_capacity(schedule, [0] * len(backbone.layers), new_tokens))
     queries = (limits.query_numbers(backbone) + limits.trail_numbers(backbone)) * element_size
     forms = forms_of(policy, len(backbone.layers), host=True)
-    beside_units = queries + ledger_bytes([shape.num_kv_heads for shape in backbone.full_shapes], policy.ledger)
-    return held + host_bytes(backbone, beside, element_size, column_bytes=columns, forms=forms) + beside_units
+    return held + host_bytes(backbone, beside, element_size, column_bytes=columns, forms=forms) + queries
 
 
 def planned_host_bytes(
@@ -228,11 +221,6 @@ class Limits:
     def __init__(self, policy: RetentionPolicy, scorer: Scorer, layers: int) -> None:
         self.policy, self.scorer, self.layers = policy, scorer, layers
         self.schedule: Schedule | None = None
-        if policy.ledger and not scorer.predicts_attention:
-            raise ValueError(
-                f"ledger={policy.ledger} sums up the attention that scores predict, but scorer {scorer.name} does not "
-                "predict any; take retaining heads, or leave ledger and --evidence out"
-            )
         found = None if policy.host_budget is None or policy.recalls_blocks else lookups.get(policy.recall_by)
         if found is not None:
             found.check(policy.recall)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from locret.backbone.adapters import Backbone
 from locret.cache.layer import RetentionLayer
-from locret.cache.ledger import ledger_bytes
 from locret.cache.limits import Limits, block_bytes, column_bytes, near_bytes
 from locret.cache.rounding import forms_of
 from locret.policy.budget import cache_bytes, host_bytes
@@ -92,8 +91,7 @@ class Account:
         forms = forms_of(self.policy, len(shape.layers))
         still = self.limits.still(slots)
         held = cache_bytes(shape, slots, size, rows, column_bytes(self.scorer), forms, still=still)
-        ledger = ledger_bytes([one.num_kv_heads for one in shape.full_shapes], self.policy.ledger)
-        return held + queries + ledger + self.second(rows, begun=begun, resident=True)
+        return held + queries + self.second(rows, begun=begun, resident=True)
 
     def second(self, rows: int, *, begun: bool, resident: bool = False) -> int:
         """Return the planned bytes of second tiers that lie in the backbone's memory, or of the others."""

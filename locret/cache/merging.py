@@ -81,8 +81,8 @@ def kept_parts(store: Store, view: View, kept: Kept) -> Iterator[tuple[Part, Kep
         assert store.values is not None
         if part.values.untyped_storage().data_ptr() != store.values.untyped_storage().data_ptr():
             raise ValueError(
-                f"store {store.name} shows copies of its units, so what is merged or refitted there would be lost; use "
-                "another store, or leave out merge and refit"
+                f"store {store.name} shows copies of its units, so what is merged there would be lost; use another "
+                "store, or leave merge out"
             )
         held, chosen = part.keys.shape[2], kept
         if part.where is not None:

@@ -38,11 +38,6 @@ def check_over_ranks(cache: RetentionCache) -> None:
             f'head_budgets="{policy.head_budgets}" lets heads hold different numbers of units, so under tensor '
             f'parallelism one process could come to hold the units of all; use head_budgets="uniform", {_WITHOUT}'
         )
-    if policy.ledger:
-        raise ValueError(
-            f"ledger={policy.ledger} compares what all heads look for, but tensor parallelism gives each process some "
-            f"of them; leave ledger out, {_WITHOUT}"
-        )
     if policy.recalls_blocks:
         found = lookups.find(policy.recall_by)
         if isinstance(found, InfLLM) and not found.per_head:

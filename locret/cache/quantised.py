@@ -309,11 +309,10 @@ class QuantisedStore(DenseStore):
             exact.copy_((newest >= self.fill - exact[..., None]).sum(-1))
         super().keep(kept, turned=False)
 
-    def _gather(self, buffer: Tensor, kept_BKC: Tensor) -> None:
+    def _gather(self, buffer: Tensor, kept_BKC: Tensor, rows: Tensor) -> None:
         # Codes are small: memory of their own, rather than a workspace of every type.
-        batch, heads, count = kept_BKC.shape
-        moved = buffer.flatten(0, 2).index_select(0, self._where(kept_BKC).flatten())
-        buffer[:, :, :count] = moved.view(batch, heads, count, *buffer.shape[3:])
+        moved = buffer.flatten(0, 2).index_select(0, rows)
+        buffer[:, :, : kept_BKC.shape[2]] = moved.view(*kept_BKC.shape, *buffer.shape[3:])
 
     def rotate(self, base: int, ranks: UnitRanks | None = None) -> None:
         """See `Store`: remember where keys are, and where those begin that come next."""

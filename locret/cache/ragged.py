@@ -20,7 +20,7 @@ from torch import Tensor
 
 from locret.backbone.attention import View
 from locret.backbone.rotary import Rotary
-from locret.cache.store import COLUMNS, EMPTY, POSITIONS, SCORES, Part, Store, Workspace
+from locret.cache.store import COLUMNS, EMPTY, POSITIONS, SCORES, Part, Slots, Store, Workspace
 from locret.policy.selectors import Kept, KeptOverHeads
 
 
@@ -314,3 +314,23 @@ class RaggedStore(Store):
             for row, held in enumerate(packed.split(units)):
                 buffers[name][row, self._slots(row, packed.device)] = held
         self._set_buffers(buffers)
+
+    # -- captured steps -----------------------------------------------------------------------------------------------
+
+    def open_slots(self, new: int) -> Slots:
+        """Return the buffers as they are, with room behind each head; slots that hold no unit are filled with zeros."""
+        assert self.keys is not None
+        assert self.values is not None
+        slots, device = torch.arange(self.keys.shape[1], device=self.keys.device), self.keys.device
+        ends = (self.starts + self.counts).to(device)
+        empty = (slots < self.starts.to(device)[..., None]) | (slots >= ends[..., None])
+        for buffer in (self.keys, self.values):  # what is masked counts nothing, unless it is NaN
+            buffer.masked_fill_(empty.all(1)[..., None], 0)
+        mask = self.keys.new_zeros(empty.shape).masked_fill_(empty, -torch.inf)[:, :, None]
+        rows = torch.arange(len(ends), device=device)[:, None] * len(slots)
+        openings = torch.arange(ends.numel(), device=device) * len(slots) + ends.flatten()
+        return Slots(self.keys[:, None], self.values[:, None], self._flat(), rows + ends, mask, openings)
+
+    def advance(self) -> None:
+        """Take note that somebody has filled the next slot of every head."""
+        self.fill, self.counts = self.fill + 1, self.counts + 1

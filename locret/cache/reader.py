@@ -8,7 +8,7 @@ the middle of something, the cache says so wherever it is used next.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from locret.cache.digest import extended
 from locret.cache.host import Asking
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
-from locret.cache.refit import Refit
 from locret.cache.store import DenseStore
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
@@ -43,9 +42,6 @@ class Reader:
         cache: What is being read into, or answered from.
         answering: Whether tokens are generated, or a prompt is read.
     """
-
-    exchange = None
-    """A cache holds all tokens that stay."""
 
     def __init__(self, cache: RetentionCache, *, answering: bool) -> None:
         self.cache, self.policy, self.scorer = cache, cache.policy, cache.scorer
@@ -75,7 +71,7 @@ class Reader:
         self._chunk_start = 0
         self._ids: Tensor | None = None
         self._digest: Tensor | None = None
-        self._unsound: list[Tensor] = []
+        self._extremes: list[Tensor] = []
         self._first = True
         self._positions: Tensor | None = None
         self._view: View | None = None
@@ -170,6 +166,10 @@ class Reader:
 
     # -- what a forward pass asks and tells ---------------------------------------------------------------------------
 
+    def run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what the decoder's forward pass, `plain`, returns for these arguments."""
+        return plain(*args, **kwargs)
+
     def positions(self, tokens: Tensor) -> Tensor:
         """Return the (B, L) rotary positions of the coming tokens."""
         self.torn, self._shared = True, {}
@@ -260,7 +260,6 @@ class Reader:
             return
         assert view is not None
         assert self._positions is not None
-        ledger = None if self.answering else self.layers[nth].ledger
         stay = evicts_now = self._stay_now(nth)
         most = None if self._evicting else self.limits.most_answering(nth)
         if most is not None and stay is None and self.layers[nth].fill >= most:
@@ -283,17 +282,12 @@ class Reader:
         for chunk, where in self.layers[nth].chunks(layer, view, moment, self.scorer.causal):
             scores, columns = self._rated(chunk)
             self.layers[nth].rate(scores, columns, where)
-            if ledger is not None:
-                ledger.note(scores, chunk.positions)
         if evicts_now is not None and not self.scorer.needs_hidden:
-            base, refit = self.cache.next_position + layer.new_tokens, None
+            base = self.cache.next_position + layer.new_tokens
             if layer.layer_idx in self.cache.backbone.lenders:
                 self._due.append((nth, evicts_now, base))
                 return
-            if self.policy.refit and (self._last or self.limits.final):
-                kv_heads, sinks = layer.projections.shape.num_kv_heads, layer.learned_sinks
-                refit = Refit(layer.query, view, layer.scaling, layer.softcap, kv_heads, sinks)
-            self.layers[nth].evict(evicts_now, base, refit)
+            self.layers[nth].evict(evicts_now, base)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what the scorer says of a chunk: scores, and the columns it declares.
@@ -331,18 +325,18 @@ class Reader:
     def _note_unsound(self, scores: Tensor) -> None:
         """Remember whether scores are finite, without waiting for them."""
         if not self.answering:  # empty slots, whose scores do not matter, exist only then
-            self._unsound.append(~torch.isfinite(scores).all())
+            self._extremes += torch.aminmax(scores if scores.is_floating_point() else scores.float())
 
     def _report_unsound(self) -> None:
         """Look at the first chunk's scores at once, and leave those of later ones to the next use of the cache."""
         first, self._first = self._first, False
-        if not self._unsound:
+        if not self._extremes:
             return
-        cache, device = self.cache, self._unsound[0].device
-        unsound = torch.stack([flag.to(device) for flag in self._unsound]).any()
+        cache, device = self.cache, self._extremes[0].device
+        unsound = ~torch.isfinite(torch.stack([extreme.to(device) for extreme in self._extremes])).all()
         if cache.ranks is not None:  # what one of them finds stops all
             unsound = cache.ranks.largest(unsound.int()) > 0
-        self._unsound = []
+        self._extremes = []
         if first:  # later ones do not wait for the device
             cache.check_scores(unsound)
         else:

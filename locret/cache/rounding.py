@@ -163,9 +163,9 @@ class Token(Rounding):
 
 @dataclass(frozen=True)
 class Rotated(Rounding):
-    """Turned by a fixed orthogonal matrix, which spreads outliers over all channels (QuaRot, TurboQuant)."""
+    """Turned by a fixed orthogonal matrix, as files of earlier versions may hold units; nobody can choose it."""
 
-    name = "rotated"
+    name = "earlier_rotated"
 
     def into(self, states: Tensor, frame: Tensor | None) -> Tensor:
         """See `Rounding`."""
@@ -208,7 +208,7 @@ class Channel(Rounding):
         return states * frame[:, :, 1:] + frame[:, :, :1]
 
 
-ROUNDINGS: tuple[type[Rounding], ...] = (Channel, Rotated, Token)
+ROUNDINGS: tuple[type[Rounding], ...] = (Channel, Token)
 """Every way of rounding; a policy's `rounding` names one."""
 
 
@@ -316,7 +316,8 @@ def form_of(policy: RetentionPolicy, nth: int, layers: int) -> Form | None:
     """
     if policy.exact_bits:
         return None
-    rounding = registry.get("rounding", ROUNDINGS, policy.rounding)
+    kinds = (Rotated,) if policy.rounding.startswith(Rotated.name) else ROUNDINGS
+    rounding = registry.get("rounding", kinds, policy.rounding)
     if min(nth, layers - 1 - nth) < policy.exact_layers:
         return None
     # Values have no channels of their own: groups of a token (KIVI).

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from locret.backbone.adapters import BOTH, NONE, RECURRENT, SLIDING, Backbone, LayerShape
 from locret.backbone.recurrence import CONV, SCAN, States
-from locret.cache.layer import HOST, LEDGER
-from locret.cache.ledger import LEAST_WIDTH
+from locret.cache.layer import HOST
 from locret.cache.rounding import Form
 from locret.cache.states import BEFORE, STATES
 from locret.cache.store import COLUMNS, NO_UNIT, POSITIONS, SCORES
@@ -69,9 +68,6 @@ class Reading:
     """Of the policy."""
     windows: Mapping[int, int] = field(default_factory=dict)
     """Newest queries that a layer's second tier remembers, where it does."""
-    ledger: int = 0
-    """Of the policy."""
-
     states: States | None = None
     """Shapes of the states of layers that carry any; None: only a backbone says them."""
     neighbours: int | None = None
@@ -106,6 +102,11 @@ def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
         total = zlib.crc32(name.encode(), total)
         total = crc(tensors[name], total)
     return f"{total:08x}"
+
+
+def of_a_ledger(name: str) -> bool:
+    """Return whether a tensor belongs to what earlier versions remembered for evidence, which is left out."""
+    return name.endswith(".ledger")
 
 
 def check_counters(numbers: Mapping[str, Any], backbone: Backbone) -> None:
@@ -155,9 +156,6 @@ def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -
     if not reading.compact and any(counters["rotated"] for counters in numbers["layers"]):
         raise ValueError('its keys are rotated to slots, but its policy has positions="original"')
     for index, counters in enumerate(numbers["layers"]):
-        if reading.ledger and index in reading.backbone.layers:
-            _whole(counters.get("ledger_end"), f"ledger_end of layer {index}", 1, numbers["seen"] + 1)
-            _check_width(counters.get("ledger_width"), index, counters["ledger_end"], reading.ledger)
         most = reading.most_evicted(numbers["seen"] - counters["fill"]) if index in reading.backbone.layers else 0
         _whole(counters.get("host_fill", 0), f"host_fill of layer {index}", 0, most)
     first = _first(reading)
@@ -183,15 +181,6 @@ def check_shapes(shapes: Shapes, numbers: Mapping[str, Any], reading: Reading) -
     kinds = {shapes[name][1] for name in wanted if name.endswith(exact) and shapes[name][1] in _FLOATS}
     if len(kinds) > 1:
         raise ValueError(f"its keys, values and hidden states are of several types ({', '.join(sorted(kinds))})")
-
-
-def _check_width(width: object, index: int, tokens: int, segments: int) -> None:
-    """Check how many tokens a segment of a ledger has: the least, doubled until the text fits."""
-    right = LEAST_WIDTH
-    while (tokens - 1) // right >= segments:
-        right *= 2
-    if type(width) is not int or width != right:
-        raise ValueError(f"ledger_width of layer {index} is {shown(width)} instead of {right}")
 
 
 def _first(reading: Reading) -> str:
@@ -223,8 +212,6 @@ def _layer(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, r
         units = (min(found[0] if found else 0, rows * heads * fill),)
         extra = {"counts": ((rows, heads), ("I64",))}
     states: dict[str, _Rule] = {name: ((*units, dim), _FLOATS) for name, dim in wide}
-    if reading.ledger:
-        extra = {**extra, LEDGER: ((heads, reading.ledger), ("F32",))}
     form = _form(index, reading)
     if form is not None:
         extra = {**extra, **_coded(form, units, shape, turned=turned)}
@@ -323,8 +310,6 @@ def check_units(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], readi
     _within(tensors, "rows._shift", 0, numbers["next_position"])
     _within(tensors, "rows.last_tokens", 0, reading.vocab_size - 1)
     for name, tensor in tensors.items():
-        if name.endswith(f".{LEDGER}"):  # minus infinity where nothing was read
-            tensor = tensor.masked_fill(tensor == -torch.inf, 0.0)
         if tensor.is_floating_point() and not name.endswith(SCORES) and not bool(tensor.isfinite().all()):
             raise ValueError(f"{name} holds values that are not finite numbers")
     for index, counters in enumerate(numbers["layers"]):

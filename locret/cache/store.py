@@ -37,6 +37,8 @@ _OF_CODES = {"key_scales", "value_scales", "key_frame", "value_frame", "exact_ke
 _RESERVED = {"keys", "values", "counts", "row_start", "places", "following", *COLUMNS, *_OF_CODES}
 _GROWTH = 256
 _TURNED = 4096
+_EVEN = 8
+"""What the number of open slots is a multiple of, where there is room: products like even numbers."""
 
 
 class Workspace:
@@ -334,6 +336,14 @@ class Store(ABC):
         out = self.empty(shape, dtype=tensor.dtype, device=tensor.device)
         return torch.index_select(tensor, 0, rows.to(tensor.device), out=out)
 
+    def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys, values and positions of all slots, counted through all rows and heads."""
+        assert self.keys is not None
+        assert self.values is not None
+        positions = self.columns[POSITIONS].view(-1)
+        keys, values = (buffer.view(len(positions), -1) for buffer in (self.keys, self.values))
+        return keys, values, positions
+
     def _buffers(self) -> dict[str, Tensor]:
         if self.keys is None or self.values is None:
             return {}
@@ -349,11 +359,19 @@ class Store(ABC):
 
 
 class Slots(NamedTuple):
-    """Buffers of a store as they are, for a program that fills slot after slot by itself."""
+    """Buffers of a store as they are, for steps that fill slot after slot by themselves."""
 
     keys: Tensor
+    """(B, K, S, D), those that can be attended to; where heads lie back to back, (B, 1, S, D)."""
     values: Tensor
-    positions: Tensor
+    flat: tuple[Tensor, Tensor, Tensor]
+    """Keys, values and positions of all slots of all rows and heads, (slots, ...)."""
+    places: Tensor
+    """(B, K) int64: the coming unit's among those."""
+    mask: Tensor
+    """0 for slots that hold a unit, else -inf; (B or 1, K or 1, 1, S)."""
+    openings: Tensor
+    """Where the mask becomes 0 with the coming unit, among all of its numbers."""
 
 
 class DenseStore(Store):
@@ -442,24 +460,19 @@ class DenseStore(Store):
         count = kept.units.shape[-1]
         if turned:
             self._turn_forward(kept.units)
+        rows = self._where(kept.units).flatten()
         for buffer in self._buffers().values():
-            self._gather(buffer, kept.units)
+            self._gather(buffer, kept.units, rows)
         if self.row_start is not None:
             self.row_start = (self.row_start - (self.fill - count)).clamp_min(0)
         self.fill = count
 
-    def _gather(self, buffer: Tensor, kept_BKC: Tensor) -> None:
-        count = kept_BKC.shape[-1]
-        if buffer.ndim == 3:
-            buffer[:, :, :count] = buffer[:, :, : self.fill].gather(2, kept_BKC)
-            return
+    def _gather(self, buffer: Tensor, kept_BKC: Tensor, rows: Tensor) -> None:
         # Whole rows of D move, so index rows of the flat buffer: much faster than an element-wise gather.
-        batch, heads, capacity, dim = buffer.shape
-        first = torch.arange(batch * heads, device=buffer.device)[:, None] * capacity
-        rows = (kept_BKC.flatten(0, 1) + first).flatten()
-        scratch = self.workspace.take((batch, heads, count, dim), self.capacity, buffer)
-        torch.index_select(buffer.view(-1, dim), 0, rows, out=scratch.view(-1, dim))
-        buffer[:, :, :count] = scratch
+        shape = (*kept_BKC.shape, *buffer.shape[3:])
+        scratch = self.workspace.take(shape, self.capacity, buffer) if buffer.ndim > 3 else buffer.new_empty(shape)
+        torch.index_select(buffer.flatten(0, 2), 0, rows, out=scratch.flatten(0, 2))
+        buffer[:, :, : shape[2]] = scratch
 
     def _turn_forward(self, kept_BKC: Tensor) -> None:
         """Turn rotated keys by the distance they are about to move, so that each ends at its new slot's position."""
@@ -633,17 +646,25 @@ class DenseStore(Store):
         self._set_buffers(tensors)
         self.fill = self.capacity = fill
 
-    # -- compiled steps -----------------------------------------------------------------------------------------------
+    # -- captured steps -----------------------------------------------------------------------------------------------
 
     def open_slots(self, new: int) -> Slots:
-        """Return the buffers up to `new` slots behind the units, those slots filled with zeros."""
+        """Return the buffers up to `new` slots behind the units or a few more, those slots filled with zeros."""
         assert self.keys is not None
         assert self.values is not None
-        end = min(self.fill + new, self.capacity)
-        slots = Slots(self.keys[:, :, :end], self.values[:, :, :end], self.columns[POSITIONS][:, :, :end])
-        for buffer in (slots.keys, slots.values):
+        (batch, heads), device = self.keys.shape[:2], self.keys.device
+        end = min(-(-(self.fill + new) // _EVEN) * _EVEN, self.capacity)
+        keys, values = self.keys[:, :, :end], self.values[:, :, :end]
+        for buffer in (keys, values):  # what is masked counts nothing, unless it is NaN
             buffer[:, :, self.fill :] = 0
-        return slots
+        slots = torch.arange(end, device=device)
+        empty = (slots >= self.fill)[None]
+        if self.row_start is not None:
+            empty = empty | (slots < self.row_start[:, None])
+        mask = keys.new_zeros(empty.shape).masked_fill_(empty, -torch.inf)[:, None, None]
+        places = torch.arange(batch * heads, device=device).view(batch, heads) * self.capacity + self.fill
+        openings = torch.arange(len(mask), device=device) * end + self.fill
+        return Slots(keys, values, self._flat(), places, mask, openings)
 
     def advance(self) -> None:
         """Take note that somebody has filled the next slot."""

@@ -24,7 +24,7 @@ from typing import Any, get_origin
 
 from locret._version import __version__
 from locret.cli import ecosystem_names, interrupts, option_values, recipes
-from locret.nearest import nearest
+from locret.nearest import check_retired, nearest
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 _FLAG = re.compile(r"--[A-Za-z][\w.+-]*(=.*)?", re.DOTALL)
@@ -317,8 +317,10 @@ def _known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str,
     root, _, member = name.partition(".")
     if member and root in options and get_origin(options[root].kind) is dict:
         return name, options[root]
+    check_retired("option", name)
     if advice := ecosystem_names.advice(name):
         raise ValueError(f"{setting} is not an option here: {advice}")
+    check_retired("option", _flag(member or name))
     inner = {other for other in options if other.startswith(root + ".")}
     near = nearest(name, [*options, *_QUESTIONS])
     if member and inner:

@@ -12,12 +12,12 @@ from transformers import GenerationConfig
 from locret.backbone.adapters import unwrap
 from locret.field_values import check_sampling
 from locret.generation import checked_options
-from locret.nearest import nearest
+from locret.nearest import check_retired, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_MORE_OPTIONS = ("compile", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
+_MORE_OPTIONS = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
 _NOT_HERE = {
     "max_length": "say how long an answer may be with max_new_tokens",
     "num_return_sequences": "there is one answer; ask again, or fork",
@@ -51,6 +51,7 @@ def settings(
         if name in _NOT_HERE:
             raise ValueError(f"{name}={value!r} has no effect here; {_NOT_HERE[name]}")
         if name not in known and name not in _MORE_OPTIONS:
+            check_retired("option", name)
             meant = nearest(name, ("max_new_tokens", *known, *_MORE_OPTIONS))
             hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
             raise ValueError(f"{name}={value!r}: model.generate has no such option{hint}")
@@ -65,7 +66,7 @@ def settings(
             if "do_sample" in options and options.get(name, 0) not in (0, _GREEDY.get(name)):
                 raise ValueError(f"{name}={options[name]!r} has no effect with do_sample=False; leave one of them out")
         settings |= _GREEDY
-    checked_options(unwrap(model), {name: value for name, value in settings.items() if name != "compile"})
+    checked_options(unwrap(model), dict(settings))
     pad = tokenizer.pad_token_id
     settings.setdefault("pad_token_id", pad if pad is not None else next(iter(end_ids), None))
     return settings

@@ -129,8 +129,8 @@ class Chat:
         """What is protected, and where the turns are."""
         self._stream, self._transcript, self._unread = stream, transcript, unread
         self._torn, self._speaking = False, threading.Lock()
-        self._asked: str | None = None
-        """A turn that was read and not answered, because its options failed."""
+        self.asked: str | None = None
+        """A turn that has been read and not answered: its options failed, or it was read with the document."""
 
     def say(self, text: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> str:
         """Say something and return the answer. Ctrl-C ends the answer there, and the conversation can go on.
@@ -144,8 +144,6 @@ class Chat:
         Raises:
             ValueError: For an empty text, an option that does not exist, or a conversation that broke off.
         """
-        if options.get("compile"):  # compiled steps stay in the thread that asks for them
-            return self._turn(text, self.lm.settings(max_new_tokens, options), None)
         for _ in self.stream(text, max_new_tokens=max_new_tokens, **options):
             pass
         return self._transcript.turns[-1].content
@@ -197,14 +195,18 @@ class Chat:
         finally:
             self._speaking.release()
 
-    def read_turn(self, text: str, new_tokens: int) -> None:
+    def read_turn(self, text: str | None, new_tokens: int) -> None:
         """Read a user's turn up to where the answer begins, which has to follow; `say` does both.
+
+        Args:
+            text: The turn; None: the document is all of it.
+            new_tokens: Longest answer in tokens.
 
         Raises:
             ValueError: For an empty text, or a conversation that broke off.
         """
-        self._check_whole(text)
-        if self._asked is not None:
+        self._check_whole(*([] if text is None and not self._transcript.turns else [text]))
+        if self.asked is not None:
             return
         self.lm.say_what_it_knows(self.name)
         transcript, stream = self._transcript.copy(), self._stream.copy()
@@ -216,8 +218,9 @@ class Chat:
             protection.check_answer(self.cache, seen + len(ids), new_tokens)
             protection.apply(self.cache, seen + len(ids))
         self._torn = True
-        read_turn(self.lm.model, torch.tensor([ids]), self.cache, new_tokens=new_tokens)
-        self._transcript, self._stream, self._asked, self.protection = transcript, stream, text, protection
+        if ids:  # a plain text without a question is all there
+            read_turn(self.lm.model, torch.tensor([ids]), self.cache, new_tokens=new_tokens)
+        self._transcript, self._stream, self.asked, self.protection = transcript, stream, text or "", protection
 
     def write_answer(self, settings: dict[str, Any], streamer: BaseStreamer | None) -> list[int]:
         """Write the answer to the turn that has been read, and return its tokens.
@@ -245,7 +248,7 @@ class Chat:
         answer = decode(tokenizer, new)
         self._transcript.answered(answer)
         self._stream.context = answer[-self._stream.margin :]
-        self._unread, self._torn, self._asked, self.protection = tuple(unread), False, None, protection
+        self._unread, self._torn, self.asked, self.protection = tuple(unread), False, None, protection
         return new
 
     def _check(self, *texts: Any) -> None:
@@ -254,9 +257,9 @@ class Chat:
         self._check_whole(*texts)
 
     def _check_whole(self, *texts: Any) -> None:
-        if self._asked is not None and not self._torn and texts != (self._asked,):
+        if self.asked is not None and not self._torn and texts != (self.asked,):
             raise ValueError(
-                f"{shown(self._asked)} has been read but not answered, because its options failed; say it once more, "
+                f"{shown(self.asked)} has been read but not answered, because its options failed; say it once more, "
                 "with others"
             )
         if self._torn:

@@ -101,8 +101,8 @@ class Context:
         Args:
             question: What to ask, or a list of questions.
             stream: Return an iterator of the answer's words as they are written, for one question.
-            evidence: Return an `Answered` instead of a text: with what the answer may lack, and where in the text that
-                was. Needs a policy with a `ledger`.
+            evidence: Return an `Answered` instead of a text: with how sure the answer is, and where in the text it
+                looked.
             source: With evidence: the text that was read, as `LongContextModel.read` takes it. Where evidence may be
                 gone, its passages are read again, in the room of a turn, and the question is answered once more.
             max_new_tokens: Longest answer in tokens.
@@ -110,8 +110,7 @@ class Context:
                 greedy unless they ask for sampling.
 
         Raises:
-            ValueError: For an empty question, an option that does not exist, a context without a ledger, or a source
-                that is another text.
+            ValueError: For an empty question, an option that does not exist, or a source that is another text.
         """
         if evidence:
             if stream:

@@ -1,13 +1,10 @@
-"""An answer that knows what it may have forgotten, and the re-reading of passages that may hold it.
+"""An answer that says how sure it is, and the re-reading of the passages that it looked at most.
 
-Two signals, which say different things (docs/evidence.md has their numbers). `lost` estimates which share of the
-answer's attention would have gone to units that were evicted, and where in the text those were. It says where to look
-again, not whether the answer is wrong: full attention falls on many things that an answer does not need. Whether the
-answer was sure of its tokens says more about that. Where the text is at hand both meet: the passages are read again
-behind what is held, in the room that a turn has, and if the answer changes, the first one lacked something.
+Where units were evicted, an unsure answer may lack evidence. Where the text is at hand, passages are read again behind
+what is held, in the room that a turn has; if the answer changes, the first one lacked something.
 """
 
-# J segments of the ledger
+# J segments of the text
 
 from __future__ import annotations
 
@@ -19,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
+from locret.backbone.adapters import input_device
 from locret.cache.watch import Watch
 from locret.conversation.document import Document, open_document
 from locret.conversation.templates import decode
@@ -27,27 +25,23 @@ if TYPE_CHECKING:
     from locret.conversation.context import Context
 
 UNSURE = 0.9
-"""Lead of an answer's least certain token over the runner-up, as probabilities, below which the answer is unsure: where
-most wrong answers are found for a tenth of the right ones (docs/evidence.md)."""
-LEAST_LOST = 0.05
-"""Share of lost attention below which nothing that matters is gone."""
+"""Lead of an answer's least certain token over the runner-up, as probabilities, below which the answer is unsure."""
 PASSAGES = 3
 """Passages that are named, and read again."""
 _SEGMENTS = 3
-"""Neighbouring segments of the ledger in a passage: a needle may lie across two."""
+"""Neighbouring segments of the text in a passage: a needle may lie across two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """Tokens of the text that may hold what was looked for."""
+    """Tokens of the text around what the answer looked at."""
 
     start: int
     """First token, counted as they were read, those of the chat template in front included."""
     end: int
     """After the last one."""
-    lost: float
-    """Share of the answer's attention that would have gone to what is gone of it; layers count as much as the heads'
-    training has measured that they decide, all alike where it has measured nothing."""
+    attention: float
+    """Share of the answer's attention that what is held of it got."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,19 +49,19 @@ class Answered:
     """An answer, with what is known about the evidence for it."""
 
     text: str
-    lost: float
-    """Estimated share of the answer's attention, over all layers and heads, that would have gone to evicted units."""
     margin: float
     """Lead of the least certain token of the answer over the runner-up, as probabilities, 0 to 1."""
     passages: tuple[Passage, ...]
-    """Where what is gone was looked for, the likeliest first."""
+    """Where in the text the answer looked, the most attended first."""
+    evicted: bool
+    """Whether units of what was read are gone for good."""
     before: str | None = None
     """The answer that was given before passages were read again; None: none were."""
 
     @property
     def flagged(self) -> bool:
-        """Whether evidence may be gone: the answer is unsure, and part of what it looks for is not there any more."""
-        return self.margin < UNSURE and self.lost >= LEAST_LOST
+        """Whether evidence may be gone: the answer is unsure, and units were evicted."""
+        return self.margin < UNSURE and self.evicted
 
     @property
     def changed(self) -> bool:
@@ -97,18 +91,16 @@ class Lead(LogitsProcessor):
 
 
 def check_watchable(context: Context, settings: dict[str, Any]) -> None:
-    """Refuse a context that does not know what it has forgotten, and an answer that cannot be watched.
+    """Refuse an answer that cannot be watched.
 
     Raises:
         ValueError: Saying why, and what to do instead.
     """
-    if any(layer.ledger is None for layer in context.cache.governed):
+    if context.cache.policy.recalls_blocks:
         raise ValueError(
-            f"evidence=True needs a ledger of what was read, which {context.name!r} lacks: it was read without one, or "
-            'joined from several texts; read the text with policy={"ledger": 256, ...}'
+            f"evidence=True looks at the units that are held, but recall_by={context.cache.policy.recall_by} holds "
+            "blocks; leave evidence out"
         )
-    if settings.get("compile"):
-        raise ValueError("evidence=True looks at every step of the answer, which compile joins; leave one of them out")
     if settings.get("num_beams", 1) > 1:
         raise ValueError(
             f"evidence=True watches one answer, but num_beams={settings['num_beams']} are searched; leave one of them "
@@ -120,16 +112,7 @@ def answered(context: Context, question: str, max_new_tokens: int, options: dict
     """Answer a question from a fork and say what the answer may lack; see `Context.ask`.
 
     Raises:
-        ValueError: For an empty question, an option that does not exist, or a context without a ledger.
-    """
-    return watched(context, question, max_new_tokens, options)[0]
-
-
-def watched(context: Context, question: str, max_new_tokens: int, options: dict[str, Any]) -> tuple[Answered, Watch]:
-    """Do what `answered` does, and return what has been watched as well.
-
-    Raises:
-        ValueError: For an empty question, an option that does not exist, or a context without a ledger.
+        ValueError: For an empty question, an option that does not exist, or a context that recalls blocks.
     """
     lead = Lead()
     processors = LogitsProcessorList([*(options.get("logits_processor") or ()), lead])
@@ -137,13 +120,18 @@ def watched(context: Context, question: str, max_new_tokens: int, options: dict[
     check_watchable(context, settings)
     chat = context.chat()
     chat.read_turn(question, max_new_tokens)
-    # Of what is left: where turns are read as text, the question evicts too.
-    watch = Watch(chat.cache.governed, context.cache.scorer.layer_shares)
-    chat.cache.watch = watch
+    watch = chat.cache.watch = Watch(len(chat.cache.governed), context.cache.text_end)
     chat.write_answer(settings, None)
-    text = str(chat.messages[-1]["content"])
-    passages = passages_of(watch.lost(), watch.width, context.cache.text_end)
-    return Answered(text=text, lost=watch.share, margin=lead.least, passages=passages), watch
+    found, ranks = watch.found(), context.cache.ranks
+    if ranks is not None:  # each has watched its own heads
+        found = ranks.mean(found.to(input_device(context.lm.model))).cpu()
+    held = [layer.fill + (0 if layer.tier is None else layer.tier.fill) for layer in chat.cache.governed]
+    return Answered(
+        text=str(chat.messages[-1]["content"]),
+        margin=lead.least,
+        passages=passages_of(found, watch.width, context.cache.text_end),
+        evicted=min(held) < chat.cache.seen,
+    )
 
 
 def passages_of(shares_J: Tensor, width: int, tokens: int) -> tuple[Passage, ...]:
@@ -154,16 +142,16 @@ def passages_of(shares_J: Tensor, width: int, tokens: int) -> tuple[Passage, ...
         width: Tokens of a segment.
         tokens: Tokens of the text.
     """
-    used = -(-tokens // width)
-    size = min(_SEGMENTS, used)
+    size = min(_SEGMENTS, len(shares_J))
     found: list[Passage] = []
-    left = shares_J[:used].clone()
+    left = shares_J.clone()
     while len(found) < PASSAGES:
         sums = left.unfold(0, size, 1).sum(-1)
         best = int(sums.argmax())
         if sums[best] <= 0:
             break
-        found.append(Passage(start=best * width, end=min((best + size) * width, tokens), lost=float(sums[best])))
+        end = min((best + size) * width, tokens)
+        found.append(Passage(start=best * width, end=end, attention=float(sums[best])))
         left[best : best + size] = -torch.inf
     return tuple(found)
 
@@ -176,6 +164,11 @@ def check_source(context: Context, source: Any) -> None:
     """
     if context.cache.turn_room < 1:
         raise _no_room(context)
+    if len(context.sources) > 1:
+        raise ValueError(
+            f"{context.name!r} was joined from {len(context.sources)} texts, whose passages are not read again; ask "
+            "the context of one text, or leave source out"
+        )
     document, read = open_document(source), context.sources[0] if context.sources else None
     for _ in document.ids if document.pieces is None else document.pieces:  # type: ignore[union-attr]
         pass
@@ -201,7 +194,7 @@ def reread(
         options: As for `Context.ask`.
 
     Returns:
-        The second answer, with the passages that were read for it; the first one, if nothing is gone.
+        The second answer, with the passages that were read for it; the first one, if it looked at none.
 
     Raises:
         ValueError: If the source is another text, or a turn has no room.

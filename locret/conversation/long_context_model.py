@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -345,6 +346,59 @@ class LongContextModel:
         transcript, stream = self._transcript(system, template), TokenStream(self.tokenizer)
         layout = self._layout(rules_of(protect), transcript, stream, document)
         bar = ReadingBar(document, progress, lambda: stream.pending)
+        ids = self._ids(document, transcript, stream, bar, layout)
+        return self._read(cache, ids, document, transcript, stream, bar, layout, new_tokens, feed, on_chunk)
+
+    def converse(
+        self,
+        document: Document,
+        question: str,
+        *,
+        cache: RetentionCache | None = None,
+        system: str | None = None,
+        progress: bool = True,
+        new_tokens: int = 0,
+        protect: Protect = None,
+    ) -> Chat:
+        """Read a document and a question as one prompt, so that what stays can depend on the question.
+
+        Args:
+            document: What to read.
+            question: What is asked about it; `say` it once more, and the chat answers.
+            cache: Filled in place; a new one if not given.
+            system: As in `read`.
+            progress: As in `read`.
+            new_tokens: Longest answer in tokens, as for `prefill`.
+            protect: As in `read`.
+        """
+        transcript, stream = self._transcript(system), TokenStream(self.tokenizer)
+        layout = self._layout(rules_of(protect), transcript, stream, document)
+        bar = ReadingBar(document, progress, lambda: stream.pending)
+        self.say_what_it_knows(document.name)
+        asked = transcript.copy()
+        ids = self._ids(document, transcript, stream, bar, layout, asked.ask(question))
+        cache = self.new_cache() if cache is None else cache
+        context = self._read(cache, ids, document, asked, stream, bar, layout, new_tokens)
+        protection = Protection(layout.fixed(cache.seen), tuple(layout.turns(cache.seen)))
+        protection.apply(cache, cache.seen)
+        chat = context.chat(cache)
+        chat.protection, chat.asked = protection, question
+        return chat
+
+    def _read(
+        self,
+        cache: RetentionCache,
+        ids: Iterator[list[int]],
+        document: Document,
+        transcript: Transcript,
+        stream: TokenStream,
+        bar: ReadingBar,
+        layout: Layout,
+        new_tokens: int,
+        feed: Callable[[Iterator[list[int]]], Iterable[list[int]]] | None = None,
+        on_chunk: Callable[[RetentionCache], None] | None = None,
+    ) -> Context:
+        """Read ids into a cache, with a bar."""
         warn = PositionWarning(self.backbone, cache.policy)
 
         def after_chunk(cache: RetentionCache) -> None:
@@ -353,7 +407,6 @@ class LongContextModel:
             if on_chunk is not None:
                 on_chunk(cache)
 
-        ids = self._ids(document, transcript, stream, bar, layout)
         blocks: Iterable[list[int]] = bar.blocks(layout.watched(ids, cache))
         if feed is not None:
             blocks = feed(iter(blocks))
@@ -393,15 +446,25 @@ class LongContextModel:
         return leading_special_ids(self.tokenizer) if template != "chat" else []
 
     def _ids(
-        self, document: Document, transcript: Transcript, stream: TokenStream, bar: ReadingBar, layout: Layout
+        self,
+        document: Document,
+        transcript: Transcript,
+        stream: TokenStream,
+        bar: ReadingBar,
+        layout: Layout,
+        asked: str = "",
     ) -> Iterator[list[int]]:
-        """Yield the tokens of what comes before the document, and of the document but for its last words."""
+        """Yield the tokens of what comes before the document, and of the document but for its last words.
+
+        Where a question is read with it, what it adds to the document is given as `asked`, and no words wait.
+        """
         if special := self._special(transcript.template):
             yield special
         opening = transcript.opening()
         if document.pieces is None:
             assert document.ids is not None
             yield from self._given(opening, document.ids, stream)
+            yield from self._question(asked, stream, layout)
             return
         dropped = list[int]()
         pieces: Iterator[str] = (piece for piece in document.pieces if piece)
@@ -410,6 +473,10 @@ class LongContextModel:
         if first is None:
             raise ValueError(f"{document.name} is empty; give a text to read")
         layout.document(len(opening) - sum(dropped))
+        if asked:
+            yield from stream.add(chain([opening, first], pieces))
+            yield from self._question(asked, stream, layout)
+            return
         some = False
         for blocks in (stream.add([opening, first]), stream.add(pieces), stream.hold()):
             for block in blocks:
@@ -417,6 +484,15 @@ class LongContextModel:
                 yield block
         if not some:  # too short to be cut
             yield stream.finish()
+
+    @staticmethod
+    def _question(asked: str, stream: TokenStream, layout: Layout) -> Iterator[list[int]]:
+        if asked:
+            end = stream.taken + len(stream.pending)
+            layout.document_ends(end)
+            layout.turn(USER, end)
+            if ids := stream.rest(asked):
+                yield ids
 
     def _given(self, opening: str, ids: Any, stream: TokenStream) -> Iterator[list[int]]:
         """Yield the opening and ids that a user gave, without a begin of text of their own."""

@@ -171,7 +171,8 @@ class TokenStream:
 
     def hold(self) -> Iterator[list[int]]:
         """Yield the tokens of all but the last words, which wait for the text that follows them."""
-        block = _cut(self.tokenizer, self.context, self.pending, min(HELD, len(self.pending) // 4))
+        margin = min(HELD, len(self.pending) // 4)
+        block = _cut(self.tokenizer, self.context, self.pending, margin, within_words=margin == HELD)
         if block is None and len(self.pending) > self.margin:
             block = _forced_cut(self.tokenizer, self.context, self.pending, HELD)
         if block is not None:
@@ -249,11 +250,17 @@ class _Block(NamedTuple):
     context: str
 
 
-def _cut(tokenizer: PreTrainedTokenizerBase, context: str, text: str, margin: int) -> _Block | None:
-    """Cut a text in its second half where that changes no token; None if no such place is found."""
+def _cut(
+    tokenizer: PreTrainedTokenizerBase, context: str, text: str, margin: int, *, within_words: bool = True
+) -> _Block | None:
+    """Cut a text in its second half where that changes no token; None if no such place is found.
+
+    A margin that is shorter than a word does not show that a cut within one is right.
+    """
     first, last = max(len(text) // 2, margin), len(text) - margin
     word_starts = [match.start() for match in WORD_START.finditer(text, first, last)][-TRIES:]
-    for cut in [*reversed(word_starts), *range(last, max(first, last - TRIES), -1)]:
+    within = range(last, max(first, last - TRIES), -1) if within_words else ()
+    for cut in [*reversed(word_starts), *within]:
         ids = _encode_after(tokenizer, context, text[:cut])
         before = _faithful_end(tokenizer, ids, context + text[:cut], margin)
         if before is None:

@@ -10,8 +10,6 @@ that is said once.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from locret.conversation.templates import Message, check_template, render
@@ -25,22 +23,6 @@ _REWRITTEN = (
     "the tokenizer's chat template writes earlier turns otherwise once a conversation goes on (it moves the system "
     "message, say, or drops reasoning); what has been read stays as it was read"
 )
-
-
-@dataclass(frozen=True)
-class PromptFrame:
-    """The text around a document: `prefix` + document + `suffix` is the whole prompt."""
-
-    prefix: str
-    suffix: str
-    add_special_tokens: bool
-    """Whether the tokenizer's own leading special tokens (bos) still have to be added; False if the template did."""
-
-    def around(self, pieces: Iterable[str]) -> Iterator[str]:
-        """The whole prompt, piece by piece, around a document given piece by piece."""
-        yield self.prefix
-        yield from pieces
-        yield self.suffix
 
 
 class Transcript:
@@ -113,18 +95,22 @@ class Transcript:
             )
         return before, after
 
-    def ask(self, text: str) -> str:
+    def ask(self, text: str | None) -> str:
         """Take a user's turn and return what it adds, up to where the assistant answers.
+
+        Args:
+            text: What is asked; None: the document is the whole first turn.
 
         Raises:
             ValueError: If the template refuses the turns.
         """
-        turns = (*self.turns, Message("user", text if self.turns else f"{DOCUMENT}\n\n{text}"))
+        first = DOCUMENT if text is None else f"{DOCUMENT}\n\n{text}"
+        turns = (*self.turns, Message("user", text or "" if self.turns else first))
         if not self.turns:
             before, added = self.around(text)
             agrees = before == self.opening()
         else:
-            mark = self._unused(ANSWER, text)
+            mark = self._unused(ANSWER, turns[-1].content)
             before, _, added = self._render((*turns[:-2], Message("assistant", mark), turns[-1])).rpartition(mark)
             agrees = before.rstrip() == self._render(turns[:-2]).rstrip()
             agrees = agrees and turns[-2].content.strip() in self._render(turns)
@@ -139,7 +125,9 @@ class Transcript:
 
     def messages(self) -> list[dict[str, str]]:
         """Return the conversation as transformers takes it, without the document."""
-        said = [turn._replace(content=turn.content.removeprefix(f"{DOCUMENT}\n\n")) for turn in self.turns[:1]]
+        said = [
+            turn._replace(content=turn.content.removeprefix(DOCUMENT).removeprefix("\n\n")) for turn in self.turns[:1]
+        ]
         system = [] if self.system is None else [Message("system", self.system)]
         return [message._asdict() for message in (*system, *said, *self.turns[1:])]
 
@@ -156,28 +144,3 @@ class Transcript:
         while any(mark in said for said in (text, *(turn.content for turn in self.turns))):
             mark += "0"
         return mark
-
-
-def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    question: str | None = None,
-    system: str | None = None,
-    template: str = "chat",
-) -> PromptFrame:
-    """Render the text around a document that is too long to be rendered itself.
-
-    The document and then, after an empty line, the question are one user turn. A template that trims a turn trims the
-    question's end here, but not the document's edges.
-
-    Args:
-        tokenizer: Gives the chat template.
-        question: What to ask about the document; None if the document is the whole turn.
-        system: System message; the template's own default if None.
-        template: One of `locret.conversation.templates.TEMPLATES`.
-
-    Raises:
-        ValueError: For a template that does not exist, is missing, refuses the messages or rewrites the user's text.
-    """
-    before, after = Transcript(tokenizer, template, system).around(question)
-    return PromptFrame(before, after, add_special_tokens=template != "chat")

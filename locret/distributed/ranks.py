@@ -67,9 +67,9 @@ class Ranks:
         """Return the items that this process takes: every n-th, so that long and short ones are spread evenly."""
         return items[self.data_rank :: self.data_size]
 
-    def under(self, shard: str | None, row_ranks: int = 1) -> Ranks:
-        """Return this process as one of a run that spreads its backbone so, and each row over `row_ranks` processes."""
-        rows = (0, 1) if shard in _SAME_ROWS else (self.rank // row_ranks, max(1, self.size // row_ranks))
+    def under(self, shard: str | None) -> Ranks:
+        """Return this process as one of a run that spreads its backbone so."""
+        rows = (0, 1) if shard in _SAME_ROWS else (self.rank, self.size)
         return replace(self, shard=shard, data_rank=rows[0], data_size=rows[1])
 
     def own_device(self, device: torch.device) -> torch.device:

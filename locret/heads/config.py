@@ -23,7 +23,7 @@ from locret.heads import gates
 from locret.heads.gates import Gate, GateSize
 from locret.heads.head import RetainingHead
 from locret.nearest import nearest
-from locret.policy.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy, without_retired
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -137,6 +137,8 @@ class HeadsConfig:
                 raise ValueError(
                     f"{name} has values that are not plain (finite numbers, texts, lists, mappings by name)"
                 )
+        if self.policy is not None:
+            object.__setattr__(self, "policy", without_retired(self.policy))
         # Whether the numbers agree is known only with those that the user gives.
         checked_values(RetentionPolicy, self.policy or {}, "policy")
 

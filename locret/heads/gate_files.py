@@ -1,4 +1,4 @@
-"""Gates in the files of their authors, read as heads and written back.
+"""Gates in the files of their authors, read as heads.
 
 KVzap:       a folder with config.json (model_type "kvzap": input_dim, output_dim, hidden_dim, n_modules) and
              model.safetensors: `layers.{i}.weight`, or `layers.{i}.0` and `.2` of an MLP, each with its bias.
@@ -13,7 +13,6 @@ Nothing in a file is believed: layers, shapes and numbers are compared with the 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -21,16 +20,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from huggingface_hub import errors, hf_hub_download
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from locret import hub
 from locret.backbone.adapters import describe_whole, hidden_size, unwrap
 from locret.field_values import shown
-from locret.files import read_json, shards, written_whole
+from locret.files import read_json, shards
 from locret.heads import checkpoint, official
 from locret.heads.config import HeadsConfig
 from locret.heads.gates import WIDEST, is_number
@@ -38,7 +35,7 @@ from locret.labels.kvzip_plus import KVZIP_PLUS
 from locret.labels.log_attention import LOG_ATTENTION
 
 if TYPE_CHECKING:
-    from locret.heads.heads import RetainingHeads
+    pass
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -314,85 +311,6 @@ def dms_numbers(values: Mapping[str, Any], where: str) -> dict[str, Any]:
         "per_layer": per == "layer",
         "separate": found["dms_separate_alpha"],
     }
-
-
-def write(heads: RetainingHeads, folder: Path) -> Path:
-    """Write a gate as its authors do; see `RetainingHeads.save_published`."""
-    config, weights = heads.config, {name: weight.detach().cpu() for name, weight in heads.state_dict().items()}
-    if config.gate is None:
-        raise ValueError("Locret's heads have no other form than that of save_pretrained; use that")
-    if len(config.layers) != config.num_hidden_layers and config.gate["name"].startswith("kvzap"):
-        raise ValueError(
-            f"a KVzap model has a gate for every layer, but {config.base_name} has {len(config.layers)} with full "
-            f"attention of {config.num_hidden_layers}; use save_pretrained"
-        )
-    with written_whole(folder, parents=True, last=CONFIG) as fresh:
-        fresh.mkdir()
-        _WRITERS[config.gate["name"]](config, weights, fresh)
-    return folder
-
-
-def _write_kvzap(config: HeadsConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
-    assert config.gate is not None
-    tensors = {theirs: weights[ours].contiguous() for theirs, ours in _kvzap_names(config, config.layers).items()}
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    values = {
-        "architectures": ["KVzapModel"],
-        "dtype": "float32",
-        "hidden_dim": None if config.gate["name"] == "kvzap-linear" else config.hidden_dim,
-        "input_dim": config.gate["hidden_size"],
-        "model_type": "kvzap",
-        "n_modules": config.num_hidden_layers,
-        "output_dim": config.num_key_value_heads,
-    }
-    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _write_fast_kvzip(config: HeadsConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
-    assert config.gate is not None
-    group = config.num_attention_heads // config.num_key_value_heads
-    name = f"q{group}_dim{config.hidden_dim}_sink{config.gate['sinks']}"
-    modules = [
-        {part: weights[f"heads.{layer}.{_fast_name(part)}"].contiguous() for part in _FAST} for layer in config.layers
-    ]
-    save_file({f"{n}.{part}": weight for n, parts in enumerate(modules) for part, weight in parts.items()},
-              folder / f"{name}.safetensors", metadata={"format": "pt"})  # fmt: skip
-    torch.save({"module": modules}, folder / f"{name}.pt")
-
-
-def _write_dms(config: HeadsConfig, weights: Mapping[str, Tensor], folder: Path) -> None:
-    assert config.gate is not None
-    ours = {"norm": "_norm.weight", "out.weight": ".weight", "out.bias": ".bias"}
-    tensors = {
-        f"model.layers.{layer}.self_attn.dms_proj_alpha{theirs}": weights[f"heads.{layer}.{part}"].contiguous()
-        for layer in config.layers
-        for part, theirs in ours.items()
-        if f"heads.{layer}.{part}" in weights
-    }
-    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    gate = config.gate
-    values = {
-        "model_type": config.base_model_type,
-        "hidden_size": gate["hidden_size"],
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_key_value_heads": config.num_key_value_heads,
-        "rms_norm_eps": gate["epsilon"],
-        "attention_bias": gate["bias"],
-        "dms_separate_alpha": True,
-        "dms_alpha_scale": gate["scale"],
-        "dms_initial_alpha_offset": gate["offset"],
-        "dms_window_size": gate["window"],
-        "dms_alpha_per": "layer" if gate["per_layer"] else "head",
-    }
-    (folder / CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-_WRITERS: dict[str, Callable[[HeadsConfig, Mapping[str, Tensor], Path], None]] = {
-    "kvzap-linear": _write_kvzap,
-    "kvzap-mlp": _write_kvzap,
-    "fast-kvzip": _write_fast_kvzip,
-    "dms": _write_dms,
-}
 
 
 def unwrap_config(model_or_config: Any) -> Any:

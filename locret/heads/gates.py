@@ -1,4 +1,4 @@
-"""Heads of other architectures than Locret's: gates that others published, as modules that are trained and run alike.
+"""Heads of other architectures than Locret's: gates that others published, as modules that run alike.
 
 A gate takes the place of the retaining head of a layer: it rates a token once, by itself, with one score per KV head.
 Weights are float32 always, and so is the arithmetic. Files in the forms of their authors: `locret.heads.gate_files`.
@@ -54,7 +54,7 @@ class Gate(nn.Module):
     """
 
     name: ClassVar[str]
-    """What `--gate` and config.json call it."""
+    """What config.json calls it."""
     about: ClassVar[str]
     """The same for the model card."""
     paper: ClassVar[str]

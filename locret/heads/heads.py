@@ -219,21 +219,6 @@ class RetainingHeads(
                 self[index].to(device_of(module))
         return self
 
-    def save_published(self, folder: str | Path) -> Path:
-        """Write a gate in the form in which its authors publish it, into a folder; see `locret.heads.gate_files`.
-
-        Returns:
-            The folder, which the gate's scorer takes as `path`.
-
-        Raises:
-            ValueError: For Locret's heads, whose form is that of `save_pretrained`, or a backbone that the form does
-                not fit.
-            OSError: If it cannot be written.
-        """
-        from locret.heads import gate_files
-
-        return gate_files.write(self, Path(folder))
-
     def annotate(self, **notes: Any) -> RetainingHeads:
         """Note facts that go into `config.json` and the model card, and return these heads.
 

@@ -9,9 +9,6 @@ numbers of neighbouring tokens is whole in every process. Files hold whole heads
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -40,53 +37,31 @@ class ShardedHeads(RetainingHeads):
         with torch.device("meta"):
             heads = cls(whole.config)
         heads.ranks, heads.allow_other_base = ranks, whole.allow_other_base
-        heads.take(whole.state_dict())
-        for layer in heads.layers:
-            heads[layer].ranks = ranks
-        for ours, theirs in zip(heads.parameters(), whole.parameters(), strict=True):
-            ours.requires_grad_(theirs.requires_grad)
-        return heads.train(whole.training)
-
-    def take(self, whole: dict[str, Tensor]) -> None:
-        """Take this process's part of the weights of whole heads."""
+        weights = whole.state_dict()
         with torch.inference_mode(False), torch.no_grad():
-            for layer in self.layers:
-                head = self[layer]
+            for layer in heads.layers:
+                head = heads[layer]
+                head.ranks = ranks
                 for part in ("fc1", "fc2", *(["mix"] if head.mix is not None else [])):
-                    linear, name = getattr(head, part), f"heads.{layer}.{part}.weight"
-                    own = part_of(whole[name], name, self.config, self.ranks).clone()
-                    if linear.weight.is_meta:
-                        linear.weight = nn.Parameter(own)
-                    else:
-                        linear.weight.copy_(own)
+                    name = f"heads.{layer}.{part}.weight"
+                    own = part_of(weights[name], name, whole.config, ranks).clone()
+                    getattr(head, part).weight = nn.Parameter(own, requires_grad=False)
                 head.fc1.in_features, head.fc2.out_features = head.fc1.weight.shape[1], head.fc2.weight.shape[0]
-
-    def whole_state(self) -> dict[str, Tensor]:
-        """Return the weights of the whole heads, on the CPU; called in all processes alike."""
-        return {
-            name: whole_of(weight, name, self.config, self.ranks).cpu() for name, weight in self.state_dict().items()
-        }
+        return heads.eval()
 
     def whole(self) -> RetainingHeads:
         """Return the whole heads, on the CPU; called in all processes alike."""
-        heads = RetainingHeads._with_weights(self.config, self.whole_state())
+        weights = {
+            name: whole_of(weight, name, self.config, self.ranks).cpu() for name, weight in self.state_dict().items()
+        }
+        heads = RetainingHeads._with_weights(self.config, weights)
         heads.allow_other_base = self.allow_other_base
         return heads
-
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> str | None:
-        """Write the whole heads, in the first process; called in all processes alike. See `RetainingHeads`."""
-        whole = self.whole()
-        return whole.save_pretrained(save_directory, **kwargs) if self.ranks.rank == 0 else None
 
 
 def sharded(heads: RetainingHeads, ranks: HeadRanks | None) -> RetainingHeads:
     """Return this process's part of heads; they themselves where nobody shares them, or they are a part already."""
     return heads if ranks is None or isinstance(heads, ShardedHeads) else ShardedHeads.of(heads, ranks)
-
-
-def shared_by(heads: RetainingHeads) -> HeadRanks | None:
-    """Return the processes that share heads; None: these are the whole."""
-    return heads.ranks if isinstance(heads, ShardedHeads) else None
 
 
 def part_of(whole: Tensor, name: str, config: HeadsConfig, ranks: HeadRanks) -> Tensor:

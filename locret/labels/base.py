@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,8 +41,6 @@ class LabelKind:
     weigh against each other; else it is given those of the labelled tokens alone."""
     comparable: bool
     """Whether equal labels mean equal importance in all KV heads, so that heads which learn the values can compete."""
-    ceiling: float = math.inf
-    """What no label exceeds."""
     kernel: Mapping[str, Any] | None = None
     """Options of `locret.labels.kernel.raise_labels` that compute the same; None if it cannot."""
     terms: Callable[[Attended, int], LabelTerms] | None = None

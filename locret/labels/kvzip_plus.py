@@ -55,7 +55,7 @@ def _terms(chunk: Attended, labelled: int) -> LabelTerms:
     if projections.hidden.shape[1] != tokens or getattr(module, "in_features", rows) != rows:
         raise ValueError(
             "--label-kind kvzip_plus needs the hidden states of all tokens and all heads in one process; drop "
-            "--sp-size and --shard tp, or use log_attention"
+            "--shard tp, or use log_attention"
         )
     least = torch.finfo(torch.float32).tiny
     gram_KGDD = _gram(module, rows, chunk).unflatten(0, heads)

@@ -23,7 +23,7 @@ from locret.backbone.adapters import Backbone, describe, input_device
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.forward import run_decoder
-from locret.backbone.instrument import Exchange, instrumented
+from locret.backbone.instrument import instrumented
 from locret.backbone.passes import keeping_step
 from locret.labels import kinds
 from locret.labels.base import LabelKind, LabelTerms
@@ -37,8 +37,6 @@ _BLOCK_ELEMENTS = 2**22
 
 class LayerObserver:
     """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
-
-    exchange: Exchange | None = None
 
     def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None]) -> None:
         self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}

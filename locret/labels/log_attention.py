@@ -25,6 +25,5 @@ LOG_ATTENTION = LabelKind(
     block=_block,
     whole_rows=True,
     comparable=True,
-    ceiling=0.0,
     kernel={"relative": True},
 )

@@ -7,22 +7,15 @@ from __future__ import annotations
 
 from locret import registry
 from locret.mergers.base import Merged, Merger, Units
-from locret.mergers.d2o import D2OMerger
-from locret.mergers.kvmerger import KVMerger
 from locret.mergers.loco import LoCoMerger
 
-__all__ = ["D2OMerger", "KVMerger", "LoCoMerger", "Merged", "Merger", "Units", "get", "names"]
+__all__ = ["LoCoMerger", "Merged", "Merger", "Units", "get"]
 
-_MERGERS: tuple[type[Merger], ...] = (D2OMerger, KVMerger, LoCoMerger)
-
-
-def names() -> list[str]:
-    """Return the names that `get` knows, sorted."""
-    return sorted(merger.name for merger in _MERGERS)
+_MERGERS: tuple[type[Merger], ...] = (LoCoMerger,)
 
 
 def get(spec: str) -> Merger:
-    """Return the merger that a spec such as "d2o" or "d2o:threshold=0.5" names.
+    """Return the merger that a spec such as "loco:kernels=FOLDER" names.
 
     Raises:
         ValueError: If there is none (the message lists the nearest names), or an option is unfit.

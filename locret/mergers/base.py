@@ -1,6 +1,6 @@
 """What a merger is: options, and one method that folds the units an eviction drops into those that stay."""
 
-# B batch, K KV heads, S units held, C kept ones, G those that go, b those of a block, D head dim
+# B batch, K KV heads, S units held, C kept ones, G those that go, D head dim
 
 from __future__ import annotations
 
@@ -8,13 +8,9 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from locret.registry import Chosen
-
-BLOCK_NUMBERS = 2**24
-"""Pairs of an evicted and a kept unit that are looked at together."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,38 +91,3 @@ def take(states: Tensor, ranks: Tensor) -> Tensor:
     if states.ndim == 3:
         return states.gather(2, ranks)
     return states.gather(2, ranks[..., None].expand(*ranks.shape, states.shape[-1]))
-
-
-def folded_in(units: Units, target: Tensor, weights: Tensor, own: float) -> Merged:
-    """Return the kept units as weighted means of themselves and of the units that go.
-
-    Args:
-        units: What is held.
-        target: (B, K, G) which of the kept units each unit that goes is added to.
-        weights: (B, K, G) with what weight; 0 for units that are lost.
-        own: Weight of the kept unit itself.
-    """
-    keys, values = take(units.keys, units.kept) * own, take(units.values, units.kept) * own
-    total = torch.full_like(keys[..., :1], own)
-    slots = torch.arange(units.kept.shape[-1], device=keys.device)
-    for block in blocks(units):
-        # A product with the weights adds in one order whatever the device; scattered additions do not.
-        share_BKCb = (weights[..., block, None] * (target[..., block, None] == slots)).transpose(-1, -2)
-        gone = units.gone[..., block]
-        keys += share_BKCb @ take(units.keys, gone)
-        values += share_BKCb @ take(units.values, gone)
-        total += share_BKCb.sum(-1, keepdim=True)
-    return Merged(
-        keys=keys / total,
-        values=values / total,
-        scores=take(units.scores, units.kept),
-        positions=take(units.positions, units.kept),
-        source=units.kept,
-    )
-
-
-def blocks(units: Units) -> list[slice]:
-    """Return the parts of those that go that are compared with all that stay together."""
-    heads, going = units.kept.shape[0] * units.kept.shape[1], units.gone.shape[-1]
-    size = max(1, BLOCK_NUMBERS // (heads * units.kept.shape[-1]))
-    return [slice(start, start + size) for start in range(0, going, size)]

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from locret.field_values import check_fields, checked_values, shown
+from locret.nearest import check_retired
 from locret.policy.growth import check_shares
 
 if TYPE_CHECKING:
@@ -29,8 +30,6 @@ BLOCKS = "infllm"
 NO_MERGER = "none"
 """The value of `merge` where evicted units are lost."""
 _BY_LAYER = ("square_sqrt", "adaptive")
-MOST_SEGMENTS = 2**20
-"""Of a ledger, whose sums every layer and KV head holds: more is no summary of a text."""
 LEAST_CHUNK = 512
 """Tokens per forward pass that the smallest budget leaves: shorter chunks cost time and save little."""
 
@@ -147,22 +146,14 @@ class RetentionPolicy:
     value_bits: int = 16
     """Bits of a number of a kept value, likewise."""
     rounding: str = "channel"
-    """With fewer bits, how: "channel", keys by the ranges of their channels (KIVI, KVQuant); "rotated", after a
-    Hadamard rotation; or "token", as they are. Scales are per token and group of channels: "token:group=32"."""
+    """With fewer bits, how: "channel", keys by the ranges of their channels (KIVI, KVQuant); or "token", as they are.
+    Scales are per token and group of channels: "token:group=32"."""
     exact_recent: int = 0
     """With fewer bits: newest tokens whose units are held as they are besides, until as many newer ones have come."""
     exact_layers: int = 0
     """With fewer bits: first and last full-attention layers, so many each, whose units stay as they are."""
     merge: str = NO_MERGER
-    """Fold evicted units into kept ones: "none", or a merger, such as kvmerger, d2o or loco:kernels=FOLDER
-    (docs/merging.md)."""
-    refit: bool = False
-    """At the last eviction of a read, fit the values of kept units so that the queries of the last chunk read what they
-    read before (Attention Matching)."""
-    ledger: int = 0
-    """Segments of the text for which each KV head remembers, in a number each, what it predicted for the tokens there,
-    so that an answer can tell how much of what it looks for may be gone (docs/evidence.md); 0: none. Such as 256, for
-    retaining heads."""
+    """Fold evicted units into kept ones: "none", or a merger, loco:kernels=FOLDER (docs/merging.md)."""
 
     def __post_init__(self) -> None:
         following = {name: value for name in FOLLOWING if isinstance(value := getattr(self, name), Follows)}
@@ -196,10 +187,6 @@ class RetentionPolicy:
 
             prefill_attention.get(self.prefill_attention)
         self._check_merging()
-        if self.ledger < 0 or self.ledger == 1 or self.ledger > MOST_SEGMENTS:
-            raise ValueError(
-                f"ledger={self.ledger} is no number of segments; give 2 to {MOST_SEGMENTS}, such as 256, or 0 for none"
-            )
         if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:
             raise ValueError(
                 f"decode_budget={self.decode_budget} cannot hold local_len={self.local_len} protected units and free "
@@ -311,11 +298,6 @@ class RetentionPolicy:
                 f'merge="{self.merge}" changes kept units, but key_bits={self.key_bits} and value_bits='
                 f"{self.value_bits} round every unit once; use 16 bits, or leave merge out"
             )
-        if self.value_bits < 16 and self.refit:
-            raise ValueError(
-                f"refit=True changes kept values, but value_bits={self.value_bits} rounds them once; use "
-                "value_bits=16 (keys may have fewer bits), or leave refit out"
-            )
         if not self.exact_bits and self.head_budgets != "uniform":
             raise ValueError(
                 f'head_budgets="{self.head_budgets}" gives heads different numbers of units, which are held as they '
@@ -367,8 +349,6 @@ class RetentionPolicy:
             "decode_budget": (None,),
             "prefill_attention": ("dense",),
             "merge": (NO_MERGER,),
-            "refit": (False,),
-            "ledger": (0,),
         }
         for name, allowed in fixed.items():
             value = getattr(self, name)
@@ -379,21 +359,10 @@ class RetentionPolicy:
                 )
 
     def _check_merging(self) -> None:
-        for name, used in (("merge", self.merge != NO_MERGER), ("refit", self.refit)):
-            if used and self.host_budget is not None:
-                raise ValueError(
-                    f"{name}={getattr(self, name)} makes up for units that are lost, but host_budget="
-                    f"{self.host_budget} keeps them, and what is recalled would count twice; leave one of them out"
-                )
-        if self.refit and self.memory != "fixed":
+        if self.merge != NO_MERGER and self.host_budget is not None:
             raise ValueError(
-                f"refit=True fits values at the last eviction of a read, but where memory={self.memory} a text's last "
-                'chunk may find room without one; use memory="fixed", or leave refit out'
-            )
-        if self.refit and self.merge != NO_MERGER:
-            raise ValueError(
-                f'refit=True fits values to keys that are kept as they were, but merge="{self.merge}" changes them; '
-                "leave one of them out"
+                f"merge={self.merge} makes up for units that are lost, but host_budget={self.host_budget} keeps them, "
+                "and what is recalled would count twice; leave one of them out"
             )
 
     def __deepcopy__(self, memo: Any) -> RetentionPolicy:
@@ -419,6 +388,8 @@ class RetentionPolicy:
     def from_dict(cls, values: Any, where: str, following: Any = ()) -> RetentionPolicy:
         """Return the policy that a file holds under the name `where`; what it leaves out has its default.
 
+        What an earlier version has written of features that are retired is left out: it says how a text was read.
+
         Args:
             values: The numbers, by name.
             where: What messages call them.
@@ -427,7 +398,7 @@ class RetentionPolicy:
         Raises:
             ValueError: For anything but numbers that make a policy; the message begins with `where`.
         """
-        given = checked_values(cls, values, where)
+        given = checked_values(cls, without_retired(values), where)
         if not isinstance(following, (list, tuple)) or not all(name in FOLLOWING for name in following):
             raise ValueError(
                 f"{where}: the numbers that nobody gave are {shown(following)}; they can be {', '.join(FOLLOWING)}"
@@ -477,6 +448,32 @@ FOLLOWING = ("stabilizers", "local_len", "chunk_size", "min_chunk", "decode_inte
 """Fields that follow from the budget, each after those that it depends on."""
 
 
+_RETIRED: dict[str, Any] = {"ledger": 0, "refit": False}
+"""Fields that files of earlier versions have, and the values that changed nothing."""
+
+
+def without_retired(values: Any, *, keep_used: bool = False) -> Any:
+    """Return the fields of a policy in a file of any version, less those of features that are retired.
+
+    Args:
+        values: The fields by name; anything else comes back as it is.
+        keep_used: Whether a field stays that did change something, so that policies can be compared.
+    """
+    if not isinstance(values, Mapping):
+        return values
+    kept = {
+        name: value for name, value in values.items() if name not in _RETIRED or (keep_used and value != _RETIRED[name])
+    }
+    if keep_used:
+        return kept
+    if str(kept.get("merge")).partition(":")[0] in ("d2o", "kvmerger"):
+        del kept["merge"]
+    rounding = kept.get("rounding")
+    if isinstance(rounding, str) and rounding.startswith("rotated"):  # its units are still read
+        kept["rounding"] = f"earlier_{rounding}"
+    return kept
+
+
 def policy_of(policy: Any, budget: int | None = None) -> RetentionPolicy | None:
     """Return the policy that an argument means: one, the numbers of one by name, or its budget alone.
 
@@ -488,6 +485,11 @@ def policy_of(policy: Any, budget: int | None = None) -> RetentionPolicy | None:
             raise ValueError(f"budget={budget!r} and policy exclude each other; give the budget in the policy")
         return RetentionPolicy(budget=budget)
     if isinstance(policy, Mapping):
+        for name, usual in _RETIRED.items():
+            if policy.get(name, usual) != usual:
+                check_retired("policy field", name)
+        for name in ("rounding", "merge"):
+            check_retired(name, str(policy.get(name)).partition(":")[0])
         return RetentionPolicy.from_dict(dict(policy), "policy")
     if policy is None or isinstance(policy, RetentionPolicy):
         return policy

@@ -49,8 +49,6 @@ class Scorer(Chosen):
     of units: it then gets chunks with one row and one KV head."""
     by_features: ClassVar[bool] = False
     """Whether a score depends on the token's features alone, so that `score_features` can rate it later."""
-    predicts_attention: ClassVar[bool] = False
-    """Whether a score is the logarithm of the attention that a unit will get, up to a constant of each head."""
     needs_hidden: ClassVar[bool] = False
     """Whether units are rated by `score_tokens` after the whole forward pass, instead of layer by layer."""
 
@@ -68,10 +66,6 @@ class Scorer(Chosen):
     def relative(self, prepared: Any) -> bool:
         """Return whether scores are logarithms up to a constant of each head, rather than comparable among heads."""
         return False
-
-    def predicts(self, prepared: Any) -> bool:
-        """Return whether scores are what `predicts_attention` says, with what `prepare` returned."""
-        return self.predicts_attention
 
     @property
     def fade(self) -> float:

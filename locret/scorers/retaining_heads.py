@@ -20,7 +20,6 @@ from locret.backbone.chunk import Chunk
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import weight_fingerprint
-from locret.heads.gates import DMSAlpha
 from locret.heads.heads import RetainingHeads
 from locret.heads.shard import ShardedHeads, sharded
 from locret.labels import KINDS
@@ -35,7 +34,6 @@ class RetainingHeadScorer(Scorer):
     over_ranks: ClassVar[bool] = True
     needs: ClassVar[str] = "trained heads; give --heads FOLDER, or the option as retaining_heads:heads=FOLDER"
     by_features: ClassVar[bool] = True
-    predicts_attention: ClassVar[bool] = True
 
     heads: RetainingHeads | str
     """Trained heads, or the folder or Hub id to load them from."""
@@ -84,10 +82,6 @@ class RetainingHeadScorer(Scorer):
         """Yes, unless a regression taught labels that compare across heads: a ranking leaves each head's level open."""
         label, training = prepared.config.label or {}, prepared.config.training or {}
         return leaves_levels_open(label.get("kind"), training.get("objective"))
-
-    def predicts(self, prepared: RetainingHeads) -> bool:
-        """Yes, unless the heads are gates that were taught to decide, not to predict."""
-        return prepared.config.gate is None or prepared.config.gate["name"] != DMSAlpha.name
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""

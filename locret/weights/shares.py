@@ -9,9 +9,6 @@ from torch import nn
 
 from locret.backbone.adapters import find_decoder
 
-_NF4_BLOCK, _NF4_NESTED = 64, 256
-"""Weights per scale of bitsandbytes' 4-bit types, and scales per scale of the scales."""
-
 
 class WeightCount:
     """The weights of a backbone, counted on the meta device.
@@ -64,21 +61,3 @@ class WeightCount:
             found |= divides
             total += -(-weight.numel() // ranks) if divides else weight.numel()
         return total * self.size if found else None
-
-    def quantised(self, bits: int) -> tuple[int, int]:
-        """Return the bytes under bitsandbytes, and those of the largest weight while it is unpacked for a product.
-
-        Args:
-            bits: 4 for NF4 with nested scales, 8 for LLM.int8.
-        """
-        linear = [part for part in self.model.modules() if isinstance(part, nn.Linear) and part is not self.output]
-        weights = [part.weight for part in linear]
-        saved = sum(self.size * weight.numel() - _quantised(weight, bits) for weight in weights)
-        return self.total - saved, self.size * max((weight.numel() for weight in weights), default=0)
-
-
-def _quantised(weight: torch.Tensor, bits: int) -> int:
-    if bits == 8:
-        return weight.numel() + 4 * weight.shape[0]
-    scales = -(-weight.numel() // _NF4_BLOCK)
-    return -(-weight.numel() // 2) + scales + 4 * -(-scales // _NF4_NESTED)

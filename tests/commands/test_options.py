@@ -255,7 +255,7 @@ PRINTED = {
     "bench": ["--config", "recipes/bench/cpu_512.yaml", "--lengths", "8K", "16K"],
     "patterns": ["--model", "checkpoints/tiny", "--text", "book.txt", "--out", "patterns.json", "--share", "0.25"],
     "push": ["--heads", "checkpoints/tiny-heads", "--repo", "org/name", "--private"],
-    "rows": ["--output", "rows.json", "--tokens", "512,1024"],
+    "rows": ["--texts", "recipes", "--output", "rows.jsonl", "--characters", "300-900"],
     "kernels": [
         "--model",
         "checkpoints/tiny",

@@ -16,7 +16,7 @@ COMMANDS = {
     "locret-push": "locret.heads.push",
     "locret-context": "locret.infer.context_command",
     "locret-serve": "locret.infer.serve.command",
-    "question_rows": "locret.data.training.question_rows",
+    "text_rows": "locret.data.training.text_rows",
 }
 HEAVY = ("torch", "transformers", "datasets", "accelerate", "peft", "numpy", "tensorboard", "matplotlib", "fastapi")
 WATCHED = f"""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from functools import cache
 from typing import Any
 
 import torch
@@ -197,6 +199,21 @@ def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         setattr(config, name, value)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+
+
+@cache
+def merger(family: str) -> str:
+    """Return a merger with random kernels for a family, as a policy names it."""
+    from locret.mergers.kernels import MergingKernels
+
+    folder = tempfile.mkdtemp()
+    MergingKernels.for_model(build(family), slots=3, kernel_size=5, seed=0).save_pretrained(folder)
+    return f"loco:kernels={folder}"
+
+
+def distinct(length: int, seed: int = 0) -> torch.Tensor:
+    """Return (1, length) ids, none twice: equal tokens have equal scores in the first layer, and rounding decides."""
+    return torch.randperm(199, generator=torch.Generator().manual_seed(seed))[None, :length]
 
 
 def prompt(length: int, batch: int = 1, seed: int = 0, vocabulary: int = 199) -> torch.Tensor:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle as reference
 import torch
+from oracle.sparse_reading import Visible
 from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, generate, lookups, reference
-from locret.reference.sparse_reading import Visible
+from locret import RetentionCache, RetentionPolicy, generate, lookups
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 LAYERS = {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}

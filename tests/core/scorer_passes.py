@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from families import prompt
 from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, generate, reference, scorers
+from locret import RetentionCache, RetentionPolicy, generate, scorers
 from locret.backbone.chunk import Chunk
 
 GREEDY = {"do_sample": False, "eos_token_id": None}

@@ -75,8 +75,6 @@ def test_more_borrowing_layers_than_there_are_is_refused() -> None:
 class Recorder:
     """Keeps the features of every layer; gives no positions."""
 
-    exchange = None
-
     def __init__(self, model: Any) -> None:
         backbone = describe(model)
         self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}

@@ -57,9 +57,9 @@ def module_of(path: Path) -> str:
 FILES = {module_of(path): path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
-def imported(module: str) -> Iterator[str]:
-    """Yield what a module imports, `train` and so on for `locret.train`; what only type checkers read is left out."""
-    waiting: list[ast.AST] = [ast.parse(FILES[module].read_text())]
+def imported(path: Path) -> Iterator[str]:
+    """Yield what a file imports, `train` and so on for `locret.train`; what only type checkers read is left out."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
     while waiting:
         node = waiting.pop()
         if not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
@@ -81,11 +81,6 @@ def within(name: str, *packages: str) -> bool:
 def objection(module: str, name: str) -> str | None:
     """Say why a module may not import a name."""
     (package, _, inner), (target, _, wanted) = module.partition("."), name.partition(".")
-    if within(module, "locret.reference"):
-        torch_only = within(name, "__future__", "dataclasses", "math", "torch", "typing", "locret.reference")
-        return None if torch_only else "the oracle needs only torch"
-    if within(name, "locret.reference"):
-        return "the oracle is for tests"
     if package in MAY_IMPORT and target in MAY_IMPORT and target not in (package, *MAY_IMPORT[package]):
         return f"{package} is below {target}, or beside it"
     if package == target == "locret" and inner:
@@ -98,7 +93,7 @@ def objection(module: str, name: str) -> str | None:
 
 
 def test_imports_point_down() -> None:
-    found = ((module, name, objection(module, name)) for module in FILES for name in imported(module))
+    found = ((module, name, objection(module, name)) for module, path in FILES.items() for name in imported(path))
     wrong = [f"{module} imports {name}: {reason}" for module, name, reason in found if reason]
     assert not wrong, "\n".join(wrong)
 
@@ -106,10 +101,17 @@ def test_imports_point_down() -> None:
 def test_an_import_that_points_up_is_seen() -> None:
     assert objection("locret.backbone.rotary", "locret.cache.cache.RetentionCache") == "backbone is below cache"
     assert objection("data.tasks", "infer.command.main") == "data is below infer, or beside it"
-    assert objection("locret.reference.retaining", "locret.nearest.nearest") == "the oracle needs only torch"
     assert {"locret.policy.policy.RetentionPolicy", "data.training.row_order.SHUFFLE_BUFFER"} <= set(
-        imported("train.training_options")
+        imported(FILES["train.training_options"])
     )
+
+
+def test_the_oracle_needs_only_torch() -> None:
+    own = ("__future__", "collections", "dataclasses", "itertools", "math", "torch", "typing", "oracle")
+    files = sorted((ROOT / "tests" / "oracle").glob("*.py"))
+    foreign = [f"{path.name}: {name}" for path in files for name in imported(path) if not within(name, *own)]
+    assert files
+    assert not foreign
 
 
 def test_importing_the_core_loads_nothing_heavy() -> None:

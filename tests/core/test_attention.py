@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import types
 
+import oracle as reference
 import pytest
 import torch
 
-from locret import reference
 from locret.backbone import attention
 from locret.backbone.attention import MaskMemo, View, attend
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, merger, prompt
 from hypothesis import given
 from hypothesis import strategies as st
+from oracle.compose import Text, composed
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,6 @@ from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors
 from locret.cache.compose import Part, divided, joined, shrunk
 from locret.engines.prefix import Prefix
-from locret.reference.compose import Text, composed
 
 NUMBERS = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 5}
 POLICY = RetentionPolicy(budget=96, chunk_size=128, stabilizers=16, local_len=16)
@@ -42,6 +42,8 @@ def both(lm: LongContextModel) -> list[Context]:
 
 def read(family: str, tokens: int, seed: int, **changes: Any) -> RetentionCache:
     model = MODELS.setdefault(family, build(family))
+    if "merge" in changes:
+        changes["merge"] = merger(family)
     cache = RetentionCache(model, changes.pop("scorer", "key_norm"), RetentionPolicy(**{**NUMBERS, **changes}))
     prefill(model, prompt(tokens, seed=seed), cache)
     return cache
@@ -155,12 +157,12 @@ def test_units_are_shared_as_asked_and_openings_do_not_repeat(both: list[Context
     [
         {"head_budgets": "adaptive"},
         {"key_bits": 8, "value_bits": 8},
-        {"key_bits": 8, "value_bits": 4, "rounding": "rotated", "exact_recent": 8},
+        {"key_bits": 8, "value_bits": 4, "rounding": "token", "exact_recent": 8},
         {"key_bits": 4, "exact_layers": 1, "rounding": "token"},
         {"layer_budgets": "pyramid"},
         {"positions": "original"},
         {"positions": "original", "head_budgets": "adaptive"},
-        {"merge": "kvmerger"},
+        {"merge": "loco"},
         {"decode_budget": 90, "decode_interval": 8},
     ],
 )
@@ -188,7 +190,7 @@ def test_every_store_and_policy_holds_both(changes: dict[str, Any], budget: int 
     prefill(whole.model, prompt(40), whole)
 
 
-@pytest.mark.parametrize("rounding", ["channel", "rotated", "token"])
+@pytest.mark.parametrize("rounding", ["channel", "token"])
 def test_codes_of_two_texts_are_nearly_the_units_that_they_stand_for(rounding: str) -> None:
     held = []
     for bits in (16, 8):
@@ -335,7 +337,7 @@ def test_shrinking_keys_keeps_them_what_they_were(both: list[Context]) -> None:
         {"layer_budgets": "pyramid"},
         {"when": "prompt_end"},
         {"memory": "linear"},
-        {"merge": "d2o"},
+        {"merge": "loco"},
         {"stabilizers": 23},
     ],
 )

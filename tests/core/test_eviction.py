@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import oracle as reference
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret import reference
 from locret.policy.selectors import select_kept
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from chunks import make_chunk
@@ -12,7 +13,7 @@ from families import build, prompt
 from scorer_passes import policy, read_and_answer, watch
 from torch import Tensor
 
-from locret import RetentionCache, prefill, reference, scorers
+from locret import RetentionCache, prefill, scorers
 from locret.backbone.adapters import describe
 from locret.backbone.chunk import Chunk, Projections
 from locret.backbone.rotary import rotate

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import oracle as reference
 import pytest
 import torch
 from families import FAMILIES, LLAMA3, LONGROPE, build, prompt
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, reference, scorers
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.rotary import long_factors
 

@@ -17,15 +17,16 @@ import pytest
 import torch
 from families import build, prompt
 from hub_server import HubServer, Repo
+from oracle import gates as slow
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.backbone.chunk import Attended
+from locret.cache import captured_step
 from locret.heads import checkpoint, gate_files, gates
 from locret.heads.config import HeadsConfig
 from locret.labels.labels import observe
-from locret.reference import gates as slow
 from locret.scorers.retaining_heads import RetainingHeadScorer
 
 POLICY = RetentionPolicy(budget=24, chunk_size=16, stabilizers=0, local_len=4, positions="original")
@@ -109,25 +110,17 @@ def test_scores_of_answers_that_waited_are_those_of_tokens_that_did_not(gate: st
 
 
 @pytest.mark.parametrize("gate", GATES)
-def test_a_gate_is_written_as_it_was_read(gate: str, tmp_path: Path) -> None:
+def test_heads_that_are_a_gate_are_saved_and_loaded(gate: str, tmp_path: Path) -> None:
     model = build("qwen3")
     heads = RetainingHeads.for_model(model, 16 if gates.get(gate).width else None, seed=1, gate=gate)
     with torch.no_grad():
         for nth, weight in enumerate(heads.parameters()):
             weight += gate_folders.drawn(*weight.shape, seed=nth)
-    heads.save_published(tmp_path / "theirs")
-    read = scorers.get(gate_folders.SCORERS[gate], path=str(tmp_path / "theirs")).prepare(model)
-    assert read.config.gate == heads.config.gate
-    assert all(torch.equal(weight, heads.state_dict()[name]) for name, weight in read.state_dict().items())
     heads.save_pretrained(tmp_path / "ours")
     ours = RetainingHeads.from_pretrained(tmp_path / "ours")
     assert ours.config == heads.config
     assert all(torch.equal(weight, heads.state_dict()[name]) for name, weight in ours.state_dict().items())
     assert gates.get(gate).about in (tmp_path / "ours" / "README.md").read_text()
-    if gate == "fast-kvzip":  # the pickle says the same as the safetensors file that is read first
-        file = tmp_path / "theirs" / "q2_dim16_sink16.pt"
-        _, weights = gate_files.read_fast_kvzip(str(file), model.config)
-        assert all(torch.equal(weight, heads.state_dict()[name]) for name, weight in weights.items())
 
 
 def test_heads_of_gates_are_bound_to_their_backbone() -> None:
@@ -138,8 +131,6 @@ def test_heads_of_gates_are_bound_to_their_backbone() -> None:
         RetainingHeads.for_model(build("llama"), 8, gate="dms")
     with pytest.raises(ValueError, match='gate "kvzap" is unknown; did you mean kvzap-mlp'):
         RetainingHeads.for_model(build("llama"), gate="kvzap")
-    with pytest.raises(ValueError, match="Locret's heads have no other form than that of save_pretrained"):
-        RetainingHeads.for_model(build("llama"), hidden_dim=8).save_published("nowhere")
 
 
 def test_gates_of_a_window_backbone_are_those_of_its_full_layers(tmp_path: Path) -> None:
@@ -151,9 +142,6 @@ def test_gates_of_a_window_backbone_are_those_of_its_full_layers(tmp_path: Path)
     assert all_.layers == full.layers == (1,)
     assert torch.equal(all_[1].k_base, full[1].k_base)
     assert (tmp_path / "all" / name).is_file()
-    heads = RetainingHeads.for_model(model, gate="kvzap-linear")
-    with pytest.raises(ValueError, match="a KVzap model has a gate for every layer, but a gemma3_text model has 1"):
-        heads.save_published(tmp_path / "none")
 
 
 # -- the Hub ----------------------------------------------------------------------------------------------------------
@@ -373,12 +361,19 @@ def test_a_gate_that_was_replaced_is_read_again(tmp_path: Path) -> None:
     assert scorer.prepare(model).config.gate["name"] == "kvzap-mlp"
 
 
-def test_compiled_steps_are_refused(tmp_path: Path) -> None:
-    model = build("llama")
+def test_captured_steps_hand_out_hidden_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, steps = build("llama"), []
     gate_folders.write("kvzap-linear", tmp_path, model.config)
-    cache = RetentionCache(model, scorers.get("kvzap", path=str(tmp_path)), POLICY)
-    with pytest.raises(ValueError, match="scorer kvzap reads hidden states, which a compiled step does not hand out"):
-        generate(model, prompt(40), cache=cache, max_new_tokens=4, compile=True)
+    plain = RetentionCache(model, scorers.get("kvzap", path=str(tmp_path)), POLICY)
+    prefill(model, prompt(40), plain, new_tokens=9)
+    captured = plain.copy()
+    nine = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    expected = generate(model, cache=plain, **nine)
+    monkeypatch.setattr(captured_step, "DEVICES", ("cpu",))
+    monkeypatch.setattr(captured_step, "capture", lambda step, _device: steps.append(step) or step)
+    assert torch.equal(generate(model, cache=captured, **nine), expected)
+    assert len(steps) == 1
+    torch.testing.assert_close(captured.kept_scores(0), plain.kept_scores(0))
 
 
 @pytest.mark.parametrize(

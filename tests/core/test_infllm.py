@@ -6,12 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from families import build, prompt
+from oracle.infllm import Block, Memory, Numbers, Unit, choose, move_old, representative
 from test_families import frequencies
 
-from locret import RetentionCache, RetentionPolicy, generate, prefill, reference, save_cache, scorers
+from locret import RetentionCache, RetentionPolicy, generate, prefill, save_cache, scorers
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors
 from locret.cache.blocks import Blocks, InUse, representatives
@@ -19,7 +21,6 @@ from locret.cache.limits import planned_bytes, planned_host_bytes
 from locret.infer import methods
 from locret.lookups.infllm import PRESETS, InfLLM
 from locret.method_spec import parse
-from locret.reference.infllm import Block, Memory, Numbers, Unit, choose, move_old, representative
 
 SMALL = "local=12,block=4,init=3,topk=2,cached=3,repr_topk=2"
 EVERYTHING = "local=12,block=4,init=3,topk=100,cached=100,repr_topk=2,far=original"
@@ -350,8 +351,6 @@ def test_what_cannot_go_on_from_blocks_is_refused_before_anything_is_written(tmp
     with pytest.raises(ValueError, match="a file has no place for the blocks that recall_by=infllm"):
         save_cache(cache, tmp_path / "read.safetensors")
     assert not list(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="generation cannot be compiled here"):
-        generate(model, cache=cache, max_new_tokens=4, compile=True)
     with pytest.raises(ValueError, match="holds blocks in host memory, not in a file"):
         RetentionCache(model, "streaming", policy_of(SMALL), disk=tmp_path / "units")
     assert generate(model, cache=cache, max_new_tokens=4, eos_token_id=None).shape == (1, 4)

@@ -10,11 +10,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from torch import Tensor
 
-from locret import reference
 from locret.backbone.chunk import Attended, Projections
 from locret.labels.labels import layer_labels
 

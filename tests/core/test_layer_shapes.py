@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from families import SHAPE, prompt
+from oracle import kept_after_chunks
 from registry import random_model, tiny_config
 from torch import Tensor
 from transformers import (
@@ -32,9 +33,9 @@ from transformers import (
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.backbone.adapters import attention_modules, describe
+from locret.cache.layers import check_latent
 from locret.cache.limits import planned_bytes
 from locret.labels import answer_labels
-from locret.reference import kept_after_chunks
 from locret.train.step import train_step
 
 MHA = {**SHAPE, "num_key_value_heads": 4}
@@ -213,13 +214,14 @@ def test_planned_bytes_are_those_that_are_counted(family: str, positions: str, s
     ("settings", "message"),
     [
         ({"host_budget": 8, "recall": 2}, "host_budget=8 takes keys and values apart"),
-        ({"refit": True}, "refit=True takes keys and values apart"),
-        ({"merge": "d2o"}, "merge=d2o takes keys and values apart"),
+        ({"host_budget": "all", "recall": 2}, "host_budget=all takes keys and values apart"),
     ],
 )
 def test_what_takes_latents_apart_is_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RetentionCache(build("deepseek_v3"), "random", policy(20, **settings))
+    with pytest.raises(ValueError, match="merge=loco takes keys and values apart"):
+        check_latent(policy(20, merge="loco"), "deepseek_v3")
 
 
 def test_layers_with_nobody_to_borrow_from_are_refused() -> None:

@@ -1,4 +1,4 @@
-"""Learned sinks take their share of every softmax: in all ways of attending, in scores, labels and refitted values."""
+"""Learned sinks take their share of every softmax: in all ways of attending, in scores and labels."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from chunks import make_chunk
 from families import build, prompt
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, reference, save_cache
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.backbone.attention import MaskMemo, Recalled, View, attend
 from locret.backbone.chunk import Attended
-from locret.cache.refit import refitted_values
 from locret.labels.labels import layer_labels, observe
 from locret.prefill_attention.blocked import SparseAttention
 from locret.scorers.attention_rows import attention_sums
@@ -140,17 +140,6 @@ def test_scorers_read_attention_of_which_the_sink_has_its_share() -> None:
     torch.testing.assert_close(sunk[0], expected, atol=1e-5, rtol=0)
     assert (plain.sum(-1) - 7).abs().max() < 1e-4
     assert (sunk.sum(-1) < 7).all()
-
-
-def test_refitted_values_answer_for_attention_with_the_sink() -> None:
-    query, key, value = tensors(6, 20)
-    kept = torch.arange(20)  # where everything stays, nothing is missing
-    same = refitted_values(query[0, :2], key[0, 0], value[0, 0], kept, 0.3, None, SINKS[:2, None, None])
-    torch.testing.assert_close(same, value[0, 0], atol=1e-4, rtol=0)
-    some = [refitted_values(query[0, :2], key[0, 0], value[0, 0], kept[::2], 0.3, None, sinks)
-            for sinks in (None, torch.full((2, 1, 1), -1e9), SINKS[:2, None, None])]  # fmt: skip
-    torch.testing.assert_close(some[0], some[1], atol=1e-5, rtol=0)
-    assert (some[2] - some[0]).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("kind", ["logit", "log_attention"])

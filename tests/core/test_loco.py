@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from families import build, prompt
 from test_merging import HEADS, ROWS, units_of
 from test_scorers import GREEDY, NUMBERS, make
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, reference, save_cache
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.mergers.base import take
 from locret.mergers.kernels import MergingKernel, MergingKernels
 from locret.mergers.loco import WORST, fold
@@ -212,7 +213,6 @@ def test_without_convolution_nothing_is_made_up_for() -> None:
         (["--slots", "0"], "--slots 0 is not between 1 and the 48 units of --policy.budget 64"),
         (["--policy.key-bits", "4"], "which do not go with merging; drop them"),
         (["--policy.host-budget", "8", "--policy.recall", "2"], "which do not go with merging; drop them"),
-        (["--policy.refit"], "which do not go with merging; drop them"),
     ],
 )
 def test_what_does_not_go_with_kernels_is_refused_before_training(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+import oracle as reference
 import pytest
 import torch
 from families import build, prompt
 from lookup_runs import LAYERS, fresh, method
 from torch import Tensor
 
-from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, lookups, prefill, reference
+from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, lookups, prefill
 from locret.cli.option_help import field_docs
 from locret.data import tasks
 from locret.lookups import Ask, Lookup

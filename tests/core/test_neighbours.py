@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import locret
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, reference, save_cache
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.heads.head import RetainingHead
 from locret.heads.shard import part_of, whole_of
 from locret.labels.labels import answer_labels, observe, prompt_scores
@@ -155,11 +156,11 @@ def test_bytes_are_planned_and_do_not_grow_with_the_text(model: nn.Module, heads
     assert sizes[0] - plain.memory().actual == 4 * (NEAR + 1) * 2 * heads.config.feature_dim
 
 
-def test_a_step_learns_them_in_one_pass_and_under_eviction(model: nn.Module) -> None:
+def test_a_step_learns_them_in_one_pass(model: nn.Module) -> None:
     prompt, answer, made = ids_of(37), ids_of(5, seed=1), []
-    for _ in range(3):
+    for _ in range(2):
         made.append(RetainingHeads.for_model(model, 16, seed=0, neighbours=NEAR).requires_grad_(True))
-    one, naive, evicting = made
+    one, naive = made
     loss = Loss(label_kind="log_attention", objective="ranking")
     result = train_step(model, one, prompt, answer, loss)
     features: list[Tensor] = []
@@ -171,8 +172,6 @@ def test_a_step_learns_them_in_one_pass_and_under_eviction(model: nn.Module) -> 
     assert one[0].mix is not None
     assert naive[0].mix is not None
     torch.testing.assert_close(one[0].mix.weight.grad, naive[0].mix.weight.grad, atol=1e-5, rtol=1e-4)
-    same = train_step(model, evicting, prompt, answer, loss, policy=ROOMY)
-    torch.testing.assert_close(same.total, result.total)
 
 
 def test_they_are_saved_and_loaded_and_others_keep_their_files(
@@ -203,8 +202,6 @@ def test_every_process_has_the_whole_of_what_mixes_tokens(heads: RetainingHeads)
     [
         ({"neighbours": -1}, "--neighbours -1 is out of range; give 0 for heads that look at one token"),
         ({"neighbours": 65}, "--neighbours 65 is out of range"),
-        ({"neighbours": 2, "gate": "kvzap-mlp"}, "--gate kvzap-mlp looks at one token; drop one of them"),
-        ({"neighbours": 2, "sp_size": 2}, "look across the parts that --sp-size 2 gives to processes"),
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:

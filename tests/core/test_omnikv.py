@@ -6,13 +6,14 @@ import math
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from families import build, prompt
 from lookup_runs import INV_FREQ, LAYERS, answered, differs_from_oracle, fresh, method
 from transformers import AutoModelForCausalLM
 
-from locret import RetentionCache, RetentionPolicy, generate, load_cache, lookups, prefill, reference, save_cache
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, lookups, prefill, save_cache
 from locret.lookups.omnikv import default_filters, dense_layers, memory_share
 from locret.shipped import find
 

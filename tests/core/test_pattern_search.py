@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from families import build
+from oracle import sparse_prefill as oracle
+from oracle.attention_scorers import attention
 
 from locret import RetentionCache, prefill_attention
 from locret.backbone.adapters import describe
@@ -16,8 +18,6 @@ from locret.backbone.chunk import Attended, Projections
 from locret.infer import pattern_search
 from locret.prefill_attention import AShape, BlockSparse, VerticalSlash
 from locret.prefill_attention.search import CANDIDATES, scaled, search_layer
-from locret.reference import sparse_prefill as oracle
-from locret.reference.attention_scorers import attention
 
 LENGTH, DIM, SCALING = 300, 8, 0.5
 

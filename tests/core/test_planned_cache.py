@@ -5,20 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from families import build, prompt
 
-from locret import (
-    RetainingHeads,
-    RetentionCache,
-    RetentionPolicy,
-    generate,
-    load_cache,
-    prefill,
-    reference,
-    save_cache,
-)
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.policy.budget import cache_bytes
 from locret.policy.schedule import plan
 from locret.scorers import TokenPass, TokenScorer

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from families import build, prompt
+from oracle import kept_with_protection
 from ragged_runs import padded
 from torch import Tensor
 
@@ -17,7 +18,6 @@ from locret.cache.limits import Limits
 from locret.policy.protection import Guarantee
 from locret.policy.schedule import layer_budgets as budgets_of
 from locret.policy.selectors import Stay, select_kept, staying
-from locret.reference import kept_with_protection
 
 TOKENS = 130
 PINS, SHARES = ((3, 8), (47, 52)), ((8, 40, 0.25), (60, 120, 0.125))
@@ -31,8 +31,6 @@ POLICIES: dict[str, dict[str, Any]] = {
     "smaller chunks": {"memory": "linear", "decremental": True, "min_chunk": 4},
     "two tiers": {"host_budget": 30, "recall": 4},
     "rounded": {"key_bits": 4, "value_bits": 4},
-    "refitted": {"refit": True},
-    "merged": {"merge": "d2o"},
 }
 OTHERS = {
     "a pyramid": {"layer_budgets": "pyramid", "pyramid_beta": 2, "budget": 48},

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import oracle as reference
 import pytest
 import torch
 from families import build, prompt
 from lookup_runs import INV_FREQ, LAYERS, answered, differs_from_oracle, fresh, method
 from transformers import AutoModelForCausalLM
 
-from locret import RetentionCache, RetentionPolicy, generate, lookups, prefill, reference
+from locret import RetentionCache, RetentionPolicy, generate, lookups, prefill
 from locret.shipped import find
 
 

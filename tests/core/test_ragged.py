@@ -5,12 +5,13 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from families import build, prompt
 from ragged_runs import BY_HEAD, GREEDY, Watch, both_positions, dense_logits, make, policy
 
-from locret import RetainingHeads, RetentionCache, generate, prefill, reference, scorers
+from locret import RetainingHeads, RetentionCache, generate, prefill, scorers
 from locret.policy.schedule import plan
 from locret.policy.selectors import select_kept, select_over_heads
 

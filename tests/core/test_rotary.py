@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import oracle as reference
 import pytest
 import torch
 from families import build
 
-from locret import reference
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import Rotary, long_factors, rotate, unrotate
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from torch import Tensor
 
-from locret import reference
 from locret.cache.rounding import Codes, Rotated, Rounding, Token, basis, pack, packed_bytes, unpack
 from locret.policy.policy import BITS
 

@@ -8,8 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from families import build
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, read_notes, save_cache
+from locret.cache.saved_units import checksum
 
 FOLDER = Path(__file__).with_name("saved_caches")
 ANSWERS = json.loads((FOLDER / "answers.json").read_text())
@@ -57,3 +60,39 @@ def _read_something() -> RetentionCache:
     cache = RetentionCache(model, "streaming", RetentionPolicy(budget=8, chunk_size=8, stabilizers=2, local_len=2))
     prefill(model, torch.arange(24)[None] + 3, cache)
     return cache
+
+
+def test_what_retired_features_have_written_is_left_out(tmp_path: Path) -> None:
+    cache, path = _read_something(), tmp_path / "a.ctx"
+    save_cache(cache, path)
+    with safe_open(path, "pt") as file:
+        state, tensors = json.loads(file.metadata()["state"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    state["policy"] |= {"ledger": 8, "refit": True, "merge": "d2o:threshold=0.5"}
+    for index in cache.backbone.layers:
+        tensors[f"layers.{index}.ledger"] = torch.full((2, 8), -torch.inf)
+        state["layers"][index] |= {"ledger_width": 32, "ledger_end": 24}
+    text = json.dumps(state)
+    save_file(tensors, path, metadata={"state": text, "notes": "{}", "checksum": checksum(text, tensors)})
+    loaded = load_cache(path, cache.model, "streaming")
+    assert loaded.policy == cache.policy
+    assert torch.equal(loaded.kept_positions(0), cache.kept_positions(0))
+    for given, what in {"ledger": (8, 'policy field "ledger"'), "merge": ("d2o:threshold=0.5", 'merge "d2o"')}.items():
+        with pytest.raises(ValueError, match=f"{what[1]} was retired; release 0.1.0"):
+            RetentionCache(cache.model, "streaming", {"budget": 8, given: what[0]})
+
+
+def test_codes_of_a_retired_rounding_are_read(tmp_path: Path) -> None:
+    """A file that says "rotated" holds what today's "earlier_rotated" writes."""
+    model, path = build("llama"), tmp_path / "a.ctx"
+    codes = {"budget": 8, "key_bits": 4, "value_bits": 8, "rounding": "rotated:group=4"}
+    with pytest.raises(ValueError, match='rounding "rotated" was retired; release 0.1.0'):
+        RetentionCache(model, "streaming", codes)
+    cache = RetentionCache(model, "streaming", RetentionPolicy(**{**codes, "rounding": "earlier_rotated:group=4"}))
+    prefill(model, torch.arange(24)[None] + 3, cache)
+    save_cache(cache, path)
+    with safe_open(path, "pt") as file:
+        text = file.metadata()["state"].replace("earlier_rotated", "rotated")
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file(tensors, path, metadata={"state": text, "notes": "{}", "checksum": checksum(text, tensors)})
+    answers = [generate(model, cache=one, max_new_tokens=8) for one in (cache, load_cache(path, model, "streaming"))]
+    assert torch.equal(*answers)

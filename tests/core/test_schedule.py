@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle as reference
 import pytest
 from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret import RetentionCache, RetentionPolicy, prefill, reference
+from locret import RetentionCache, RetentionPolicy, prefill
 from locret.policy.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
 from locret.policy.schedule import decode_budgets, plan
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import MISSING, fields
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from chunks import make_chunk
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from scorer_passes import GREEDY, dense, policy, watch
 from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, generate, prefill, reference, scorers
+from locret import RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.backbone.chunk import Chunk
 
 OPTIONS = [

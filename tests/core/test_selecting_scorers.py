@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from chunks import make_chunk
@@ -12,7 +13,7 @@ from families import build, prompt
 from scorer_passes import GREEDY, dense, policy, watch
 from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, generate, prefill, reference, scorers
+from locret import RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.backbone.chunk import Chunk
 from locret.policy.selectors import select_kept
 from locret.scorers.random import uniform_draw

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from oracle import sparse_prefill as oracle
 from torch import Tensor
 
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.prefill_attention import AShape, BlockSparse, PrefillAttention, VerticalSlash, XAttention
 from locret.prefill_attention.blocked import SparseAttention, by_flex, by_gathering, chosen_slots, computed_share
-from locret.reference import sparse_prefill as oracle
 
 SCALING, DIM = 0.4, 8
 PATTERNS: dict[str, PrefillAttention] = {

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 from families import build, prompt
+from oracle import sparse_prefill as oracle
 
 from locret import RetentionCache, RetentionPolicy, prefill, prefill_attention
 from locret.prefill_attention import AShape, BlockSparse, VerticalSlash
 from locret.prefill_attention.minference import entry, read_patterns
-from locret.reference import sparse_prefill as oracle
 
 SMALL = {"chunk_size": 96, "stabilizers": 16, "local_len": 20}
 EVERYTHING = "xattention:threshold=0.999999,stride=4,block=16"

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, distinct, prompt
 from test_scorers import make, padded, policy_of
 from torch import Tensor
 
@@ -301,7 +301,7 @@ def test_every_scorer_reads_saves_copies_and_batches_in_every_store(
         with pytest.raises(ValueError, match=f"scorer {name} selects equally many units for every head itself"):
             RetentionCache(model, scorer, policy)
         return
-    rows = [prompt(57, seed=1), prompt(33, seed=2)]
+    rows = [distinct(57, seed=1), distinct(33, seed=2)]
     ids, mask = padded(rows)
     together = RetentionCache(model, scorer, policy)
     logits = prefill(model, ids, together, attention_mask=mask, new_tokens=5)

@@ -133,7 +133,7 @@ def ragged(model: Any, lengths: tuple[int, ...], **changes: Any) -> tuple[Retent
 
 
 @both_positions
-@pytest.mark.parametrize("rounding", ["channel", "rotated"])
+@pytest.mark.parametrize("rounding", ["channel", "token"])
 def test_codes_of_rows_with_nothing_evicted_are_joined(model: Any, positions: str, rounding: str) -> None:
     codes = {"key_bits": 8, "value_bits": 8, "rounding": rounding, "positions": positions}
     cache, alone = ragged(model, (3, 71, 34, 12), **codes)
@@ -238,7 +238,7 @@ def test_an_answer_that_evicts_loses_nothing_where_everything_is_recalled(model:
 
 
 @pytest.mark.parametrize("on_disk", [False, True])
-@pytest.mark.parametrize("rounding", ["channel", "rotated"])
+@pytest.mark.parametrize("rounding", ["channel", "token"])
 def test_units_in_codes_are_saved_forked_and_exported_in_both_tiers(
     model: Any, tmp_path: Path, rounding: str, on_disk: bool
 ) -> None:

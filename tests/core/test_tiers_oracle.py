@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from families import build, prompt
 from test_families import frequencies
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, reference
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from chunks import make_chunk
@@ -13,7 +14,7 @@ from scorer_passes import GREEDY, policy, read_and_answer, watch
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, CohereConfig, GraniteConfig
 
-from locret import RetentionCache, generate, prefill, reference, scorers
+from locret import RetentionCache, generate, prefill, scorers
 from locret.backbone.chunk import Chunk
 from locret.policy.selectors import Stay
 from locret.scorers import sirllm

@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from locret.conversation.templates import ORIGINAL_SYSTEM, Message, encode, leading_special_ids, render
 from locret.conversation.text_stream import token_stream
-from locret.conversation.transcript import render_prompt
+from locret.conversation.transcript import Transcript
 from locret.data.training.chat import earlier_answers, tokenise_row
 from locret.data.training.rows import Row
 
@@ -108,21 +108,20 @@ def test_a_token_across_the_boundary_is_split_not_lost():
 @pytest.mark.parametrize("question", [None, "Who was it?"])
 def test_a_framed_document_reads_like_the_row_it_would_be(template, question):
     tokenizer = make_tokenizer()
-    frame = render_prompt(tokenizer, question=question, template=template)
+    before, after = Transcript(tokenizer, template).around(question)
     document = "It was me. the cat " * 50 + "end"
     prompt = document if question is None else f"{document}\n\n{question}"
     expected, _ = tokenise_row(tokenizer, Row((Message("user", prompt),), "x"), template)
-    lists = token_stream(
-        tokenizer, frame.around([document]), add_special_tokens=frame.add_special_tokens, window=200, margin=40
-    )
+    pieces = [before, document, after]
+    lists = token_stream(tokenizer, pieces, add_special_tokens=template != "chat", window=200, margin=40)
     assert sum(lists, []) == expected
     assert expected.count(tokenizer.bos_token_id) == (template != "chat")
 
 
 def test_a_system_message_stands_before_the_document():
-    frame = render_prompt(make_tokenizer(), question="Who?", system="Be kind.")
-    assert frame.prefix == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
-    assert frame.suffix == "\n\nWho?<|im_end|>\n<|im_start|>assistant\n"
+    before, after = Transcript(make_tokenizer(), "chat", "Be kind.").around("Who?")
+    assert before == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
+    assert after == "\n\nWho?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_leading_special_ids_are_those_the_tokenizer_adds():
@@ -133,33 +132,32 @@ def test_leading_special_ids_are_those_the_tokenizer_adds():
 def test_a_missing_chat_template_is_named():
     sentence = "^--template chat: the tokenizer has no chat template; use --template original or --template none$"
     with pytest.raises(ValueError, match=sentence):
-        render_prompt(make_tokenizer(template=None))
+        Transcript(make_tokenizer(template=None), "chat")
 
 
 def test_an_unknown_template_is_named():
     with pytest.raises(ValueError, match="^--template llama: no template of that name; choose one of chat, original"):
-        render_prompt(make_tokenizer(), template="llama")
+        Transcript(make_tokenizer(), "llama")
 
 
 def test_a_template_without_a_system_role_says_so_and_the_message_opens_the_users_turn():
     tokenizer, turns = make_tokenizer(LLAMA2), [Message("system", "Be kind."), Message("user", "Who?")]
     with pytest.raises(ValueError, match=r"refuses turns of system, user \(no system role\); use --template original"):
         render(tokenizer, turns, "chat")
-    asked = render_prompt(tokenizer, system="Be kind.", question="Who?")
-    assert "".join(asked.around(["A text."])) == render(
-        tokenizer, [Message("user", "Be kind.\n\nA text.\n\nWho?")], "chat"
-    )
+    before, after = Transcript(tokenizer, "chat", "Be kind.").around("Who?")
+    whole = render(tokenizer, [Message("user", "Be kind.\n\nA text.\n\nWho?")], "chat")
+    assert before + "A text." + after == whole
 
 
 def test_a_template_with_a_mistake_in_it_is_refused():
     with pytest.raises(ValueError, match=r"refuses turns of user \(can only concatenate str"):
-        render_prompt(make_tokenizer("{{ messages[0].content + 5 }}"))
+        Transcript(make_tokenizer("{{ messages[0].content + 5 }}"), "chat").around(None)
 
 
 def test_a_template_that_repeats_the_users_text_cannot_be_streamed():
     twice = "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="writes the user's text 2 times, so a document cannot be streamed"):
-        render_prompt(make_tokenizer(twice))
+        Transcript(make_tokenizer(twice), "chat").around(None)
 
 
 REWRITES = (  # an answer is written with a thinking block only where it is the last turn

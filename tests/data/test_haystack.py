@@ -8,7 +8,7 @@ import re
 import pytest
 from embedded import tiny_tokenizer
 
-from locret.data.text.filler import Filler, FillerOptions
+from locret.data.text.filler import Filler
 from locret.data.text.haystack import count_tokens, hide, prompt_length
 
 TOKENIZER = tiny_tokenizer()
@@ -19,7 +19,7 @@ def hidden(statements: list[str], depths: list[float], tokens: int = 400, questi
         TOKENIZER,
         statements,
         depths,
-        filler=Filler(random.Random(1), FillerOptions()),
+        filler=Filler(random.Random(1)),
         tokens=tokens,
         around=lambda text: f"{text}\n{question}",
     )

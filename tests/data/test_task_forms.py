@@ -10,7 +10,6 @@ from embedded import tiny_tokenizer
 
 from locret.data import tasks
 from locret.data.tasks.metrics.retrieval import all_contained, first_integer
-from locret.data.text.words import COLORS, VARIABLES
 
 TOKENIZER = tiny_tokenizer()
 ALL = tasks.names()
@@ -58,12 +57,6 @@ def test_all_contained_by_hand(prediction: str, targets: list[str], score: float
     assert all_contained(prediction, targets) == pytest.approx(score)
 
 
-@pytest.mark.parametrize("name", ["multivalue", "variable_tracking"])
-def test_half_of_an_answer_scores_its_share(name: str) -> None:
-    task, one = tasks.get(name), sample(name)
-    assert task.score(" ".join(one.targets[:-1]), one) == pytest.approx((len(one.targets) - 1) / len(one.targets))
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_the_question_and_introduction_do_not_tell_the_answer(name: str) -> None:
     one = sample(name)
@@ -79,17 +72,12 @@ def test_the_needle_is_at_its_depth(name: str, depth: float) -> None:
     assert abs(where - depth) < 0.12
 
 
-@pytest.mark.parametrize(
-    ("name", "count"), [("passkey", 1), ("number", 1), ("multikey", 1), ("multivalue", 4), ("variable_tracking", 3)]
-)
+@pytest.mark.parametrize(("name", "count"), [("passkey", 1), ("number", 1), ("multikey", 1)])
 def test_targets_are_what_the_form_says(name: str, count: int) -> None:
-    digits = {"passkey": 5, "number": 10, "multikey": 7, "multivalue": 7}
+    digits = {"passkey": 5, "number": 10, "multikey": 7}
     one = sample(name)
     assert len(set(one.targets)) == count
-    if name in digits:
-        assert all(re.fullmatch(rf"[1-9]\d{{{digits[name] - 1}}}", target) for target in one.targets)
-    else:
-        assert set(one.targets) <= set(VARIABLES)
+    assert all(re.fullmatch(rf"[1-9]\d{{{digits[name] - 1}}}", target) for target in one.targets)
 
 
 def test_multikey_hides_eight_keys_of_its_own_and_options_change_them() -> None:
@@ -101,25 +89,6 @@ def test_multikey_hides_eight_keys_of_its_own_and_options_change_them() -> None:
     found = needles(keys=12, digits=4)
     assert len(dict(found)) == 12
     assert {len(number) for _, number in found} == {4}
-
-
-def test_variables_are_chained_in_the_order_of_the_text() -> None:
-    one = sample("variable_tracking", 900, seed=5)
-    value = re.search(r"the value (\d+) in", one.question).group(1)  # type: ignore[union-attr]
-    held, order = {value}, []
-    for name, source in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)\.", one.document):
-        if source in held:
-            held.add(name)
-            order.append(name)
-    assert tuple(order) == one.targets, "a reader in one pass finds exactly the targets"
-
-
-def test_two_stage_asks_for_the_value_of_a_sum() -> None:
-    one = sample("two_stage", 900, seed=5)
-    first, second = map(int, re.search(r"is (\d+) \+ (\d+) =", one.question).groups())  # type: ignore[union-attr]
-    entries = dict(re.findall(r"(\d+): (\w+)", re.search(r"The Dict is: ([^.]*)\.", one.document).group(1)))  # type: ignore[union-attr]
-    assert one.targets == (entries[str(first + second)],)
-    assert set(entries.values()) <= set(COLORS)
 
 
 @pytest.mark.parametrize("name", ALL)

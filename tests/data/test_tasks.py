@@ -16,10 +16,9 @@ from transformers import PreTrainedTokenizerFast
 
 from locret.data import tasks
 from locret.data.tasks.generated.base import Draw
-from locret.data.tasks.generated.mixture import mixture
 from locret.data.tasks.metrics.retrieval import all_contained, first_integer
-from locret.data.text.filler import NOISE, Filler, FillerOptions, generator
-from locret.data.text.haystack import count_tokens, hide, prompt_length
+from locret.data.text.filler import Filler, generator
+from locret.data.text.haystack import hide, prompt_length
 from locret.data.text.words import NAMES, VARIABLES
 
 TOKENIZER = tiny_tokenizer()
@@ -128,29 +127,15 @@ def test_numbers_repeat_neighbours_and_have_ten_digits() -> None:
         assert sum(a == b for a, b in zip(number, number[1:], strict=False)) >= 5
 
 
-def test_a_variable_is_assigned_before_it_is_used() -> None:
-    for seed in range(10):
-        sample = tasks.get("variable_tracking").sample(TOKENIZER, 1024, seed=seed)
-        places = [sample.document.index(f"VAR {name} = ") for name in sample.targets]
-        assert places == sorted(places)
-        assert sample.document.count(" = ") == 6
-
-
-def test_the_numbers_of_one_key_are_anywhere_in_the_text() -> None:
-    orders = set()
-    for seed in range(10):
-        sample = tasks.get("multivalue", values=2, others=3).sample(TOKENIZER, 1024, seed=seed)
-        places = [sample.document.index(f"is: {number}.") for number in sample.targets]
-        orders.add(places == sorted(places))
-        assert sample.document.count("One of the special magic numbers for") == 5
-    assert orders == {True, False}
-
-
 def test_an_unknown_task_is_refused_with_the_nearest_names() -> None:
     with pytest.raises(ValueError, match='task "multykey" is unknown; did you mean multikey'):
         tasks.get("multykey")
     with pytest.raises(ValueError, match='task multikey: it has no option "kees"; did you mean keys'):
         tasks.get("multikey", kees=3)
+    with pytest.raises(ValueError, match='task "two_stage" was retired; release 0.1.0'):
+        tasks.get("two_stage")
+    with pytest.raises(ValueError, match='task option "lookalikes" was retired; release 0.1.0'):
+        tasks.get("multikey", lookalikes=20)
 
 
 @pytest.mark.parametrize("value", [0, -1, "2", 2.0, True, None])
@@ -160,7 +145,7 @@ def test_an_option_that_is_no_count_is_refused(value: object) -> None:
 
 
 def test_a_text_may_hold_one_key_only_but_not_more_numbers_than_there_are() -> None:
-    assert tasks.get("multivalue", others=0).sample(TOKENIZER, 400).document.count("special magic numbers for") == 4
+    assert tasks.get("multikey", keys=1).sample(TOKENIZER, 400).document.count("special magic numbers for") == 1
     assert len(tasks.get("multikey", keys=9, digits=1).plant(Draw(random.Random(0), "eval")).statements) == 9
     with pytest.raises(ValueError, match="one text cannot hold that many numbers of 1 digits; ask for fewer"):
         tasks.get("multikey", keys=10, digits=1).plant(Draw(random.Random(0), "eval"))
@@ -194,19 +179,13 @@ def _words(name: str) -> list[str]:
 
 
 def test_filler_holds_numbers_and_look_alikes_but_states_no_fact() -> None:
-    filler = Filler(random.Random(0), FillerOptions())
+    filler = Filler(random.Random(0))
     text = " ".join(filler.sentence() for _ in range(3000))
     assert {len(number) for number in re.findall(r"\d+", text)} == {5, 7, 10}
     assert re.search(r"The \w+ key is \d+\.", text)
     assert re.search(r"One of the \w+ numbers in \w+ is \d+\.", text)
     for fact in ("The pass key is", "The sequence of digits is", "special magic", "VAR ", "The Dict is"):
         assert fact not in text
-    assert NOISE[0] not in text
-
-
-def test_the_noise_line_comes_whole() -> None:
-    filler = Filler(random.Random(0), FillerOptions(number_share=0, keylike_share=0, noise_share=1))
-    assert [filler.sentence() for _ in range(10)] == [*NOISE, *NOISE]
 
 
 def test_statements_at_one_place_keep_their_order() -> None:
@@ -219,57 +198,3 @@ def test_statements_at_one_place_keep_their_order() -> None:
         around=lambda text: text,
     )
     assert "First one. Second one." in text
-
-
-def test_a_mixture_answers_every_question_from_the_text() -> None:
-    sample = mixture(TOKENIZER, tasks.names(), 2048, seed=1)
-    assert prompt_length(TOKENIZER, sample.content) == 2048
-    assert len(sample.targets) > 8
-    assert all(target in sample.document for target in sample.targets)
-    assert all(target in sample.reply for target in sample.targets)
-    assert sample.document.count("The pass key is") <= 1
-    names = set(re.findall(r"numbers for (\w+) is:", sample.document))
-    assert names <= set(NAMES[::2])  # the half of the keys that evaluation never asks for
-
-
-def test_a_mixture_asks_as_few_questions_as_wanted_and_fits_short_texts() -> None:
-    sample = mixture(TOKENIZER, ["passkey", "multikey"], 512, seed=1, questions=1)
-    assert sample.question.count("?") == 1
-    assert sample.document.startswith(tuple(tasks.get(name).introduction for name in ("passkey", "multikey")))
-    for seed in range(30):
-        short = mixture(TOKENIZER, ["two_stage"], 256, seed=seed)
-        assert count_tokens(TOKENIZER, short.content) < 256
-    with pytest.raises(ValueError, match='task "sudoku" cannot be mixed'):
-        mixture(TOKENIZER, ["sudoku"], 512)
-
-
-@pytest.mark.slow
-def test_multivalue_numbers_begin_with_consecutive_digits_in_ascending_order() -> None:
-    first = set()
-    for seed in range(40):
-        targets = tasks.get("multivalue").sample(TOKENIZER, 1024, seed=seed).targets
-        assert list(targets) == sorted(targets, key=int)
-        digits = [int(target[0]) for target in targets]
-        assert digits == list(range(digits[0], digits[0] + 4))
-        assert len({target[1] for target in targets}) == 1
-        first.add(digits[0])
-    assert first == {1, 2, 3, 4, 5, 6}
-
-
-def test_multivalue_has_numbers_for_more_values_than_first_digits_and_for_single_digits() -> None:
-    assert tasks.get("multivalue", digits=1, others=0).sample(TOKENIZER, 1024).targets[3] in "456789"
-    targets = tasks.get("multivalue", values=12).sample(TOKENIZER, 1024).targets
-    assert len(set(targets)) == 12
-    assert list(targets) == sorted(targets, key=int)
-
-
-def test_numbers_with_a_first_digit_run_out_on_their_own() -> None:
-    draw = Draw(random.Random(0), "eval")
-    assert sorted(draw.number(2, first=3) for _ in range(10)) == [str(number) for number in range(30, 40)]
-    with pytest.raises(ValueError, match="numbers of 2 digits"):
-        draw.number(2, first=3)
-    assert draw.number(2)[0] != "3"
-    assert sorted(draw.number(4, first=12)[:2] for _ in range(3)) == ["12"] * 3
-    assert draw.number(2, first=57) == "57"
-    with pytest.raises(ValueError, match="numbers of 2 digits"):
-        draw.number(2, first=57)

@@ -40,10 +40,10 @@ def ids(own: Ranks, tokens: int) -> Tensor:
     return torch.randint(5, 800, (1, tokens), generator=torch.Generator().manual_seed(7 + own.rank))
 
 
-def trained(model: nn.Module, row: Tensor, policy: RetentionPolicy | None) -> Tensor:
+def trained(model: nn.Module, row: Tensor) -> Tensor:
     """Return loss and gradients of one row, in one vector."""
     heads = RetainingHeads.for_model(model, 32, seed=0).requires_grad_(True)
-    result = train_step(model, heads, row[:, :-20], row[:, -20:], policy=policy)
+    result = train_step(model, heads, row[:, :-20], row[:, -20:])
     return torch.cat([result.total[None], *(p.grad.flatten() for p in heads.parameters() if p.grad is not None)])
 
 
@@ -70,8 +70,7 @@ def measure(own: Ranks, whole: nn.Module, model: nn.Module) -> dict[str, Any]:
     def apart(function: Callable[[nn.Module], Tensor]) -> float:
         return (function(whole) - function(model)).abs().max().item()
 
-    found: dict[str, Any] = {"train_step": apart(lambda one: trained(one, row, None))}
-    found["evict_while_training"] = apart(lambda one: trained(one, row, POLICY))
+    found: dict[str, Any] = {"train_step": apart(lambda one: trained(one, row))}
     found["kernels"] = apart(lambda one: merged(one, heads, row))
     # As many as the number of the process says, and answers of other lengths.
     (logits, facts), (others, same) = (answered(one, heads, row, 3 + 6 * own.rank) for one in (whole, model))

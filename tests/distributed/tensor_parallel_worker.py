@@ -31,7 +31,6 @@ from locret import (
     generate,
     load_cache,
     lookups,
-    mergers,
     prefill,
     prefill_attention,
     save_cache,
@@ -40,12 +39,10 @@ from locret import (
 from locret.backbone.adapters import describe, ranks_of
 from locret.distributed import tensor_parallel
 from locret.heads.fingerprint import any_fingerprint, weight_fingerprint
-from locret.heads.shard import ShardedHeads, part_of, sharded
+from locret.heads.shard import ShardedHeads, sharded
 from locret.labels import answer_labels
 from locret.labels.labels import prompt_scores
 from locret.mergers.kernels import MergingKernels
-from locret.train.step import train_step
-from locret.train.training_options import Loss
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(sys.argv[1])
@@ -135,9 +132,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "heads, adaptive memory": {"memory": "adaptive"},
     "heads, decremental": {"memory": "sqrt", "decremental": True, "min_chunk": 16},
     "heads, 4 bits": {"key_bits": 4, "value_bits": 4},
-    # Not with rounding="rotated": on a processor with AVX-512 it kept other units, and why was not looked into.
     "heads, 8 bits": {"key_bits": 8, "value_bits": 8, "exact_recent": 8},
-    "heads, refit": {"refit": True},
     "heads, adaptive heads": {"head_budgets": "adaptive"},
     "heads, bounded host": {"host_budget": 64, "recall": 8},
     "heads, host in codes": {"host_budget": "all", "recall": 8, "key_bits": 8, "value_bits": 8},
@@ -174,8 +169,7 @@ def walk(both: Both) -> Any:
     reading["scorer"] = "streaming:sinks=0"
     cases["omnikv, sparse reading"] = {**reading, "recall": 32, "recall_by": "omnikv:prefill=1"}
     cases["quest, its paper's"] = {**reading, "recall": 32, "recall_by": "quest:page=8"}
-    for name in mergers.names():
-        cases[f"merger {name}"] = {"merge": f"loco:kernels={FOLDER / 'kernels'}" if name == "loco" else name}
+    cases["merger loco"] = {"merge": f"loco:kernels={FOLDER / 'kernels'}"}
     for name in prefill_attention.names():
         cases[f"attention {name}"] = {"prefill_attention": SPARSE.get(name, name)}
     found = {}
@@ -284,47 +278,14 @@ def heads(both: Both) -> Any:
     """Take heads apart and together again."""
     own = sharded(both.heads, both.ranks)
     assert isinstance(own, ShardedHeads)
-    folder = FOLDER / f"heads-{dist.get_world_size()}"
-    own.save_pretrained(folder)
-    dist.barrier()
-    state, whole = own.whole_state(), both.heads.state_dict()
+    state, whole = own.whole().state_dict(), both.heads.state_dict()
     scores = [prompt_scores(model, ours, both.ids) for model, ours in ((both.whole, both.heads), (both.part, own))]
     return {
         "bytes": [sum(p.nbytes for p in heads.parameters()) for heads in (both.heads, own)],
         "state": list(state) == list(whole) and all(torch.equal(state[key], whole[key]) for key in whole),
-        "file": (folder / "model.safetensors").read_bytes() == (HEADS / "model.safetensors").read_bytes(),
-        "config": json.loads((folder / "config.json").read_text()) == json.loads((HEADS / "config.json").read_text()),
         "scores": float((both.ranks.own(scores[0], 1) - scores[1]).abs().max()),
         "again": sharded(own, both.ranks) is own,
     }
-
-
-def training(both: Both) -> Any:
-    """Compare losses and gradients of a row, read whole and while the heads evict."""
-    found: dict[str, Any] = {}
-    for name, loss, policy in (
-        ("regression", Loss(alpha=0.5), None),
-        ("ranking", Loss(objective="ranking", label_kind="log_attention", alpha=0.0025), None),
-        ("evicting", Loss(), RetentionPolicy(**POLICY)),
-    ):
-        whole = RetainingHeads.for_model(both.whole, 32, seed=0).requires_grad_(True)
-        part = sharded(RetainingHeads.for_model(both.part, 32, seed=0), both.ranks)
-        row = both.ids[:, :-20], both.ids[:, -20:]
-        results = [
-            train_step(model, ours, *row, loss, policy=policy)
-            for model, ours in ((both.whole, whole), (both.part, part))
-        ]
-        far = [
-            float((part_of(theirs.grad, key, part.config, both.ranks) - ours.grad).abs().max())
-            for (key, theirs), ours in zip(whole.named_parameters(), part.parameters(), strict=True)
-        ]
-        most = max(float(one.grad.abs().max()) for one in whole.parameters())
-        found[name] = {
-            "losses": [[float(one.total), float(one.fit), float(one.smoothness)] for one in results],
-            "overlap": float((results[0].overlap - results[1].overlap).abs().max()),
-            "gradients": max(far) / most,
-        }
-    return found
 
 
 def refusals(both: Both) -> Any:
@@ -372,7 +333,7 @@ def _unread(**_: Any) -> Any:
 
 
 CHECKS: dict[str, Callable[[Both], Any]] = {
-    check.__name__: check for check in (fingerprints, walk, backbones, rows, files, heads, training, refusals)
+    check.__name__: check for check in (fingerprints, walk, backbones, rows, files, heads, refusals)
 }
 
 

@@ -53,7 +53,6 @@ def test_training_leaves_the_heads_of_one_process(rows: Path, tmp_path: Path) ->
         3,
         "--eval-every",
         2,
-        "--evict-while-training",
         *POLICY,
     )  # an odd number of rows held out
     alone(*line, "--gradient-accumulation", 2, "--output", tmp_path / "one")

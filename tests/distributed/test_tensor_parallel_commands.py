@@ -9,15 +9,10 @@ from typing import Any
 import launches
 import pytest
 from launches import alone, finish, short_text, start
-from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
 MODEL, HEADS = "checkpoints/tiny", "checkpoints/tiny-heads"
-TRAIN, EVAL, INFER = "locret.train.command", "locret.infer.evaluation.command", "locret.infer.command"
-CLOSE = 1e-6
-TIED = 0.02
-"""How far overlaps may be apart: of a short row's few best tokens, two that are almost equal may change places."""
-MEASURED = {"tokens_per_second", "memory_bytes"}
+EVAL, INFER = "locret.infer.evaluation.command", "locret.infer.command"
 
 
 def split(*line: object) -> tuple[int, str, str]:
@@ -29,45 +24,8 @@ def done(*line: object) -> str:
     return launches.done("-m", *line, "--shard", "tp")
 
 
-@pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("rows") / "rows.json"
-    texts = [
-        {"instruction": f"The key is {n}77. {'Grass is green. ' * (5 * n)}?", "output": f"{n}77"} for n in range(9)
-    ]
-    path.write_text(json.dumps(texts))
-    return path
-
-
 def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def weights(folder: Path) -> dict[str, Any]:
-    return load_file(folder / "model.safetensors")
-
-
-def assert_same_heads(one: Path, other: Path) -> None:
-    first, second = weights(one), weights(other)
-    assert list(first) == list(second)
-    assert max(float((first[name] - second[name]).abs().max()) for name in first) < CLOSE
-
-
-def test_training_leaves_the_heads_of_one_process_and_goes_on_with_any_number(rows: Path, tmp_path: Path) -> None:
-    line: tuple[object, ...] = (TRAIN, "--model", MODEL, "--dataset", rows, "--hidden-dim", 16, "--steps", 4)
-    line = (*line, "--save-every", 2, "--log-every", 1, "--eval-rows", 2, "--clip", "norm", "--clip-limit", 0.01)
-    alone(*line, "--output", tmp_path / "one")
-    done(*line, "--output", tmp_path / "two")
-    assert_same_heads(tmp_path / "one", tmp_path / "two")
-    for first, second in zip(*(records(tmp_path / name / "log.jsonl") for name in ("one", "two")), strict=True):
-        assert set(first) == set(second)
-        for name in set(first) - MEASURED:
-            near = TIED if "overlap" in name else 1e-5
-            assert first[name] == pytest.approx(second[name], abs=near), f"{name}: everything is counted once"
-    alone(TRAIN, "--resume", tmp_path / "two" / "checkpoint-2", "--output", tmp_path / "then-one")
-    done(*line, "--resume", tmp_path / "one" / "checkpoint-2", "--output", tmp_path / "then-two")
-    for name in ("then-one", "then-two"):
-        assert_same_heads(tmp_path / "one", tmp_path / name)
 
 
 def test_an_answer_and_a_context_are_those_of_one_process(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from locret import RetainingHeads
 from locret.engines.transformers import Written
-from locret.infer.serve.engine import Asked, Engine, NoRoom, NotRunning, Step
+from locret.infer.serve.engine import Asked, NoRoom, NotRunning, Step
 from locret.infer.serve.transformers_engine import TransformersEngine
 
 
@@ -22,7 +22,7 @@ def book() -> Read:
 
 
 def test_an_engine_answers_questions_to_contexts_and_plain_prompts(book: Read) -> None:
-    engine: Engine = TransformersEngine(book.model, kv_bytes=4 << 20)
+    engine = TransformersEngine(book.model, kv_bytes=4 << 20)
     assert 0 < engine.planned_bytes <= 4 << 20
     with pytest.raises(NotRunning, match="does not run"):
         engine.hold(book.prefix)

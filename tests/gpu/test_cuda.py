@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
+import warnings
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
-from locret.cache import compiled_step
-from locret.infer.speed.gpu import Captured
+from locret.cache import captured_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,6 +36,14 @@ def model() -> torch.nn.Module:
         max_position_embeddings=131072,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the replays of graphs."""
+    found, real = list[int](), torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: found.append(1) or real(graph))
+    return found
 
 
 def prompt(length: int) -> torch.Tensor:
@@ -93,25 +104,114 @@ def test_the_host_never_waits_for_the_device_after_the_first_chunk(model: torch.
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_a_cuda_graph_writes_the_tokens_of_steps_run_as_written(
-    model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch, captured: bool
+def both_answers(cache: RetentionCache, new: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """Return the ids of steps as written and of captured ones, and the cache of these."""
+    cache.model.generation_config.eos_token_id = None
+    captured, options = cache.copy(), {"max_new_tokens": new, "do_sample": False, **options}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured_step, "DEVICES", ())
+        expected = generate(cache.model, cache=cache, **options)
+    with warnings.catch_warnings():  # a capture that fails says so
+        warnings.simplefilter("error")
+        found = generate(captured.model, cache=captured, **options)
+    return expected, found, captured
+
+
+SHARES = (0.7, 1.3, 1.2, 0.8, 1.0, 1.0, 0.9, 1.1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("head_budgets", ["uniform", "shares"])
+def test_a_graph_writes_the_tokens_of_steps_run_as_written(
+    model: torch.nn.Module, rows: int, head_budgets: str, replays: list[int]
 ) -> None:
-    if captured:
-        monkeypatch.setattr(compiled_step, "_program", lambda run, *_, **__: Captured(run))
     torch.backends.cuda.matmul.allow_tf32 = False
-    model = model.to("cuda")
-    model.generation_config.eos_token_id = None
+    heads = RetainingHeads.for_model(model.to("cuda"), hidden_dim=64, seed=0)
+    shares = SHARES if head_budgets == "shares" else None
+    cache = RetentionCache(model, heads, replace(POLICY, head_budgets=head_budgets, head_shares=shares))
+    prefill(model, torch.cat([prompt(1000)] * rows), cache, new_tokens=40)
+    expected, found, captured = both_answers(cache, 40)
+    assert len(replays) == 40
+    assert torch.equal(found, expected)
+    for layer in range(4):
+        assert torch.equal(captured.kept_positions(layer), cache.kept_positions(layer))
+        torch.testing.assert_close(captured.kept_scores(layer), cache.kept_scores(layer), atol=1e-3, rtol=1e-3)
+
+
+def test_a_graph_draws_what_steps_as_written_draw_and_its_memory_is_free_afterwards(
+    model: torch.nn.Module, replays: list[int]
+) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    heads = RetainingHeads.for_model(model.to("cuda"), hidden_dim=64, seed=0)
+    cache = RetentionCache(model, heads, POLICY)
+    prefill(model, prompt(1000), cache, new_tokens=16)
+    held = []
+    for _ in range(4):
+        twin = cache.copy()
+        answers = []
+        for devices in ((), ("cuda",)):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(captured_step, "DEVICES", devices)
+                torch.manual_seed(1)
+                answers.append(generate(model, cache=twin.copy(), max_new_tokens=16, do_sample=True, eos_token_id=None))
+        assert torch.equal(*answers)
+        del twin, answers
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+    assert len(replays) == 64
+    assert held[1:] == [held[1]] * 3  # cuBLAS keeps a workspace from the first on
+
+
+def test_bfloat16_logits_of_a_graph_are_those_of_steps_as_written(model: torch.nn.Module, replays: list[int]) -> None:
+    model = model.to("cuda", torch.bfloat16)
     heads = RetainingHeads.for_model(model, hidden_dim=64, seed=0)
-    plain = RetentionCache(model, heads, POLICY)
-    prefill(model, prompt(1000), plain, new_tokens=40)
-    compiled = plain.copy()
-    options = {"max_new_tokens": 40, "do_sample": False}
-    expected = generate(model, cache=plain, **options)
-    skipped = counters["inductor"]["cudagraph_skips"]
-    assert torch.equal(generate(model, cache=compiled, compile=True, **options), expected)
-    assert counters["inductor"]["cudagraph_skips"] == skipped
-    torch.testing.assert_close(compiled.kept_scores(0), plain.kept_scores(0), atol=1e-3, rtol=1e-3)
+    cache = RetentionCache(model, heads, POLICY)
+    prefill(model, prompt(1000), cache, new_tokens=9)
+    options = {"return_dict_in_generate": True, "output_logits": True}
+    expected, found, _ = both_answers(cache, 9, **options)
+    first, other = expected.logits[0].float(), found.logits[0].float()
+    assert (first - other).norm() < 0.02 * first.norm()
+    assert len(replays) == 9
+
+
+def test_a_capture_that_cannot_be_loses_no_answer(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = RetainingHeads.for_model(model.to("cuda"), hidden_dim=64, seed=0)
+    model.generation_config.eos_token_id = None
+    cache = RetentionCache(model, heads, POLICY)
+    prefill(model, prompt(1000), cache, new_tokens=12)
+    plain, real = cache.copy(), captured_step.attend_slots
+
+    def waits(query: torch.Tensor, *args: Any) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            query.sum().item()  # the host cannot wait for a graph that is not there yet
+        return real(query, *args)
+
+    monkeypatch.setattr(captured_step, "attend_slots", waits)
+    with pytest.warns(UserWarning, match="could not be captured"):
+        found = generate(model, cache=cache, max_new_tokens=12, do_sample=False)
+    monkeypatch.setattr(captured_step, "DEVICES", ())
+    assert torch.equal(found, generate(model, cache=plain, max_new_tokens=12, do_sample=False))
+    generate(model, cache=plain, max_new_tokens=12, do_sample=True)  # the generator of random numbers is whole
+
+
+def test_answers_of_several_threads_are_those_of_one(model: torch.nn.Module) -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    heads = RetainingHeads.for_model(model.to("cuda"), hidden_dim=64, seed=0)
+    model.generation_config.eos_token_id = None
+    cache = RetentionCache(model, heads, POLICY)
+    prefill(model, prompt(1000), cache, new_tokens=24)
+    expected, answers = both_answers(cache.copy(), 24)[0], {}
+
+    def answer(index: int) -> None:
+        answers[index] = generate(model, cache=cache.copy(), max_new_tokens=24, do_sample=False)
+
+    threads = [threading.Thread(target=answer, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [torch.equal(answers[index], expected) for index in range(4)] == [True] * 4
 
 
 @pytest.mark.parametrize("spec", ["a_shape:sinks=8,window=100", "vertical_slash:vertical=60,slash=120", "xattention"])

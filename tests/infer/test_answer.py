@@ -12,10 +12,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from locret import LongContextModel, generate
 from locret.conversation.chat import AnswerStreamer
+from locret.conversation.document import Document
 from locret.conversation.templates import decode
-from locret.infer.answer import prompt_ids
-from locret.infer.infer_options import PromptOptions
 
 
 @pytest.fixture(scope="module")
@@ -58,29 +58,40 @@ def test_streamed_text_of_the_embedded_tokenizer_is_the_decoded_text(backbone: P
     assert "".join(streamed(tokenizer, ids)) == text
 
 
-def test_prompt_is_the_chat_template_around_the_trimmed_text(backbone: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(backbone)
+@pytest.fixture(scope="module")
+def lm(backbone: Path) -> LongContextModel:
+    return LongContextModel.from_pretrained(backbone, scorer="random", dtype="float32")
+
+
+def test_a_question_read_with_its_text_is_the_chat_template_around_both(lm: LongContextModel) -> None:
     pieces = ["\n  The ", "tower", " ", "\n", " waits.", " \n", "\n"]
-    ids = [token for block in prompt_ids(tokenizer, pieces, PromptOptions(), "Where?") for token in block]
+    chat = lm.converse(Document("text", iter(pieces)), "Where?", progress=False)
     messages = [{"role": "user", "content": "The tower \n waits.\n\nWhere?"}]
-    assert ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
+    ids = lm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    assert chat.cache.seen == ids.shape[1]
+    out = generate(
+        lm.model, ids, cache=chat.cache.copy(), max_new_tokens=4, do_sample=False
+    )  # refuses a cache of other ids
+    assert chat.say("Where?", max_new_tokens=4) == decode(lm.tokenizer, out[0, ids.shape[1] :].tolist())
 
 
 def test_plain_text_keeps_its_white_space(backbone: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(backbone)
-    blocks = prompt_ids(tokenizer, ["\nThe tower\n"], PromptOptions(template="none"))
-    assert [token for block in blocks for token in block] == tokenizer("\nThe tower\n").input_ids
+    plain = LongContextModel.from_pretrained(backbone, scorer="random", dtype="float32", template="none")
+    context = plain.read("\nThe tower\n", progress=False)
+    chat = context.chat()
+    chat.read_turn(None, 1)
+    assert chat.cache.seen == len(plain.tokenizer("\nThe tower\n").input_ids)
 
 
-def test_prompt_is_tokenised_as_it_is_asked_for(backbone: Path) -> None:
-    tokenizer, pulled = AutoTokenizer.from_pretrained(backbone), []
+def test_text_is_tokenised_as_it_is_asked_for(lm: LongContextModel) -> None:
+    pulled = []
 
     def pieces() -> Any:
         for index in range(1000):
             pulled.append(index)
             yield "The tower waits near the river. " * 1000
 
-    blocks = prompt_ids(tokenizer, pieces(), PromptOptions())
+    blocks = lm.tokens(Document("text", pieces()))
     for _ in range(3):
         next(blocks)
     assert len(pulled) < 50

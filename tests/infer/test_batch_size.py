@@ -16,7 +16,7 @@ from locret.infer.evaluation.command import command
 
 BACKBONE, HEADS = shipped.find("checkpoints/tiny"), shipped.find("checkpoints/tiny-heads")
 SMALL = (
-    *("--model", BACKBONE, "--heads", HEADS, "--tasks", "multikey,variable_tracking", "--lengths", "300"),
+    *("--model", BACKBONE, "--heads", HEADS, "--tasks", "multikey,passkey", "--lengths", "300"),
     *("--samples", "2", "--questions", "3", "--protocol", "aware,agnostic", "--chunk-size", "64"),
     *("--stabilizers", "8", "--local-len", "8", "--figures", "none", "--quiet"),
 )
@@ -37,7 +37,7 @@ def exact(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_answers_side_by_side_are_those_of_one_by_one(tmp_path: Path) -> None:
-    line = ("--tasks", "variable_tracking", "--methods", METHODS, "--budget", "48")
+    line = ("--tasks", "multikey", "--methods", METHODS, "--budget", "48")
     alone, beside = asked(tmp_path / "1", *line), asked(tmp_path / "4", *line, "--batch-size", 4)
     assert exact(alone) == exact(beside)
     for one, other in zip(alone, beside, strict=True):
@@ -68,7 +68,7 @@ def test_a_run_that_goes_on_writes_the_same_answers_beside_each_other(
     assert cells(tmp_path / "cut") == cells(tmp_path / "whole")
     assert set(sizes) == {
         len({(one["index"], one["question"]) for one in whole if one["task"] == name})
-        for name in ("multikey", "variable_tracking")
+        for name in ("multikey", "passkey")
     }
     code = refused(*SMALL, "--output", tmp_path / "cut", *line[:-1], "3", "--resume")
     assert code == 2, "another number is another evaluation"
@@ -120,7 +120,6 @@ def refused(*line: object) -> int:
             ("--batch-size", 2, "--decode-budget", 200),
             "changes nothing, for --decode-budget 200 evicts for each answer",
         ),
-        (("--batch-size", 2, "--ledger", 8), "changes nothing, for --ledger 8 is kept for one answer"),
         (
             ("--batch-size", 10**9, "--samples", 500_000),
             "--batch-size 1000000000 of random with --lengths 300: what it holds takes at least",

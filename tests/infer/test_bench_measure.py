@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.measure import Seconds
 from locret.infer.speed.peaks import measure_peaks
 from locret.infer.speed.plan import BenchPlan
-from locret.infer.speed.resident import resident_growth
 from locret.infer.speed.resolve import make_plan
 from locret.infer.speed.runs import FloorRun, layer_bytes, make_setup, new_run, storage_bytes
 from locret.infer.speed.shapes import TINY
@@ -110,14 +108,6 @@ def test_bytes_of_a_full_cache_grow_with_the_prompt_and_those_of_a_bounded_one_d
             counted[method.name, length] = run.cache_bytes()
     assert counted["full", 200] == 2 * counted["full", 100] == 200 * LAYERS * 2 * 4 * 32 * 4
     assert counted["locret", 200] == counted["locret", 100]
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux says how much memory a process held")
-@pytest.mark.slow
-def test_resident_memory_shows_what_was_touched() -> None:
-    grown = resident_growth(lambda: floats(96).sum())
-    assert grown is not None
-    assert 90 * MIB < grown < 120 * MIB
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def record_of(found: Measurements | None, methods: str = "full,floor,locret", le
 
 
 def measurements() -> Measurements:
-    peaks = RunPeaks(PeakBytes(10, 20, 30), PeakBytes(10, 20, 5), 80)
+    peaks = RunPeaks(PeakBytes(10, 20, 30), PeakBytes(10, 20, 5))
     return Measurements(
         rates=[MachineRates(4e9, 2e9), MachineRates(8e9, 4e9)],
         seconds={
@@ -148,7 +148,7 @@ def test_the_command_measures_and_writes_a_whole_record(capsys: pytest.CaptureFi
 
 @pytest.mark.usefixtures("small_machine")
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_measurement_says_how_long_it_takes_and_counts_runs_in_a_terminal(
+def test_a_measurement_counts_runs_in_a_terminal(
     terminal: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
@@ -156,8 +156,6 @@ def test_a_measurement_says_how_long_it_takes_and_counts_runs_in_a_terminal(
     assert command(flags) == 0
     out, err = capsys.readouterr()
     assert len(json.loads(out)["results"]) == 2
-    assert err.startswith("locret-bench: measuring, about 1 second (estimated from one matrix product and one copy)\n")
     # Each method warms up once; in both rounds it is timed, as the machine is.
     assert ("8/8" in err) == terminal
-    if not terminal:
-        assert err.count("\n") == 1
+    assert terminal or not err

@@ -95,7 +95,7 @@ def test_heat_map_of_nothing_is_refused() -> None:
 
 def test_only_tasks_whose_answer_is_in_one_place_get_a_heat_map() -> None:
     assert all(tasks.get(name).single_needle for name in ("passkey", "number", "multikey"))
-    assert not any(tasks.get(name).single_needle for name in ("multivalue", "variable_tracking"))
+    assert not tasks.get("ruler/vt").single_needle
 
 
 def test_lines_of_a_figure_look_different() -> None:
@@ -107,7 +107,7 @@ def test_ways_of_reading_have_a_heat_map_each() -> None:
     records = [
         record(0.5, 1024, 1.0),
         record(0.5, 1024, 1.0, task="number"),
-        record(0.5, 1024, 1.0, task="multivalue"),
+        record(0.5, 1024, 1.0, task="ruler/niah_multivalue"),
         record(None, 1024, 1.0),
         record(0.5, 1024, 1.0, method="full", budget=None, chunk_size=None, stabilizers=None),
     ]

@@ -238,6 +238,15 @@ def test_a_setting_that_an_older_folder_does_not_know_makes_no_difference(tmp_pa
             output_folder.check_output(str(tmp_path), {**former, name: other}, resume=True, overwrite=False)
 
 
+def test_retired_fields_of_a_policy_make_a_difference_only_where_they_were_used(tmp_path: Path) -> None:
+    here, state = {"policies": [{"budget": 8}]}, tmp_path / output_folder.CONFIGURATION
+    state.write_text(json.dumps({"policies": [{"budget": 8, "refit": False, "ledger": 0}]}))
+    output_folder.check_output(str(tmp_path), here, resume=True, overwrite=False)
+    state.write_text(json.dumps({"policies": [{"budget": 8, "refit": True, "ledger": 0}]}))
+    with pytest.raises(ValueError, match=r"another configuration \(other policies\)"):
+        output_folder.check_output(str(tmp_path), here, resume=True, overwrite=False)
+
+
 def test_a_file_in_the_folders_place_is_refused(evaluate: Any, tmp_path: Path) -> None:
     (tmp_path / "out").write_text("a file")
     code, _, err = evaluate("--methods", "random", "--output", tmp_path / "out")
@@ -290,7 +299,7 @@ def test_list_as_json_holds_versions_and_options(evaluate: Any) -> None:
     code, out, _ = evaluate("--list", "--json")
     found = json.loads(out)
     assert code == 0
-    assert found["tasks"]["multikey"]["options"] == {"lookalikes": 0, "keys": 8, "digits": 7}
+    assert found["tasks"]["multikey"]["options"] == {"keys": 8, "digits": 7}
     assert found["tasks"]["passkey"]["version"] >= 1
     assert "oracle" in found["methods"]
 

@@ -148,7 +148,7 @@ def test_what_protects_nothing_is_refused(changed: list[str], message: str, tmp_
 
 def test_what_a_method_cannot_keep_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     arguments = ["--model", BACKBONE, "--tasks", "passkey", "--lengths", "512", "--samples", "1", "--budget", "64"]
-    arguments += ["--methods", "random", "--methods", "snapkv:window=8", "--ledger", "8"]
-    with pytest.raises(ValueError, match="ledger=8 sums up the attention that scores predict, but scorer snapkv"):
+    arguments += ["--methods", "random", "--key-bits", "4", "--exact-layers", "9"]
+    with pytest.raises(ValueError, match="exact_layers=9 leaves none of 5 layers"):
         command([*arguments, "--output", str(tmp_path / "out")])
     assert not (tmp_path / "out").exists()

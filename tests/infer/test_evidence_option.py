@@ -28,10 +28,9 @@ def test_answers_come_with_their_evidence(text: str, tmp_path: Path, capsys: pyt
     read = ["--prompt-file", text, "--budget", "32", "--evidence", "--reread", text, "--save-context", saved, "--quiet"]
     command.command([*MODEL, *read, *ASK, "--json"])
     record = json.loads(capsys.readouterr().out)
-    assert record["policy"]["ledger"] == 256
     (answer,) = record["answers"]
     assert answer["evidence"]["text"] == answer["answer"]
-    assert 0 < answer["evidence"]["lost"] < 1
+    assert answer["evidence"]["evicted"] is True
     context_command.command(["ask", saved, *MODEL, *ASK, "--evidence", "--json", "--quiet"])
     (context,) = json.loads(capsys.readouterr().out)["contexts"]
     again = context["answers"][0]["evidence"]
@@ -40,7 +39,7 @@ def test_answers_come_with_their_evidence(text: str, tmp_path: Path, capsys: pyt
     command.command(["--context", saved, *MODEL, *ASK, "--evidence", "--quiet"])
     out = capsys.readouterr().out
     assert out.startswith("> What is the pass key?\n")
-    assert "% of the attention may be lost" in out
+    assert "evidence: the least certain token leads by " in out
     assert out.endswith("; evidence may be gone\n" if again["flagged"] else "; not flagged\n")
 
 
@@ -54,11 +53,11 @@ def test_answers_come_with_their_evidence(text: str, tmp_path: Path, capsys: pyt
     ],
 )
 def test_the_answer_before_is_told_from_the_one_that_is_given(before: str | None, said: str) -> None:
-    passages = (Passage(start=64, end=160, lost=0.3),)
-    found = Answered(text="It is 5.", lost=0.4, margin=0.2, passages=passages, before=before)
+    passages = (Passage(start=64, end=160, attention=0.3),)
+    found = Answered(text="It is 5.", margin=0.2, passages=passages, evicted=True, before=before)
     line = command._evidence_line(found)
     assert line.endswith(said)
-    assert "tokens 64-160; least certain token leads by 0.20" in line
+    assert "the least certain token leads by 0.20; looked most at tokens 64-160" in line
     assert len(line) < 300
 
 
@@ -67,7 +66,7 @@ def test_the_answer_is_word_for_word_that_without_evidence(
     backbone: Path, heads: Path, text: str, tmp_path: Path, infer: Callable[..., Any], sampling: tuple[str, ...]
 ) -> None:
     model, saved = ["--model", backbone, "--heads", heads], tmp_path / "text.ctx"
-    assert infer(*model, "--prompt-file", text, "--ledger", "256", "--save-context", saved, "--quiet").code == 0
+    assert infer(*model, "--prompt-file", text, "--save-context", saved, "--quiet").code == 0
     call = [*model, "--context", saved, *ASK, *sampling, "--json", "--quiet"]
     (plain,), (own,) = (json.loads(infer(*call, *more).out)["answers"] for more in ([], ["--evidence"]))
     assert own["answer"] == plain["answer"]
@@ -92,16 +91,13 @@ def test_a_text_is_read_again_as_it_was_read(
     [
         (["--reread", "a.txt"], "--reread a.txt needs --evidence"),
         (["--evidence", "--num-beams", "2"], "--evidence watches one answer, but --num-beams 2 are searched"),
-        (["--evidence", "--compile"], "--evidence looks at every step of the answer, which --compile joins"),
         (["--evidence", "--reread", "nowhere.txt"], "--reread nowhere.txt: no such file"),
         (["--evidence", "--reread", "-"], "--reread - is standard input"),
         (
             ["--evidence", "--reread", "a", "--turns", "text"],
             "--reread reads passages in the room of a turn, which --t",
         ),
-        (["--evidence", "--ledger", "1000000000"], "ledger=1000000000 is no number of segments; give 2 to 1048576"),
-        (["--evidence", "--ledger", "0"], "--evidence needs a ledger"),
-        (["--evidence", "--ledger", "1"], "ledger=1 is no number of segments"),
+        (["--ledger", "256"], r'option "--ledger" was retired; release 0\.1\.0 \(git tag lab-frozen\)'),
     ],
 )
 def test_what_makes_no_sense_is_refused(text: str, given: list[str], message: str) -> None:
@@ -114,15 +110,9 @@ def test_nothing_asked_has_no_evidence(text: str, tmp_path: Path) -> None:
         command.command([*MODEL, "--prompt-file", text, "--evidence", "--save-context", str(tmp_path / "a")])
 
 
-def test_a_scorer_that_predicts_no_attention_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="scorer snapkv does not predict any"):
-        command.command(
-            ["--model", "checkpoints/tiny", "--scorer", "snapkv", "--prompt-file", text, "--evidence", *ASK]
-        )
-
-
-def test_a_context_without_a_ledger_is_refused(text: str, tmp_path: Path) -> None:
+def test_any_scorer_and_any_saved_context_have_evidence(text: str, tmp_path: Path, capsys: Any) -> None:
     saved = str(tmp_path / "text.ctx")
-    command.command([*MODEL, "--prompt-file", text, "--budget", "32", "--save-context", saved, "--quiet"])
-    with pytest.raises(ValueError, match="--evidence needs a ledger of what was read.* with --ledger 256"):
-        context_command.command(["ask", saved, *MODEL, *ASK, "--evidence", "--quiet"])
+    model = ["--model", "checkpoints/tiny", "--scorer", "snapkv"]
+    command.command([*model, "--prompt-file", text, "--budget", "64", "--save-context", saved, "--quiet"])
+    context_command.command(["ask", saved, *model, *ASK, "--evidence", "--quiet"])
+    assert "evidence: the least certain token leads by " in capsys.readouterr().out

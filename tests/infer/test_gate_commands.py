@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from locret import RetainingHeads
+sys.path.append(str(Path(__file__).parents[1] / "core"))
+import gate_folders
+
 from locret.infer.command import command as infer
 from locret.infer.evaluation.command import command as evaluate
 from locret.infer.speed.command import command as bench
@@ -25,7 +29,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Each method with a gate for the embedded backbone."""
     folder, config = tmp_path_factory.mktemp("gates"), AutoConfig.from_pretrained(TINY)
     for gate in NAMES:
-        RetainingHeads.for_model(config, seed=0, gate=gate).save_published(folder / gate)
+        gate_folders.write(gate, folder / gate, config)
     return [f"{name}:path={folder / gate}" for gate, name in NAMES.items()]
 
 
@@ -76,7 +80,8 @@ def test_a_gate_that_is_damaged_or_another_one_than_before_is_refused(
     (gate / "config.json").write_text(whole)
     assert evaluate([*flags, f"random,kvzap:path={gate}"]) == 0
     assert evaluate([*flags, f"random,kvzap:path={gate},h2o", "--resume"]) == 0
-    RetainingHeads.for_model(AutoConfig.from_pretrained(TINY), seed=1, gate="kvzap-linear").save_published(gate)
+    weights = load_file(gate / "model.safetensors")
+    save_file({name: 2 * weight for name, weight in weights.items()}, gate / "model.safetensors")
     with pytest.raises(ValueError, match=r"holds an evaluation of another configuration \(other gates\)"):
         evaluate([*flags, f"random,kvzap:path={gate},h2o", "--resume"])
     capsys.readouterr()

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from locret.infer.speed import gpu
 
@@ -16,11 +15,10 @@ def test_every_piece_leaves_its_record_and_is_not_run_again(tmp_path: Path, caps
     pieces = [name for name in gpu.PIECES if name != "tests"]
     line = ["--tiny", "--output", str(tmp_path), "--pieces", ",".join(pieces)]
     assert gpu.main(line) == 0
-    torch._dynamo.reset()
     rows = {name: json.loads((tmp_path / f"{name}.json").read_text())["rows"] for name in pieces}
-    written = [row for row in (*rows["writing"], *rows["compiled"]) if row["units"] == rows["writing"][0]["units"]]
+    written = [row for row in rows["writing"] if row["units"] == rows["writing"][0]["units"]]
     assert len({tuple(row["ids"]) for row in written}) == 1
-    assert {row["how"] for row in written} == {"captured", "as written", "compiled"}
+    assert {row["captured"] for row in written} == {True, False}
     capsys.readouterr()
     assert gpu.main(line) == 0
     assert capsys.readouterr().out == ""
@@ -34,9 +32,9 @@ def test_a_piece_that_fails_says_so_and_the_next_one_runs(
 
     for name, piece in (("writing", fails), ("profile", lambda self: self._note(ran=True))):
         monkeypatch.setattr(gpu.Pieces, name, piece)
-    assert gpu.main(["--tiny", "--output", str(tmp_path), "--pieces", "writing=9,profile"]) == 1
+    assert gpu.main(["--tiny", "--output", str(tmp_path), "--pieces", "writing,profile"]) == 1
     said = capsys.readouterr().out
-    assert "writing: RuntimeError: no room long story (0 s)\n" in said
+    assert "writing: RuntimeError: no room long story\n" in said
     assert json.loads((tmp_path / "profile.json").read_text())["outcome"] == "done"
 
 

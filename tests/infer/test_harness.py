@@ -161,7 +161,7 @@ def test_task_options_reach_the_task(backbone: Path, tmp_path: Path) -> None:
 
 @NEEDED
 def test_task_options_reach_their_own_task_among_all(backbone: Path, tmp_path: Path) -> None:
-    options = {"multikey": {"keys": 2}, "multivalue": {"values": 2, "others": 1}}
+    options = {"multikey": {"keys": 2}, "number": {"digits": 6}}
     loaded = load(tmp_path, "locret", pretrained=str(backbone), lengths=512, samples=1, task_options=options)
     found = {name: task.own.options() for name, task in loaded.items()}
     assert found == {f"locret_{name}": tasks.get(name, **options.get(name, {})).options() for name in tasks.names()}

@@ -168,7 +168,7 @@ def test_a_recipe_may_hold_questions(infer: Infer, pair: list[object], saved: Pa
 def test_how_a_turn_is_read_can_be_chosen_only_where_there_is_one(
     infer: Infer, pair: list[object], text: Path, tmp_path: Path
 ) -> None:
-    refused = infer(*pair, "--prompt-file", text, *questions(ASKED[0]), "--turns", "text")
+    refused = infer(*pair, "--prompt-file", text, *questions(ASKED[0]), "--turns", "text", "--protocol", "aware")
     assert refused.code == 2
     assert "--turns text changes nothing here, where a question is read with its text" in refused.err
     units = {}

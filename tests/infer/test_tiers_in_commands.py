@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from locret import mergers, prefill_attention, shipped
+from locret import prefill_attention, shipped
 from locret.infer.command import command as infer
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.allotment import Allotment
@@ -142,9 +142,8 @@ def test_an_answer_is_measured_with_both_tiers(capsys: pytest.CaptureFixture[str
         (["--host-budget", "64", "--recall", "4", "--recall-by", "exakt"], 'lookup "exakt" is unknown'),
         (["--host-budget", "1K", "--recall", "4"], 'host_budget="1K" is neither a number of units nor "all"'),
         (["--host-budget", "1000000000000", "--recall", "4"], "bytes of host memory, but this machine has"),
-        (["--host-budget", "64", "--recall", "4", "--compile"], "compiled here: recall=4 looks up units of the second"),
         (["--key-bits", "4", "--exact-layers", "3"], "exact_layers=3 leaves none of 5 layers for key_bits=4 and"),
-        (["--merge", "foo"], 'merge "foo" is unknown; did you mean d2o or kvmerger or loco?'),
+        (["--merge", "foo"], 'merge "foo" is unknown; did you mean loco?'),
         (["--merge", "loco:kernels=/nope"], "there is no folder '/nope'; give a folder of merging kernels"),
     ],
 )
@@ -165,8 +164,6 @@ def test_what_has_no_effect_or_cannot_be_is_refused_before_weights_are_loaded(
         "omnikv",
         "infllm",
         "full+xattention:block=16",
-        "locret+d2o",
-        "h2o+refit",
         "locret+recall+2bit",
         "full+4bit",
     ],
@@ -204,11 +201,13 @@ def test_a_lookup_that_is_a_method_attends_to_as_many_units_as_the_budget() -> N
         ("exact", "exact only says how units are recalled; write it as locret+recall:recall_by=exact"),
         ("quest:pages=4", 'lookup quest: it has no option "pages"; did you mean page?'),
         ("full+recall", "full evicts nothing, so +recall means nothing; drop it"),
-        ("full+d2o", "full evicts nothing, so +d2o means nothing; drop it"),
+        ("full+loco", "full evicts nothing, so +loco means nothing; drop it"),
+        ("locret+d2o", 'modifier "+d2o" was retired; release 0.1.0'),
+        ("h2o+refit", 'modifier "+refit" was retired; release 0.1.0'),
     ],
 )
 def test_a_method_of_another_paper_that_contradicts_itself_is_refused(name: str, sentence: str) -> None:
-    with pytest.raises(ValueError, match="quest|exact|full|infllm") as caught:
+    with pytest.raises(ValueError, match="quest|exact|full|infllm|retired") as caught:
         methods.get(name)
     assert sentence in str(caught.value)
 
@@ -259,9 +258,9 @@ def test_blocks_are_planned_asked_several_times_and_not_saved(
     line = ["--model", "checkpoints/tiny", "--scorer", "streaming", "--recall-by", "infllm", "--prompt-file", str(text)]
     line += ["--max-new-tokens", "4", "--quiet"]
     for budget in (["--budget", "96"], ["--kv-memory", "1MiB"]):
-        assert infer([*line, *budget, "--question", "What?", "--dry-run"]) == 0
+        assert infer([*line, *budget, "--question", "What?", "--protocol", "aware", "--dry-run"]) == 0
         plan = json.loads(capsys.readouterr().out)
-        assert infer([*line, *budget, "--question", "What?", "--json"]) == 0
+        assert infer([*line, *budget, "--question", "What?", "--protocol", "aware", "--json"]) == 0
         record = json.loads(capsys.readouterr().out)
         assert record["policy"] == plan["policy"]
         assert plan["planned_host_bytes"] == record["planned_host_bytes"] == record["host_bytes"] > 0
@@ -283,7 +282,7 @@ def test_modifiers_are_those_that_there_are() -> None:
     for name, change in MODIFIERS.items():
         of.setdefault(change.of or "", set()).add(name)
     assert of["prefill_attention"] == set(prefill_attention.names()) - {"dense"}
-    assert of["merge"] == set(mergers.names()) - {"none"}
+    assert of["merge"] == {"loco"}
 
 
 def test_what_keeps_everything_is_run_once_in_our_engine() -> None:

@@ -59,8 +59,6 @@ def test_training_free_scorers_raise_no_false_alarm(scorer: str) -> None:
         {"host_budget": "all", "recall": 4},
         {"decode_budget": 40, "decode_interval": 4},
         {"turns": "text"},
-        {"merge": "d2o"},
-        {"refit": True},
     ],
     ids=str,
 )

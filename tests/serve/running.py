@@ -18,7 +18,6 @@ from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.state import ServerState
 from locret.infer.serve.transformers_engine import TransformersEngine
-from locret.infer.serve.turns import Beside
 
 POLICY = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
@@ -66,7 +65,7 @@ def running(
     """
     plan = MemoryPlan.of(lm, kv_memory, readers=1)
     library = Library(folder, lm, plan)
-    engine = Beside(TransformersEngine(lm.model, kv_bytes=kv_bytes or plan.engine), library.turns)
+    engine = TransformersEngine(lm.model, library.turns, kv_bytes=kv_bytes or plan.engine)
     engine.start()
     state = ServerState(lm=lm, engine=engine, library=library, plan=plan, **{"model": "tiny", **options})
     with listening(state) as port:

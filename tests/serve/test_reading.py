@@ -13,11 +13,11 @@ import torch
 
 from locret import LongContextModel, RetentionPolicy
 from locret.engines.prefix import Prefix
-from locret.infer.serve.engine import Asked, Step
+from locret.infer.serve.engine import Step
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.reading import COLUMNS, Job, Room
-from locret.infer.serve.turns import Beside, Turns
+from locret.infer.serve.turns import Turns, told
 from locret.infer.serve.upload import TooLarge, Upload
 from locret.infer.speed.allocations import peak_bytes
 
@@ -129,49 +129,30 @@ def test_one_who_is_not_wanted_any_more_leaves_the_line() -> None:
     assert order == []
 
 
-class Engine:
-    """Stands where an engine would: takes down what it is asked."""
+def test_readers_know_of_an_answer_until_it_ends() -> None:
+    turns, steps, calls = Turns(), list[Step](), list[Any]()
 
-    longest, planned_bytes, used_bytes, running = 7, 3, 2, True
+    def ask(on_step: Callable[[Step], None]) -> Callable[[], None]:
+        calls.append(on_step)
+        return lambda: calls.append("cancelled")
 
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
+    def refuse(on_step: Callable[[Step], None]) -> Callable[[], None]:
+        raise ValueError("no")
 
-    def start(self) -> None:
-        self.calls.append("start")
-
-    def stop(self) -> None:
-        self.calls.append("stop")
-
-    def hold(self, prefix: Prefix) -> None:
-        self.calls.append(prefix)
-
-    def ask(self, asked: Asked, on_step: Callable[[Step], None]) -> Callable[[], None]:
-        if asked.max_new_tokens == 0:
-            raise ValueError("no")
-        self.calls.append(on_step)
-        return lambda: self.calls.append("cancelled")
-
-
-def test_an_engine_beside_readers_is_the_engine_and_its_answers_are_known() -> None:
-    turns, engine, steps = Turns(), Engine(), list[Step]()
-    beside = Beside(engine, turns)
-    assert (beside.longest, beside.planned_bytes, beside.used_bytes, beside.running) == (7, 3, 2, True)
-    asked = Asked(ids=(1,), max_new_tokens=2)
-    cancel = beside.ask(asked, steps.append)
+    cancel = told(turns, ask, steps.append)
     (answer,) = turns._answers
     assert not answer.begun
-    engine.calls[-1](Step(token=5))
+    calls[-1](Step(token=5))
     assert answer.begun
-    engine.calls[-1](Step(token=6, finish="length"))
+    calls[-1](Step(token=6, finish="length"))
     assert not turns._answers
     assert [step.token for step in steps] == [5, 6]
     cancel()
-    assert engine.calls[-1] == "cancelled"
-    beside.ask(asked, steps.append)()
+    assert calls[-1] == "cancelled"
+    told(turns, ask, steps.append)()
     assert not turns._answers
     with pytest.raises(ValueError, match="no"):
-        beside.ask(Asked(ids=(1,), max_new_tokens=0), steps.append)
+        told(turns, refuse, steps.append)
     assert not turns._answers
 
 

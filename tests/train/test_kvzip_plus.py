@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import gates
 from torch import Tensor
 from training_cases import backbone, token_ids, train
 from transformers import AutoModelForCausalLM, DeepseekV3Config
@@ -15,7 +16,6 @@ from locret import labels
 from locret.backbone.chunk import Attended
 from locret.labels.labels import layer_labels, observe
 from locret.labels.many_answers import labels_of_answers
-from locret.reference import gates
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-mha", "qwen3"])
@@ -85,8 +85,3 @@ def test_the_command_trains_on_them(paths: tuple[Path, Path], tmp_path: Path) ->
     flags = ["--steps=1", "--warmup-steps=0", "--label-kind=kvzip_plus", "--label-source=reconstruction"]
     assert train(paths, tmp_path / "run", *flags) == 0
     assert "A token's label is the log of the attention, times the length" in (tmp_path / "run/README.md").read_text()
-
-
-def test_the_command_refuses_to_share_rows(paths: tuple[Path, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="--label-kind kvzip_plus weighs by hidden states .*; drop --sp-size"):
-        train(paths, tmp_path / "run", "--label-kind=kvzip_plus", "--sp-size=2", "--steps=1", "--warmup-steps=0")

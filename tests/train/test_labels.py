@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import oracle as reference
 import pytest
 import torch
 from torch import Tensor
 from training_cases import CASES, backbone, golden, token_ids
 
-from locret import RetainingHeads, reference
+from locret import RetainingHeads
 from locret.backbone.adapters import describe
 from locret.backbone.chunk import Attended
 from locret.labels.labels import answer_labels, layer_labels, observe, prompt_scores

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +13,9 @@ from test_step import gradients
 from training_cases import backbone, loss_of, refused, token_ids, train, train_arguments
 from transformers import AutoConfig
 
-from locret import RetainingHeads, RetentionPolicy
+from locret import RetainingHeads
 from locret.backbone.adapters import describe
 from locret.conversation.templates import Message
-from locret.data.tasks.generated.base import GeneratedTask
-from locret.data.training import question_rows
 from locret.data.training.rows import Row
 from locret.data.training.stream import TrainingStream
 from locret.labels.labels import answer_labels, observe
@@ -61,18 +58,6 @@ def test_a_step_learns_the_largest_labels_of_all_answers(family: str) -> None:
         torch.testing.assert_close(gradient, wanted[name], atol=1e-5, rtol=1e-4)
 
 
-def test_where_nothing_is_evicted_the_second_stage_learns_the_same() -> None:
-    model, document = backbone(), token_ids(70)
-    asked = [(token_ids(5, seed=1), token_ids(4, seed=2))]
-    policy = RetentionPolicy(budget=128, chunk_size=32, stabilizers=8, local_len=8)
-    one, other = heads_for(model), heads_for(model)
-    first = train_step(model, one, document, asked[0][1], asked=asked)
-    second = train_step(model, other, document, asked[0][1], asked=asked, policy=policy)
-    torch.testing.assert_close(first.total, second.total)
-    tight = train_step(model, other, document, asked[0][1], asked=asked, policy=RetentionPolicy(budget=16))
-    assert tight.total.isfinite()
-
-
 def test_a_row_is_its_document_and_what_each_question_adds() -> None:
     example = next(TrainingStream([ROW], TOKENIZER, seed=0, max_length=None, answers="each"))
     assert TOKENIZER.decode(example.prompt_ids[0]).endswith("The sky is blue.")
@@ -92,25 +77,6 @@ def test_reconstruction_repeats_the_document_alone() -> None:
 
     row = reconstruction(read_row(ROW, detect_schema(ROW, "rows"), where="row 0", answer_needed=False))
     assert row == Row((Message("user", f"{DOCUMENT}\n\n{REQUEST}"),), DOCUMENT)
-
-
-def test_rows_of_tasks_are_texts_of_the_training_split_with_all_questions() -> None:
-    rows = list(question_rows.task_rows(TOKENIZER, 4, [300, 400], names=["passkey", "multikey"], seed=3))
-    assert rows == list(question_rows.task_rows(TOKENIZER, 4, [300, 400], names=["passkey", "multikey"], seed=3))
-    assert [len(row["questions"]) for row in rows] == [1, 8, 1, 8]
-    assert len(rows[1]["document"]) < len(rows[3]["document"])
-    answers = [one["answer"] for row in rows for one in row["questions"]]
-    assert len(set(answers)) == len(answers)
-    task = question_rows._made_here(["multikey"])[0]
-    assert isinstance(task, GeneratedTask)
-    assert rows[1]["document"] != task.sample(TOKENIZER, 300, seed="3/1").document
-
-
-def test_each_length_has_each_share_of_look_alikes() -> None:
-    tokens = [900, 901, 902, 903]
-    made = question_rows.task_rows(TOKENIZER, 16, tokens, names=["passkey"], seed=3, lookalikes=1.0)
-    marks = [len(re.findall(": |= ", row["document"])) for row in made]
-    assert max(marks[:4]) < min(marks[4:8]) < min(marks[12:])
 
 
 @pytest.mark.parametrize(
@@ -136,12 +102,12 @@ def test_a_bad_row_is_named(row: dict[str, Any], reason: str) -> None:
         next(TrainingStream([row], TOKENIZER, seed=0, max_length=None, answers="each"))
 
 
-def test_the_command_writes_rows_and_trains_on_them(
+def test_the_command_trains_on_them(
     paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "rows.jsonl"
-    arguments = ["--texts=tasks", "--rows=4", "--tokens=256", "--tasks=passkey,multikey", f"--output={rows}"]
-    assert question_rows.command(arguments) == 0
+    documents = [{"document": f"{DOCUMENT} " * (2 + n), "questions": ROW["questions"]} for n in range(4)]
+    rows.write_text("".join(json.dumps(row) + "\n" for row in documents))
     both = (paths[0], rows)
     measured = ["--neighbours=2", "--policy.budget=32", "--eval-rows=2"]
     assert train(both, tmp_path / "run", "--answers=each", "--steps=3", *measured) == 0
@@ -173,21 +139,3 @@ def test_the_command_writes_rows_and_trains_on_them(
         code, message = refused(capsys, train_arguments(given, tmp_path / "none", *more))
         assert (code, expected in message) == (2, True), message
     assert not (tmp_path / "none").exists()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--density=0.1"], "--density 0.1 changes nothing with --texts tasks; leave it out"),
-        (["--questions=2"], "--questions 2 changes nothing with --texts tasks; leave it out"),
-        (["--tasks=longbench/qasper"], "--texts tasks makes texts, and task longbench/qasper has texts of its own"),
-        (
-            ["--tasks=generated", "--tokens=256,512", "--rows=7"],
-            r"--rows 7 is less than one row of each \(2 lengths of --tokens, 6 tasks\), which take turns; give 12",
-        ),
-        (["--tasks=passkey", "--rows=3", "--lookalikes=0.5"], r"--rows 3 .*, 1 tasks, 4 shares of --lookalikes\)"),
-    ],
-)
-def test_what_rows_of_tasks_cannot_have_is_refused(tmp_path: Path, arguments: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        question_rows.command([f"--output={tmp_path / 'rows.json'}", "--texts=tasks", *arguments])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from training_cases import refused, train, train_arguments, write_rows
 
 from locret import RetainingHeads
-from locret.train import checkpointing
+from locret.train import checkpointing, resumed
 from locret.train.command import command
 
 
@@ -256,3 +256,13 @@ def test_fewer_steps_than_the_warmup_of_the_run_name_what_was_typed(
     assert code == 2
     assert "--steps 2 is not above the 2 steps of warm-up of the run that --resume goes on with" in message
     assert "--warmup-steps" not in message
+
+
+def test_a_run_of_an_earlier_version_goes_on_without_retired_options(tmp_path: Path) -> None:
+    config = {"steps": 3, "label_floor": None, "evict_while_training": False, "policy": {"budget": 8, "refit": False}}
+    (tmp_path / "run.json").write_text(json.dumps({"config": config, "chosen": ["steps"]}))
+    found = resumed.read_record(tmp_path, {"steps", "policy"})
+    assert found["config"] == {"eval_rows": 0, "steps": 3, "policy": {"budget": 8}}
+    (tmp_path / "run.json").write_text(json.dumps({"config": {**config, "label_floor": -8}, "chosen": []}))
+    with pytest.raises(ValueError, match='option "--label-floor" was retired; release 0.1.0'):
+        resumed.read_record(tmp_path, {"steps", "policy"})

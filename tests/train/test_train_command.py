@@ -71,13 +71,12 @@ def test_json_is_the_only_thing_on_standard_output(
 
 
 def test_heads_say_how_they_were_trained(paths: tuple[Path, Path], tmp_path: Path) -> None:
-    options = ["--label-kind=log_attention", "--include-last-prompt-token", "--policy.budget=64", "--label-floor=-8"]
+    options = ["--label-kind=log_attention", "--include-last-prompt-token", "--policy.budget=64"]
     assert train(paths, tmp_path / "run", *options, "--policy.stabilizers=8") == 0
     config = RetainingHeads.from_pretrained(tmp_path / "run").config
     assert config.label is not None
     assert config.label["kind"] == "log_attention"
     assert config.label["include_last_prompt_token"] is True
-    assert config.label["floor"] == -8
     assert config.policy is not None
     assert (config.policy["budget"], config.policy["stabilizers"]) == (64, 8)
     assert config.training is not None

@@ -21,7 +21,11 @@ BAD_OPTIONS = [
     (["--alpha=-1"], "--alpha -1.0 is negative; use 0 to leave out the smoothness term"),
     (["--temperature=2"], "--temperature 2.0 changes nothing here; add --objective ranking"),
     (["--temperature=0", "--objective=ranking"], "--temperature 0.0 is too small; it must be more than 0"),
-    (["--label-floor=0", "--label-kind=log_attention"], "--label-floor 0.0 raises every label: log_attention is never"),
+    (["--label-floor=0"], 'option "--label-floor" was retired; release 0.1.0'),
+    (["--policy.refit=true"], 'option "--refit" was retired; release 0.1.0'),
+    (["--sp-size=2"], 'option "--sp-size" was retired; release 0.1.0'),
+    (["--devices=8x80GB", "--dry-run"], 'option "--devices" was retired; release 0.1.0'),
+    (["--evict-while-training"], 'option "--evict-while-training" was retired; release 0.1.0'),
     (["--steps=0"], "--steps 0 is too small; it must be more than 0"),
     (["--warmup-steps=-1"], "--warmup-steps -1 is negative; it must be 0 or more"),
     (["--betas=[0.9,1.5]"], "--betas [0.9, 1.5]: a decay rate is outside 0 to 1; use such as [0.9, 0.95]"),
@@ -87,7 +91,7 @@ def test_a_bad_data_set_is_one_sentence(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "clip_limit", "alpha", "temperature", "label_floor"])
+@pytest.mark.parametrize("key", ["lr", "eps", "weight_decay", "clip_limit", "alpha", "temperature"])
 @pytest.mark.parametrize("value", [".nan", ".inf", "-.inf"])
 def test_a_number_of_a_recipe_that_is_not_finite_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str, value: str

@@ -14,13 +14,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import oracle as reference
 import pytest
 import torch
 from safetensors.torch import load_file
 from training_cases import train, train_arguments, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 
-from locret import RetainingHeads, reference
+from locret import RetainingHeads
 from locret.data.training.stream import TrainingStream, load_rows
 from locret.labels.labels import answer_labels, prompt_scores
 from locret.train import checkpointing

@@ -140,15 +140,3 @@ def test_every_answer_of_a_conversation_labels_on_request(
         capsys, train_arguments((paths[0], rows), tmp_path / "last", "--resume", "--answers=all", "--steps=4")
     )
     assert (code, "--answers was 'last' and is now 'all'" in message) == (2, True), message
-
-
-def test_answers_label_under_eviction_too(paths: tuple[Path, Path], tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text(
-        json.dumps(turns("The number of Oslo is 314. What is it?", "It is 314.", "Who asks?", "The house."))
-    )
-    policy = ["--evict-while-training", "--policy.budget=16", "--policy.chunk-size=8", "--policy.stabilizers=2"]
-    policy += ["--policy.local-len=4", "--steps=2", "--warmup-steps=0"]
-    for answers in ("last", "all"):
-        assert train((paths[0], rows), tmp_path / answers, f"--answers={answers}", *policy) == 0
-    assert not equal(weights(tmp_path / "last"), weights(tmp_path / "all"))

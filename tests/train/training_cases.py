@@ -103,9 +103,9 @@ def write_rows(path: Path, rows: int = 6) -> Path:
     return path
 
 
-def loss_of(kind: str = "logit", floor: float | None = None, **more: Any) -> Loss:
-    """What `answer_labels` and `retention_loss` call kind and floor, as one object."""
-    return Loss(label_kind=kind, label_floor=floor, **more)
+def loss_of(kind: str = "logit", **more: Any) -> Loss:
+    """What `answer_labels` calls kind, and what `retention_loss` takes, as one object."""
+    return Loss(label_kind=kind, **more)
 
 
 def train_arguments(paths: tuple[Path, Path], output: Path, *more: str) -> list[str]:

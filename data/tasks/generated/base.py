@@ -14,23 +14,17 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from locret.data.tasks.task import SAMPLES, MadeSamples, Question, Sample, Selection, Task, Wanted
-from locret.data.text.filler import Filler, FillerOptions, Split, generator, things_of
+from locret.data.text.filler import Filler, Split, generator
 from locret.data.text.haystack import hide
 from locret.data.text.words import NAMES, VARIABLES
 
 
 @dataclass(frozen=True, kw_only=True)
 class Planted:
-    """Statements to hide in a text, in the order they must appear, and the questions that can be asked of them."""
+    """Statements to hide in a text, and the questions that can be asked of them."""
 
     statements: tuple[str, ...]
     questions: tuple[Question, ...]
-
-    @property
-    def things(self) -> frozenset[str]:
-        """What statements, questions and answers are about: look-alikes are about something else."""
-        known = [part for one in self.questions for part in (one.text, one.reply, *one.targets)]
-        return things_of(*self.statements, *known)
 
 
 def asked_about(introduction: str, text: str, question: str) -> tuple[str, int]:
@@ -49,7 +43,7 @@ class Draw:
         self.rng = rng
         half = slice(0 if split == "train" else 1, None, 2)
         self._names = rng.sample(NAMES[half], len(NAMES[half]))
-        self._variables = rng.sample(VARIABLES[half], len(VARIABLES[half]))
+        rng.sample(VARIABLES[half], len(VARIABLES[half]))  # so that the rest of a text stays what it was
         self._numbers: set[str] = set()
 
     def name(self) -> str:
@@ -58,25 +52,18 @@ class Draw:
         Raises:
             ValueError: When there is none left.
         """
-        return _next(self._names, "names")
+        if not self._names:
+            raise ValueError("one text cannot hold that many keys: all names of this split are taken; ask for fewer")
+        return self._names.pop()
 
-    def variable(self) -> str:
-        """Return a variable that is used by no other statement of the text.
-
-        Raises:
-            ValueError: When there is none left.
-        """
-        return _next(self._variables, "variables")
-
-    def number(self, digits: int, first: int | None = None) -> str:
-        """Return a number of `digits` digits, different from all drawn before; it begins with `first`, or not with 0.
+    def number(self, digits: int) -> str:
+        """Return a number of `digits` digits, different from all drawn before, that does not begin with 0.
 
         Raises:
             ValueError: When there is none left.
         """
-        size = 10 ** (digits - (1 if first is None else len(str(first))))
-        low, high = (size, 10 * size) if first is None else (first * size, (first + 1) * size)
-        if sum(len(number) == digits and low <= int(number) < high for number in self._numbers) == high - low:
+        low, high = 10 ** (digits - 1), 10**digits
+        if sum(len(number) == digits for number in self._numbers) == high - low:
             raise ValueError(f"one text cannot hold that many numbers of {digits} digits; ask for fewer")
         while (number := str(self.rng.randrange(low, high))) in self._numbers:
             pass
@@ -84,36 +71,19 @@ class Draw:
         return number
 
 
-def _next(left: list[str], what: str) -> str:
-    if not left:
-        raise ValueError(f"one text cannot hold that many keys: all {what} of this split are taken; ask for fewer")
-    return left.pop()
-
-
 @dataclass(frozen=True, kw_only=True)
 class GeneratedTask(Task):
     """A task whose texts are made here: any tokenizer, any length, no data."""
 
     pictured: ClassVar[bool] = True
-    settable: ClassVar[tuple[str, ...]] = ("lookalikes",)
-    may_be_zero: ClassVar[frozenset[str]] = frozenset()
-    """Options that may be 0; all others are 1 or more, and all are whole numbers."""
 
     introduction: str = ""
     """What the text begins with."""
-    lookalikes: int = 0
-    """Sentences in a hundred of the filler, but for those that look like keys anyway, that have the marks, words and
-    digits of facts of any task and are about what nobody asks."""
 
     def __post_init__(self) -> None:
         for name, value in self.options().items():
-            least = 0 if name in {"lookalikes", *self.may_be_zero} else 1
-            if type(value) is not int or value < least:
-                raise ValueError(f"task {self.name}: {name}={value!r} must be a whole number, {least} or more")
-        if self.lookalikes > 100:
-            raise ValueError(
-                f"task {self.name}: lookalikes={self.lookalikes} is more than all sentences; give 0 to 100"
-            )
+            if type(value) is not int or value < 1:
+                raise ValueError(f"task {self.name}: {name}={value!r} must be a whole number, 1 or more")
 
     @abstractmethod
     def plant(self, draw: Draw) -> Planted:
@@ -127,8 +97,6 @@ class GeneratedTask(Task):
     @property
     def single_needle(self) -> bool:
         """Whether the first statement holds the whole answer to the question that is asked, at the depth chosen."""
-        if self.in_order:
-            return False
         planted = self.plant(Draw(random.Random(0), "eval"))
         return bool(planted.statements) and all(
             target in planted.statements[0] for target in planted.questions[0].targets
@@ -142,7 +110,6 @@ class GeneratedTask(Task):
         depth: float | None = None,
         seed: int | str = 0,
         split: Split = "eval",
-        filler: FillerOptions | None = None,
     ) -> Sample:
         """Return one sample whose whole chat prompt has at most `tokens` tokens, and as many as sentences allow.
 
@@ -150,32 +117,25 @@ class GeneratedTask(Task):
             tokenizer: Any tokenizer with a chat template.
             tokens: Length of the chat prompt.
             depth: Where the first statement is, from 0 (start of the text) to 1 (end); drawn if None. The others'
-                depths are drawn. Statements that must follow each other keep their order.
+                depths are drawn.
             seed: Same seed, same sample.
             split: "eval" or "train": their texts and keys never coincide.
-            filler: What the text around the statements looks like; its share of look-alikes is the task's own, if that
-                has one.
 
         Raises:
             ValueError: For a depth outside 0 to 1, or `tokens` too few for statements and question.
         """
         if tokens is None:
             raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 4096")
-        if self.lookalikes:
-            filler = replace(filler or FillerOptions(), lookalike_share=self.lookalikes / 100)
         rng = generator(seed, split, self.name, tokens)
         planted = self.plant(Draw(rng, split))
         depths = [rng.random() for _ in planted.statements]
-        depths = self.arranged(depths if depth is None else [depth, *depths[1:]][: len(depths)])
+        depths = depths if depth is None else [depth, *depths[1:]][: len(depths)]
         asked = planted.questions[0]
-        source = Filler(rng, filler)
-        if source.options.lookalike_share:
-            source.about = planted.things
         text = hide(
             tokenizer,
             planted.statements,
             depths,
-            filler=source,
+            filler=Filler(rng),
             tokens=tokens,
             around=lambda text: asked_about(self.introduction, text, asked.text)[0],
         )
@@ -207,13 +167,7 @@ class GeneratedTask(Task):
             longest = {"max_new_tokens": wanted.max_new_tokens}
             task = replace(self, max_new_tokens=wanted.max_new_tokens)
         samples = {tokens: MadeSamples(task, tokens, count, wanted.seed) for tokens in wanted.lengths}
-        # What the filler was before it could have look-alikes is not said, so that older folders go on.
-        own = {name: value for name, value in self.options().items() if name != "lookalikes" or value}
-        return Selection(task, samples, {"version": self.version, **own, **longest})
-
-    def arranged(self, depths: list[float]) -> list[float]:
-        """Return the depths of the statements, ascending where they must follow each other."""
-        return sorted(depths) if self.in_order else depths
+        return Selection(task, samples, {"version": self.version, **self.options(), **longest})
 
     def check(self, tokenizer: Any) -> None:
         """Refuse a tokenizer that cannot express the task's words and numbers.

@@ -24,7 +24,7 @@ def needle(key: str, number: str) -> str:
 class MultiKey(GeneratedTask):
     """Find the number of one key among several."""
 
-    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "keys", "digits")
+    settable: ClassVar[tuple[str, ...]] = ("keys", "digits")
     name: str = "multikey"
     source: str = "RULER niah_multikey_1 (arXiv 2404.06654)"
     metric: str = "string match, all"

@@ -14,7 +14,7 @@ from locret.data.tasks.task import Sample
 class Number(GeneratedTask):
     """Find the sequence of digits."""
 
-    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "digits")
+    settable: ClassVar[tuple[str, ...]] = ("digits",)
     name: str = "number"
     source: str = "InfiniteBench R.Number (arXiv 2402.13718)"
     metric: str = "first integer"

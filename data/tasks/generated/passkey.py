@@ -14,7 +14,7 @@ from locret.data.tasks.task import Sample
 class PassKey(GeneratedTask):
     """Find the pass key."""
 
-    settable: ClassVar[tuple[str, ...]] = (*GeneratedTask.settable, "digits")
+    settable: ClassVar[tuple[str, ...]] = ("digits",)
     name: str = "passkey"
     source: str = "InfiniteBench R.PassKey (arXiv 2402.13718)"
     metric: str = "first integer"

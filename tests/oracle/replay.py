@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.reference.retaining import select_kept, split_projections
+from oracle.retaining import select_kept, split_projections
 
 History = list[list[list[list[int]]]]
 

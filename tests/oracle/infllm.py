@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.reference.retaining import rotate, split_projections
+from oracle.retaining import rotate, split_projections
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.reference.retaining import _attention, _evict, rotate, select_kept, split_projections
+from oracle.retaining import _attention, _evict, rotate, select_kept, split_projections
 
 Unit = tuple[int, Tensor, Tensor, float]
 """Position, un-rotated key, value, score."""

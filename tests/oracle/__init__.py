@@ -5,7 +5,7 @@ Loops over heads, tokens and slots; every line can be checked against the papers
 
 from __future__ import annotations
 
-from locret.reference.attention_scorers import (
+from oracle.attention_scorers import (
     attention,
     h2o,
     low_events,
@@ -17,24 +17,23 @@ from locret.reference.attention_scorers import (
     snapkv_of_imdc,
     tova,
 )
-from locret.reference.compose import Text, composed
-from locret.reference.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
-from locret.reference.head_split import select_over_heads
-from locret.reference.infllm import infllm
-from locret.reference.merging import d2o, kvmerger, loco
-from locret.reference.omnikv import (
+from oracle.compose import Text, composed
+from oracle.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
+from oracle.head_split import select_over_heads
+from oracle.infllm import infllm
+from oracle.merging import loco
+from oracle.omnikv import (
     context_scores,
     dense_layers,
     memory_share,
     omnikv_visible,
     window_weights,
 )
-from locret.reference.protected import kept_with_protection
-from locret.reference.quest import page_bounds, quest_kept, quest_pages, quest_visible, upper_bound
-from locret.reference.recall import answer_with_recall, best_units, into_host
-from locret.reference.refit import refitted_values
-from locret.reference.replay import read_whole
-from locret.reference.retaining import (
+from oracle.protected import kept_with_protection
+from oracle.quest import page_bounds, quest_kept, quest_pages, quest_visible, upper_bound
+from oracle.recall import answer_with_recall, best_units, into_host
+from oracle.replay import read_whole
+from oracle.retaining import (
     attend,
     head_scores,
     kept_after_chunks,
@@ -45,15 +44,15 @@ from locret.reference.retaining import (
     rotate,
     select_kept,
 )
-from locret.reference.rounding import (
+from oracle.rounding import (
     packed,
     rounded_after_rotation,
     rounded_by_channel,
     rounded_by_token,
     spread,
 )
-from locret.reference.sparse_reading import read_by_choice
-from locret.reference.token_and_key_scorers import (
+from oracle.sparse_reading import read_by_choice
+from oracle.token_and_key_scorers import (
     expected_attention,
     key_difference,
     key_norm,
@@ -71,7 +70,6 @@ __all__ = [
     "best_units",
     "composed",
     "context_scores",
-    "d2o",
     "decremental_chunks",
     "dense_layers",
     "expected_attention",
@@ -83,7 +81,6 @@ __all__ = [
     "kept_with_protection",
     "key_difference",
     "key_norm",
-    "kvmerger",
     "labels",
     "loco",
     "loss",
@@ -105,7 +102,6 @@ __all__ = [
     "read_prompt",
     "read_whole",
     "reduce_group",
-    "refitted_values",
     "rotate",
     "rounded_after_rotation",
     "rounded_by_channel",

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from locret.reference.retaining import attend, rotate, split_projections
+from oracle.retaining import attend, rotate, split_projections
 
 
 class Visible(Protocol):

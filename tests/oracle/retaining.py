@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.reference.head_split import select_over_heads
+from oracle.head_split import select_over_heads
 
 
 def head_scores(features_TF: Tensor, w1_RF: Tensor, w2_KR: Tensor, mix_RW: Tensor | None = None) -> Tensor:
@@ -149,15 +149,14 @@ def loss(scores_LKT: Tensor, labels_LKT: Tensor, alpha: float) -> tuple[float, f
     return regression + alpha * smoothness, regression, smoothness
 
 
-def ranking_loss(scores_LKT: Tensor, labels_LKT: Tensor, floor: float | None, temperature: float) -> float:
+def ranking_loss(scores_LKT: Tensor, labels_LKT: Tensor, temperature: float) -> float:
     """Return ListNet's loss: the mean over heads of KL(softmax(labels / temperature) || softmax(scores))."""
     layers, kv_heads, tokens = scores_LKT.shape
     total = 0.0
     for layer in range(layers):
         for head in range(kv_heads):
             scores_T, labels_T = scores_LKT[layer, head].double(), labels_LKT[layer, head].double()
-            raised_T = labels_T if floor is None else torch.maximum(labels_T, labels_T.new_tensor(floor))
-            wanted_T = raised_T / temperature
+            wanted_T = labels_T / temperature
             for t in range(tokens):
                 log_wanted = wanted_T[t] - torch.logsumexp(wanted_T, dim=0)
                 log_given = scores_T[t] - torch.logsumexp(scores_T, dim=0)

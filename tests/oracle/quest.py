@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from locret.reference.sparse_reading import Visible
+from oracle.sparse_reading import Visible
 
 
 def page_bounds(key_SD: Tensor, page: int) -> list[tuple[Tensor, Tensor]]:

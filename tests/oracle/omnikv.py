@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from locret.reference.sparse_reading import Visible
+from oracle.sparse_reading import Visible
 
 
 def dense_layers(filter_layers: tuple[int, ...], layers: int) -> list[int]:

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from locret.reference.retaining import rotate
+from oracle.retaining import rotate
 
 
 def surprisal(logits_LV: Tensor, ids_L: Tensor, before_V: Tensor | None) -> Tensor:

@@ -1,0 +1,393 @@
+"""Captured steps write the same tokens, units and scores as steps that are run as written.
+
+Nothing is captured on a CPU: here every step runs over the buffers that a graph would read and write.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from families import build, prompt
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import GenerationConfig
+
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
+from locret.backbone.instrument import instrumented
+from locret.cache import captured_step
+from locret.cache.captured_step import attend_slots, obstacle, weighed
+
+POLICY: dict[str, Any] = {"budget": 200, "chunk_size": 32, "stabilizers": 8, "local_len": 8}
+SHARES = (0.7, 1.3, 1.2, 0.8, 1.0, 1.0)
+
+
+class Captures:
+    """Counts what is captured."""
+
+    def __init__(self) -> None:
+        self.steps: list[Callable[[], Any]] = []
+
+    def __call__(self, step: Callable[[], Any], _device: torch.device) -> Callable[[], Any]:
+        for _ in range(2):  # as the run that warms up, and that which is captured
+            step()
+        self.steps.append(step)
+        return step
+
+
+@pytest.fixture(autouse=True)
+def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
+    found = Captures()
+    monkeypatch.setattr(captured_step, "DEVICES", ("cpu",))
+    monkeypatch.setattr(captured_step, "capture", found)
+    monkeypatch.setattr(captured_step, "_FAILED", set())
+    return found
+
+
+FULL = {"layer_types": ["full_attention"] * 3}
+
+
+def made(family: str) -> Any:
+    """Return a backbone all of whose layers attend to everything, where the family has such."""
+    if family in ("gpt-oss-full", "gemma2-full"):
+        return build(family.removesuffix("-full"), **FULL)
+    return build(family)
+
+
+def read(family: str, tokens: int, new: int, batch: int = 1, heads: Any = None, **policy: Any) -> RetentionCache:
+    model = made(family)
+    model.generation_config.eos_token_id = None
+    if policy.get("head_budgets") == "shares":
+        policy["head_shares"] = SHARES
+    heads = heads or RetainingHeads.for_model(model, hidden_dim=16, seed=3)
+    cache = RetentionCache(model, heads, RetentionPolicy(**{**POLICY, **policy}))
+    prefill(model, prompt(tokens, batch=batch), cache, new_tokens=new)
+    return cache
+
+
+def write(cache: RetentionCache, new: int, **options: Any) -> Any:
+    return generate(cache.model, cache=cache, max_new_tokens=new, **{"do_sample": False, **options})
+
+
+def as_written(cache: RetentionCache, new: int, **options: Any) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured_step, "DEVICES", ())
+        return write(cache, new, **options)
+
+
+def assert_same(one: RetentionCache, other: RetentionCache) -> None:
+    assert one.seen == other.seen
+    assert torch.equal(one.digest, other.digest)
+    for index in one.backbone.layers:
+        assert torch.equal(one.kept_positions(index), other.kept_positions(index))
+        torch.testing.assert_close(one.kept_scores(index), other.kept_scores(index), atol=1e-5, rtol=1e-5)
+
+
+def assert_same_answers(plain: RetentionCache, captured: RetentionCache, new: int, captures: Captures) -> None:
+    logits = {"return_dict_in_generate": True, "output_logits": True}
+    expected, found = as_written(plain, new, **logits), write(captured, new, **logits)
+    assert len(captures.steps) == 1
+    assert torch.equal(found.sequences, expected.sequences)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=2e-5, rtol=1e-5)
+    assert_same(plain, captured)
+    assert captured.memory().actual <= captured.memory().planned
+
+
+@pytest.mark.parametrize(("tokens", "new", "batch"), [(250, 21, 1), (61, 8, 1), (170, 37, 3)])
+@pytest.mark.parametrize(
+    "family", ["llama", "llama-mha", "phi3", "phi3-longrope", "qwen3", "gpt-oss-full", "gemma2-full"]
+)
+def test_captured_steps_write_the_same_tokens_and_keep_the_same_scores(
+    family: str, tokens: int, new: int, batch: int, captures: Captures
+) -> None:
+    plain = read(family, tokens, new, batch)
+    assert_same_answers(plain, plain.copy(), new, captures)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"budget": 60, "head_budgets": "shares"},
+        {"budget": 60, "head_budgets": "adaptive"},
+        {"budget": 60, "layer_budgets": "pyramid"},
+        {"budget": 60, "positions": "original"},
+        {"budget": 60, "when": "prompt_end"},
+    ],
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_layers_and_heads_may_hold_different_numbers_of_units(
+    policy: dict[str, Any], batch: int, captures: Captures
+) -> None:
+    plain = read("llama", 170, 20, batch, **policy)
+    assert_same_answers(plain, plain.copy(), 20, captures)
+
+
+def test_rows_may_differ_in_length(captures: Captures) -> None:
+    model, ids, mask = build("llama"), prompt(90, batch=3), torch.ones(3, 90, dtype=torch.long)
+    model.generation_config.eos_token_id = None
+    mask[1, :30], mask[2, :7] = 0, 0
+    plain = RetentionCache(model, RetainingHeads.for_model(model, hidden_dim=16, seed=3), RetentionPolicy(**POLICY))
+    prefill(model, ids, plain, mask, new_tokens=12)
+    assert_same_answers(plain, plain.copy(), 12, captures)
+
+
+def test_sampling_draws_the_same_tokens_and_a_conversation_goes_on(captures: Captures) -> None:
+    plain = read("llama", 120, 10)
+    captured = plain.copy()
+    answers = []
+    for cache, how in ((plain, as_written), (captured, write)):
+        torch.manual_seed(5)
+        first = how(cache, 10, do_sample=True)
+        prefill(cache.model, prompt(90, seed=2), cache, new_tokens=9)
+        answers.append(torch.cat([first, how(cache, 9)], dim=1))
+    assert len(captures.steps) == 2
+    assert torch.equal(*answers)
+    assert_same(plain, captured)
+
+
+def test_whole_conversations_are_continued_by_captured_steps(captures: Captures) -> None:
+    model, ids = build("llama"), prompt(77)
+    heads = RetainingHeads.for_model(model, hidden_dim=16, seed=3)
+    options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+    plain, captured = (RetentionCache(model, heads, RetentionPolicy(**POLICY)) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured_step, "DEVICES", ())
+        expected = generate(model, ids, cache=plain, **options)
+    assert not captures.steps
+    assert torch.equal(generate(model, ids, cache=captured, **options), expected)
+    assert len(captures.steps) == 1
+    assert_same(plain, captured)
+
+
+def state_of(model: torch.nn.Module) -> list[Any]:
+    return [(len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m))) for m in model.modules()]
+
+
+@pytest.mark.parametrize("fails_at", [None, 0, 1, 5])
+def test_the_model_is_afterwards_what_it_was_and_a_failed_capture_loses_no_answer(
+    fails_at: int | None, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = read("llama", 61, 9)
+    captured, again, model, calls = plain.copy(), plain.copy(), plain.model, []
+    expected = as_written(plain, 9)
+    before, attention = state_of(model), model.config._attn_implementation
+    real = captured_step.attend_slots
+
+    def fails(*args: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        if fails_at is not None and len(calls) > fails_at:
+            raise RuntimeError("operation not permitted\nwhen stream is capturing")
+        return real(*args, **options)
+
+    monkeypatch.setattr(captured_step, "attend_slots", fails)
+    if fails_at is None or fails_at >= 2 * len(plain.backbone.layers):
+        answer = write(captured, 9)
+    else:
+        with pytest.warns(UserWarning, match=r"could not be captured \(operation not permitted when stream"):
+            answer = write(captured, 9)
+        with warnings.catch_warnings():  # it is not tried again
+            warnings.simplefilter("error")
+            assert torch.equal(write(again, 9), expected)
+    assert torch.equal(answer, expected)
+    assert_same(plain, captured)
+    assert state_of(model) == before
+    assert model.config._attn_implementation == attention
+    with instrumented(model):
+        pass
+
+
+def test_nothing_that_a_graph_would_hold_is_left_when_the_answer_ends(captures: Captures) -> None:
+    import gc
+    import weakref
+
+    cache = read("llama", 61, 9)
+    found: list[Any] = []
+    real = captured_step.CapturingReader.release
+
+    def release(reader: Any) -> None:
+        found.append((weakref.ref(reader), weakref.ref(reader._slots[0].mask), weakref.ref(reader._waiting)))
+        real(reader)
+
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(captured_step.CapturingReader, "release", release)
+            write(cache, 9)
+        captures.steps.clear()
+        assert [ref() for ref in found[0]] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_answers_of_several_threads_are_those_of_one(captures: Captures) -> None:
+    first = read("llama", 120, 12)
+    caches = [first.copy() for _ in range(4)]
+    expected, answers = as_written(first.copy(), 12), [None] * 4
+    ready = threading.Barrier(4)
+
+    def answer(index: int) -> None:
+        ready.wait()
+        answers[index] = write(caches[index], 12)
+
+    threads = [threading.Thread(target=answer, args=(index,)) for index in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(one, expected) for one in answers)
+    plain = first.copy()
+    as_written(plain, 12)
+    for cache in caches:
+        assert_same(plain, cache)
+
+
+def test_what_runs_beside_others_is_captured_when_they_have_gone(captures: Captures) -> None:
+    cache, steps = read("llama", 90, 14), []
+    plain = cache.copy()
+    other = instrumented(cache.model)
+    other.__enter__()
+
+    class Leaves:
+        def put(self, _value: Tensor) -> None:
+            steps.append(len(captures.steps))
+            if len(steps) == 5:
+                other.__exit__(None, None, None)
+
+        def end(self) -> None: ...
+
+    assert torch.equal(write(cache, 14, streamer=Leaves()), as_written(plain, 14))
+    assert steps[4] == 0
+    assert steps[5:] == [1] * 10
+    assert_same(plain, cache)
+
+
+def test_what_somebody_has_put_on_a_layer_runs_at_every_step(captures: Captures) -> None:
+    cache, calls = read("llama", 61, 9), []
+    hook = cache.model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
+    write(cache, 9)
+    hook.remove()
+    assert not captures.steps
+    assert len(calls) == 9
+
+
+class Forbidden(TorchDispatchMode):
+    """Notes operations that CUDA captures in no graph: those for which the host waits, and copies from its memory."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "lift_fresh", "masked_select", "unique")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(name in str(func) for name in self.NAMES):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("head_budgets", ["uniform", "shares"])
+@pytest.mark.parametrize("family", ["llama", "phi3-longrope", "qwen3", "gemma2-full"])
+def test_no_operation_of_a_step_waits_for_the_device(
+    family: str, head_budgets: str, captures: Captures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[str] = []
+
+    def watched(step: Callable[[], Any], _device: torch.device) -> Callable[[], Any]:
+        step()
+        with Forbidden() as mode:
+            step()
+        found.extend(mode.found)
+        return step
+
+    monkeypatch.setattr(captured_step, "capture", watched)
+    write(read(family, 90, 9, budget=60, head_budgets=head_budgets), 9)
+    assert not found
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (5.0, None), (None, 6)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_token_attends_to_the_slots_that_the_mask_leaves(
+    packed: bool, softcap: float | None, sinks: int | None
+) -> None:
+    torch.manual_seed(0)
+    query, key, value = torch.randn(2, 6, 1, 8), torch.randn(2, 3, 29, 8), torch.randn(2, 3, 29, 8)
+    ends = torch.tensor([[17, 21, 29], [3, 20, 5]]) if packed else torch.full((2, 3), 23)
+    learned = None if sinks is None else torch.randn(sinks)
+    mask = torch.zeros(2, 3, 1, 29).masked_fill_(torch.arange(29) >= ends[..., None, None], -torch.inf)
+    if packed:  # heads back to back
+        keys, values = key.reshape(2, 1, 87, 8), value.reshape(2, 1, 87, 8)
+        own = torch.full((2, 3, 1, 3, 29), -torch.inf)
+        for head in range(3):
+            own[:, head, :, head] = mask[:, head]
+        out = attend_slots(query, keys, values, own.flatten(3), 3, 0.3, softcap, learned)
+    else:
+        out = attend_slots(query, key, value, mask, 3, 0.3, softcap, learned)
+    assert out.shape == (2, 6, 1, 8)
+    for row in range(2):
+        for head in range(6):
+            end = ends[row, head // 2]
+            logits = (query[row, head] @ key[row, head // 2, :end].T) * 0.3
+            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+            logits = logits if learned is None else torch.cat([logits, learned[head].view(1, 1)], dim=-1)
+            expected = logits.softmax(-1)[:, :end] @ value[row, head // 2, :end]
+            torch.testing.assert_close(out[row, head], expected)
+
+
+@pytest.mark.parametrize("slots", [3, 8, 61, 64, 97])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_values_are_weighed_in_pieces_as_in_one_product(dtype: torch.dtype, slots: int) -> None:
+    torch.manual_seed(0)
+    weights, held = torch.randn(2, 3, 4, slots).softmax(-1), torch.randn(2, 3, 100, 16, dtype=dtype)
+    value = held[:, :, :slots]
+    out = weighed(weights, value)
+    assert out.dtype == dtype
+    error = (out.double() - weights.double() @ value.double()).abs()
+    # Weights, sums of pieces and the whole are rounded once each; products in float32 add a little.
+    rounded = 3 * torch.finfo(dtype).eps / 2 + 1e-6
+    assert bool((error <= rounded * (weights.double() @ value.double().abs())).all())
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "policy", "reason"),
+    [
+        ("gemma2", {}, {}, "not all layers attend to units of their own"),
+        ("llama", {"num_beams": 2}, {}, "beams or answers change places"),
+        ("llama", {"num_return_sequences": 2, "do_sample": True}, {}, "beams or answers change places"),
+        ("llama", {"max_new_tokens": 7}, {}, "an answer of 7 tokens is shorter than a capture"),
+        ("llama", {"output_hidden_states": True, "return_dict_in_generate": True}, {}, "hidden states of every step"),
+        ("llama", {}, {"decode_budget": 100}, "units go or come at every step"),
+        ("llama", {}, {"key_bits": 8, "value_bits": 8}, "no slots of its own for every unit"),
+        ("llama", {}, {"budget": 40, "host_budget": 64, "recall": 4}, "units go or come at every step"),
+    ],
+)
+def test_where_steps_cannot_be_captured_they_run_as_written(
+    family: str, options: dict[str, Any], policy: dict[str, Any], reason: str, captures: Captures
+) -> None:
+    cache = read(family, 90, 9, **policy)
+    given = {"max_new_tokens": 9, "do_sample": False, **options}
+    copies = max(given.get("num_beams", 1), given.get("num_return_sequences", 1))
+    said = obstacle(cache.model, cache, GenerationConfig(**given), given["max_new_tokens"], copies)
+    assert said is not None
+    assert reason in said
+    generate(cache.model, cache=cache, **given)
+    assert not captures.steps
+
+
+def test_a_scorer_that_looks_at_attention_sees_every_step(captures: Captures) -> None:
+    model = build("llama")
+    cache = RetentionCache(model, "h2o", RetentionPolicy(**POLICY))
+    prefill(model, prompt(61), cache, new_tokens=9)
+    said = obstacle(model, cache, GenerationConfig(), 9, 1)
+    assert said == "every step's attention is looked at"
+    write(cache, 9)
+    assert not captures.steps
+
+
+def test_compile_is_an_option_no_more() -> None:
+    cache = read("llama", 61, 9)
+    with pytest.raises(ValueError, match=r'^option "compile" was retired: on CUDA the step of one token is captured'):
+        write(cache, 9, compile=True)
