@@ -23,8 +23,8 @@ FAULTS = (
     Fault(
         "ties",
         "locret/policy/selectors.py",
-        "keys = (order.to(torch.int64) << 32) + torch.arange(slots, device=order.device)",
-        "keys = (order.to(torch.int64) << 32) - torch.arange(slots, device=order.device)",
+        "best = torch.add(slot_S, order, alpha=1 << 32).topk(",
+        "best = torch.add(-slot_S, order, alpha=1 << 32).topk(",
         "kept_positions: among equal scores the newer unit stays",
         "tests/core/test_eviction.py tests/core/test_golden.py",
     ),
@@ -88,9 +88,9 @@ FAULTS = (
     Fault(
         "stale-scores",
         "locret/cache/store.py",
-        "for buffer in self._buffers().values():\n            self._gather(buffer, kept.units)",
+        "for buffer in self._buffers().values():\n            self._gather(buffer, kept.units, rows)",
         'for buffer in (held for name, held in self._buffers().items() if name != "scores"):\n'
-        "            self._gather(buffer, kept.units)",
+        "            self._gather(buffer, kept.units, rows)",
         "kept_scores: a score moves with its unit",
         "tests/core/test_stores.py tests/core/test_golden.py tests/core/test_storage.py",
     ),
