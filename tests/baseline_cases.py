@@ -1,4 +1,4 @@
-"""The cases of `tests/baseline.py`: a policy, a scorer and a family each, and contexts and recipes.
+"""The cases of `tests/baseline.py`: a policy, a scorer and a family each, contexts, and evaluations.
 
 Only public names are used; `kept` is the one place that knows how to look into a cache.
 """
@@ -164,13 +164,22 @@ CONTEXTS = {
     "context of 8 bits": {"key_bits": 8, "value_bits": 8},
 }
 EVALUATIONS: dict[str, tuple[str, ...]] = {
-    "imdc_passkey": ("--tasks", "niah/passkey", "--model", "checkpoints/tiny"),
-    "memory_growth": ("--tasks", "ruler/niah_single_1"),
-    "needle_map": ("--tasks", "infinitebench_generated/number_string"),
-    "policies": ("--tasks", "niah/needle"),
-    "stabilizers": ("--tasks", "ruler/niah_multikey_1", "--stabilizers", "0,16"),
+    "recipe imdc_passkey": ("--config", "recipes/eval/imdc_passkey.yaml"),
+    "evaluation of yardsticks": (
+        "--methods=full,locret,untrained,random,streaming,streaming-original",
+        "--tasks=ruler/niah_single_1",
+    ),
+    "evaluation of memory": (
+        *("--methods", "locret+linear,h2o+linear+decremental,snapkv+linear,locret+pyramid,locret+8bit,locret+recall"),
+        *("--tasks", "ruler/niah_single_1", "--min-chunk", "16", "--stabilizers", "16", "--local-len", "16"),
+    ),
+    "evaluation of stabilizers": ("--methods=locret,oracle", "--tasks=ruler/niah_multikey_1", "--stabilizers=0,16"),
+    "evaluation of policies": (
+        *("--methods", "tova,scissorhands,nacl,sage_kv,sirllm,key_norm,expected_attention,snapkv+prompt_end"),
+        *("--tasks", "niah/needle,infinitebench_generated/number_string", "--protocol", "agnostic"),
+    ),
 }
-_SMALL = ("--lengths", "512", "--samples", "1", "--budget", "96", "--chunk-size", "64", "--max-new-tokens", "8")
+_SMALL = ("--lengths=512", "--samples=1", "--budget=96", "--chunk-size=64", "--max-new-tokens=8")
 
 
 @once
@@ -245,7 +254,7 @@ def read(case: Case, folder: Path) -> Found:
     held = zip(found["positions"] + found["scores"], sum(kept(cache).values(), []), strict=True)
     found["as it was"] = all(torch.equal(one, other) for one, other in held)
     if case.family == "smollm2":  # slow, and many numbers
-        return found | {"after ids": after["ids"], "after logits": after["logits"]}
+        return found | {f"after {name}": after[name] for name in ("ids", "logits")}
     again = locret.load_cache(folder / "saved", model, scorer)
     found["ids of the saved"] = follow(case, model, again, ids)["ids"]
     return found | {f"after {name}": held for name, held in after.items()}
@@ -316,11 +325,12 @@ def context(numbers: dict[str, Any], folder: Path) -> Found:
     return found
 
 
-def evaluation(recipe: str, options: Sequence[str], folder: Path) -> Found:
-    """Run a recipe on the embedded backbone, and return what was asked, kept and answered."""
+def evaluation(options: Sequence[str], folder: Path) -> Found:
+    """Evaluate methods on the embedded backbone, and return what was asked, kept and answered."""
     from locret.__main__ import command
 
-    line = ["eval", "--config", f"recipes/eval/{recipe}.yaml", *options, *_SMALL]
+    heads = [] if "--config" in options else ["--heads", "checkpoints/tiny-heads"]
+    line = ["eval", "--model", "checkpoints/tiny", *heads, *options, *_SMALL]
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), contextlib.chdir(ROOT):
         command([*line, "--threads", "1", "--figures", "none", "--output", str(folder / "run")])
     rows = [json.loads(row) for row in (folder / "run" / "samples.jsonl").read_text().splitlines()]
@@ -336,7 +346,7 @@ def jobs() -> Iterator[tuple[str, Callable[[Path], Found]]]:
     for name, numbers in CONTEXTS.items():
         yield name, lambda folder, numbers=numbers: context(numbers, folder)
     for name, options in EVALUATIONS.items():
-        yield f"recipe {name}", lambda folder, name=name, options=options: evaluation(name, options, folder)
+        yield name, lambda folder, options=options: evaluation(options, folder)
 
 
 def computed(make: Callable[[Path], Found]) -> Found:
