@@ -113,6 +113,25 @@ def test_a_changed_value_never_passes_unnoticed(saved: dict[str, tuple[Any, Path
 # -- weights and scorer -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("form", "name", "dtype", "spelt"),
+    [
+        ("tiers", "layers.1.host.scores", torch.float64, "F64 instead of .* of F32"),
+        ("ragged", "layers.0.positions", torch.int64, "I64 instead of .* of I32"),
+        ("dense", "layers.2.keys", torch.int8, "I8 instead of .* of F64 or F32 or BF16 or F16"),
+    ],
+)
+def test_a_tensor_of_another_type_is_refused(
+    saved: dict[str, tuple[Any, Path]], tmp_path: Path, form: str, name: str, dtype: torch.dtype, spelt: str
+) -> None:
+    model, path = saved[form]
+    metadata, tensors = content(path)
+    tensors[name] = tensors[name].to(dtype)
+    save_file(tensors, tmp_path / "forged", metadata=resealed(metadata, tensors))
+    with pytest.raises(ValueError, match=rf"it is damaged \({name} is \[.*\] of {spelt}"):
+        load_cache(tmp_path / "forged", model, SCORERS[form])
+
+
 def test_other_weights_are_refused_and_both_sides_are_shown(tmp_path: Path) -> None:
     model = build("llama")
     save_cache(read("dense", model), tmp_path / "a.ctx")

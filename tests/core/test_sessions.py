@@ -119,12 +119,47 @@ def test_a_batch_of_equal_rows_is_saved_and_loaded(model: Any, tmp_path: Path) -
     assert torch.equal(generate(model, cache=loaded, **GREEDY), generate(model, cache=cache, **GREEDY))
 
 
+def test_a_loaded_cache_has_the_room_for_turns_that_it_had(model: Any, tmp_path: Path) -> None:
+    ids, turn = prompt(60), prompt(4, seed=1)
+    cache = RetentionCache(model, "key_norm", RetentionPolicy(budget=24, chunk_size=12, stabilizers=5, local_len=6))
+    prefill(model, ids, cache)
+    generate(model, torch.cat([ids, turn], dim=1), cache=cache, **GREEDY)
+    save_cache(cache, tmp_path / "saved")
+    assert load_cache(tmp_path / "saved", model, "key_norm").turn_room == cache.turn_room == 12 - 4 - 5
+
+
+def test_a_conversation_goes_on_after_an_answer_that_fed_the_last_token_again(model: Any) -> None:
+    ids, turn = prompt(30), prompt(4, seed=1)
+    cache = RetentionCache(model, "random", ROOMY)
+    prefill(model, ids, cache)
+    whole = torch.cat([ids, generate(model, cache=cache, **GREEDY), turn], dim=1)
+    other = whole.index_fill(1, torch.tensor([29]), int(whole[0, 29]) - 1)
+    with pytest.raises(ValueError, match="the first 35 tokens of input_ids are not those that the cache has read"):
+        generate(model, other, cache=cache, **GREEDY)
+    expected = generate(model, whole, cache=cache.fresh(), **GREEDY)
+    assert torch.equal(generate(model, whole, cache=cache, **GREEDY), expected)
+
+
 def test_a_deep_copy_shares_the_backbone(model: Any) -> None:
     cache = RetentionCache(model, "random", ROOMY)
     prefill(model, prompt(30), cache)
     twin = copy.deepcopy(cache)
     assert twin.model is model
     assert torch.equal(generate(model, cache=twin, **GREEDY), generate(model, cache=cache, **GREEDY))
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"host_budget": 30, "recall": 4}, {"head_budgets": "adaptive"}, {"key_bits": 8}]
+)
+def test_what_a_copy_reads_and_evicts_changes_nothing_in_what_it_was_made_of(model: Any, changes: dict) -> None:
+    policy = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6, **changes)
+    cache = RetentionCache(model, "key_norm", policy)
+    prefill(model, prompt(60), cache)
+    before = {name: tensor.clone() for name, tensor in cache.state()[0].items()}
+    prefill(model, prompt(60, seed=1), cache.copy())
+    after = cache.state()[0]
+    assert before.keys() == after.keys()
+    assert [name for name, tensor in after.items() if not torch.equal(tensor, before[name])] == []
 
 
 def test_inference_mode_around_a_call_leaves_cache_and_model_usable() -> None:

@@ -144,6 +144,15 @@ def test_resume_refuses_a_damaged_checkpoint(paths: tuple[Path, Path], straight:
         train(paths, tmp_path / "run", f"--resume={tmp_path / 'checkpoint-3'}")
 
 
+def test_the_gradient_of_a_step_is_the_mean_over_its_rows(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    rows, norms = write_rows(tmp_path / "one.json", rows=1), []
+    for count in (1, 3):  # of the same row
+        output = tmp_path / str(count)
+        assert train((paths[0], rows), output, "--steps=1", f"--gradient-accumulation={count}", "--log-every=1") == 0
+        norms.append(records(output)[-1]["gradient_norm"])
+    assert norms[1] == pytest.approx(norms[0], rel=1e-4)
+
+
 @pytest.mark.slow
 def test_two_processes_do_what_one_does_with_accumulation(paths: tuple[Path, Path], tmp_path: Path) -> None:
     options = ("--steps=4", "--warmup-steps=1", "--clip-limit=0.01")
