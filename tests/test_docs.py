@@ -125,7 +125,7 @@ def test_every_link_leads_to_a_file_and_a_heading() -> None:
 def test_every_path_named_in_the_text_exists() -> None:
     named = re.compile(r"`((?:locret|train|infer|data|recipes|tests|checkpoints|docs)/[\w./-]*)`")
     paths = {(page.name, path) for page in PAGES for path in named.findall(page.read_text(encoding="utf-8"))}
-    paths.discard(("training_data.md", "data/train-00000-of-00001.parquet"))  # a file of a published set
+    paths.discard(("training.md", "data/train-00000-of-00001.parquet"))  # a file of a published set
     assert [f"{page}: {path}" for page, path in sorted(paths) if not (ROOT / path).exists()] == []
 
 

@@ -326,7 +326,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
     if run.resume == resumed.NEWEST and run.output is None and not data.dataset.strip():
         raise ValueError("--resume does not say which run; give its folder, such as --resume runs/heads")
     if not data.dataset.strip():
-        raise ValueError("--dataset is missing; give LongAlpaca or another set (docs/training_data.md)")
+        raise ValueError("--dataset is missing; give LongAlpaca or another set (docs/training.md)")
     if run.output is None:
         earlier = resumed.run_of(run.resume, None)
         options[-1] = replace(run, output=str(earlier or default_output(backbone.model, data.dataset)))

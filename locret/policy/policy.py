@@ -153,7 +153,7 @@ class RetentionPolicy:
     exact_layers: int = 0
     """With fewer bits: first and last full-attention layers, so many each, whose units stay as they are."""
     merge: str = NO_MERGER
-    """Fold evicted units into kept ones: "none", or a merger, loco:kernels=FOLDER (docs/merging.md)."""
+    """Fold evicted units into kept ones: "none", or a merger, loco:kernels=FOLDER (docs/budgets.md)."""
 
     def __post_init__(self) -> None:
         following = {name: value for name in FOLLOWING if isinstance(value := getattr(self, name), Follows)}

@@ -238,7 +238,7 @@ def asked() -> list[Ask]:
 def test_how_many_of_the_best_eight_are_among_those_found(
     asked: list[Ask], spec: str, units: int, least: float
 ) -> None:
-    """The numbers in docs/tiers.md, rounded down."""
+    """The numbers in docs/budgets.md, rounded down."""
     lookup, found = lookups.get(spec), []
     for ask in asked:
         best = choose(lookups.get("exact"), ask.query, ask.keys, ask.positions, 8)

@@ -456,8 +456,9 @@ def test_the_page_of_the_documentation_runs(
 ) -> None:
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)
-    (block,) = re.findall(r"```python\n(.*?)```", (root / "docs/protected.md").read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(block, "docs/protected.md", "exec"), {})
+    blocks = re.findall(r"```python\n(.*?)```", (root / "docs/budgets.md").read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = [block for block in blocks if "kept_by_message" in block]
+    exec(compile(block, "docs/budgets.md", "exec"), {})
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
         "system",
         "document",

@@ -4,7 +4,7 @@ Run in an environment that has llama-cpp-python and gguf besides the package; tw
 
     LLAMA_SERVER=.../llama-server LLAMA_CPP_SOURCE=.../llama.cpp python -m pytest tests/engines/test_llamacpp_engine.py
 
-Both come from the sdist of llama-cpp-python, which holds all of llama.cpp (docs/llamacpp.md).
+Both come from the sdist of llama-cpp-python, which holds all of llama.cpp (docs/engines.md).
 """
 
 from __future__ import annotations

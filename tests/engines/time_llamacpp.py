@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:tests python tests/engines/time_llamacpp.py
 
-Prints the table of docs/llamacpp.md; one thread, through the C API.
+Prints seconds and bytes as a table; one thread, through the C API.
 """
 
 from __future__ import annotations
