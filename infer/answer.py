@@ -17,7 +17,6 @@ from locret.conversation.chat import AnswerStreamer, Chat
 from locret.conversation.long_context_model import LongContextModel
 from locret.conversation.templates import decode
 from locret.infer.infer_options import GenerationOptions
-from locret.infer.kept_text import share_of_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +82,6 @@ def answer(
     if chat.asked is None:
         chat.read_turn(question, options.max_new_tokens)
     middle, prompt_tokens, kept_units = now(device), cache.seen, cache.memory().units
-    if cache.policy.head_budgets == "shares" and len(cache.kept_positions(cache.backbone.layers[0])) == 1:
-        kept_units = round(float(share_of_heads(cache).sum()))  # a mean: some heads may hold the whole text
     new = chat.write_answer(generation_settings(options, lm), streamer)
     end = now(device)
     if streamer is not None:

@@ -269,6 +269,7 @@ class RetentionCache(Cache):
         hosts = [layer.tier for layer in layers if layer.tier is not None]
         self._account.note(layers)
         where = "host" if self.disk is None else "disk"
+        fills = [layer.fill for layer in layers] or [0]
         second = {
             f"{where}_planned": self._account.second(rows, begun=begun),
             where: sum(host.nbytes for host in hosts),
@@ -277,7 +278,7 @@ class RetentionCache(Cache):
             self._account.first(rows, begun=begun),
             self._bytes(),
             max(self._peak, self._bytes()),
-            max((layer.fill for layer in layers), default=0),
+            round(sum(fills) / len(fills)) if self.policy.head_budgets == "shares" else max(fills),
             **second,
             index_planned=self._account.indexes(layers, rows, begun=begun),
             index=sum(layer.host.index_nbytes for layer in layers if layer.host is not None),

@@ -25,7 +25,7 @@ class CacheMemory:
     actual: int
     peak: int
     units: int
-    """Units held per KV head, on average, in the fullest layer."""
+    """Units held per KV head, on average: in the fullest layer, or over all layers where each head has its share."""
     host_planned: int = 0
     """Of the second tier, where it is in host memory."""
     host: int = 0
