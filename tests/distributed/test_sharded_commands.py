@@ -66,15 +66,6 @@ def test_training_leaves_the_heads_of_one_process(rows: Path, tmp_path: Path) ->
     assert configs[0]["base_weights"] == configs[1]["base_weights"] is not None
 
 
-def test_shares_of_layers_are_measured_by_one_process_and_waited_for(rows: Path, tmp_path: Path) -> None:
-    line = (TRAIN, "--model", MODEL, "--dataset", rows, "--steps", 1, "--lr", 1e-12, "--hidden-dim", 16)
-    line = (*line, "--eval-rows", 2, "--layer-shares", 8, "--policy.budget=48", "--policy.chunk_size=64")
-    alone(*line, "--output", tmp_path / "one")
-    sharded(*line, "--output", tmp_path / "two")
-    one, two = (json.loads((tmp_path / name / "config.json").read_text())["policy"] for name in ("one", "two"))
-    assert one["layer_shares"] == pytest.approx(two["layer_shares"], abs=0.01)
-
-
 def logged(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
