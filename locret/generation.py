@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import GenerationMode
 
 from locret.backbone.adapters import input_device, unwrap
@@ -115,6 +115,7 @@ def generate(
     width = tokens.shape[1] + (full is None)
     mask = torch.ones(tokens.shape[0], width, dtype=torch.long, device=tokens.device)
     as_written = obstacle(model, cache, config, new_tokens, copies)
+    options["logits_processor"] = LogitsProcessorList([FiniteLogits(base), *(options.get("logits_processor") or ())])
     with answering(model, cache) if as_written else capturing(model, cache, new_tokens):
         ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
     given.copies_memory = cache.memory() if copies > 1 else None
@@ -124,6 +125,31 @@ def generate(
         else:
             ids.sequences = ids.sequences[:, 1:]
     return cast(Tensor, ids)
+
+
+class FiniteLogits(LogitsProcessor):
+    """Refuses to choose a token by logits that say nothing."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Return the scores, (B, V), as they are."""
+        check_finite_logits(self.model, scores)
+        return scores
+
+
+def check_finite_logits(model: Any, logits: Tensor) -> None:
+    """Refuse logits (..., V) that are not finite: any token would be taken for an answer.
+
+    Raises:
+        ValueError: Naming the data type, and the way out.
+    """
+    if torch.isfinite(logits.amax(-1)).all():  # NaN is the largest of all, and a vocabulary may be masked in part
+        return
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    way_out = "check its weights" if dtype == "float32" else "load it with dtype=float32 (--dtype float32)"
+    raise ValueError(f"the backbone's logits are not finite in {dtype}, so there is no answer; {way_out}")
 
 
 def _most_new_tokens(config: GenerationConfig, input_ids: Any) -> int:

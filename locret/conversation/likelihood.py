@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import input_device
 from locret.cache.reader import answering
+from locret.generation import check_finite_logits
 from locret.policy.policy import RetentionPolicy
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def after(model: nn.Module, ids: Sequence[int], answer: int, cache: Any = None) 
     tokens_1L = torch.tensor([list(ids)], device=input_device(model))
     with torch.inference_mode():
         out = model(input_ids=tokens_1L, past_key_values=cache, use_cache=cache is not None, logits_to_keep=answer + 1)
+        check_finite_logits(model, out.logits[0])
         logs_AV = out.logits[0, :-1].float().log_softmax(-1)
     targets_A: Tensor = tokens_1L[0, -answer:].to(logs_AV.device)
     nats = -float(logs_AV.gather(1, targets_A[:, None]).double().sum())

@@ -37,6 +37,7 @@ from locret.backbone.rotary import fixed_reach, rotary_parameters, uses_long_fac
 from locret.engines.continuous_batching import ContinuousBatching, Shared, Sizes, page_bytes, planned_bytes
 from locret.engines.prefix import Prefix
 from locret.field_values import check_sampling, shown
+from locret.generation import check_finite_logits
 
 Finish = Literal["stop", "length", "error"]
 _LOG = logging.getLogger(__name__)
@@ -391,6 +392,7 @@ class PagedContexts:
         Raises:
             ValueError: If one of them could never be answered.
             RuntimeError: If an answer failed.
+            ValueError: If the backbone's logits are not finite.
         """
         ends = None if end_ids is None else frozenset(end_ids)
         with self._running_meanwhile():
@@ -423,7 +425,8 @@ class PagedContexts:
             for cancel in cancels:
                 cancel()
         if batch.failed:
-            raise RuntimeError(batch.failed)
+            kind, _, said = batch.failed.partition(": ")
+            raise ValueError(said) if kind == "ValueError" else RuntimeError(batch.failed)
         return batch.answers
 
     # -- what is checked before anything is done -------------------------------------------------------------------
@@ -598,6 +601,7 @@ class PagedContexts:
             self._cancel(request)
 
     def _choose(self, names: Sequence[str], logits_RV: Tensor) -> Tensor:
+        check_finite_logits(self._model, logits_RV)
         tokens = logits_RV.argmax(-1)
         for row, name in enumerate(names):
             request = self._running.get(name)
