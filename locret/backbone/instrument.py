@@ -60,6 +60,9 @@ class Observer(Protocol):
     def masks(self) -> MaskMemo:
         """Attention masks, which forward passes share."""
 
+    def run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what the decoder's forward pass, `plain`, returns for these arguments."""
+
     def positions(self, tokens: Tensor) -> Tensor | None:
         """Return (B, L) rotary positions for the coming pass over `tokens`, or None for 0, 1, 2, ...
 

@@ -33,7 +33,7 @@ from locret.conversation.document import (
     open_document,
 )
 from locret.conversation.prompt import Prompt, written
-from locret.conversation.rules import ASSISTANT, DOCUMENT, SYSTEM, USER, Rule, check_rules, rules_of
+from locret.conversation.rules import ASSISTANT, DOCUMENT, SYSTEM, USER, Rule, check_named, check_rules, rules_of
 from locret.conversation.saved_turns import saved_protection, saved_sources, saved_turns
 from locret.conversation.templates import Message, leading_special_ids
 from locret.conversation.text_stream import TokenStream, trimmed
@@ -374,6 +374,8 @@ class LongContextModel:
         transcript, stream = self._transcript(system), TokenStream(self.tokenizer)
         layout = self._layout(rules_of(protect), transcript, stream, document)
         bar = ReadingBar(document, progress, lambda: stream.pending)
+        roles = [*([SYSTEM] if transcript.system_end() else []), DOCUMENT, *([] if question is None else [USER])]
+        check_named(layout.rules, roles)
         self.say_what_it_knows(document.name)
         asked = transcript.copy()
         added = asked.ask(question)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,10 @@ class LayerObserver:
         self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}
         self.masks = MaskMemo()
         self.attended = on_layer
+
+    def run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the pass as it is."""
+        return plain(*args, **kwargs)
 
     def positions(self, tokens: Tensor) -> Tensor | None:
         """Number the tokens 0, 1, 2, ..."""
