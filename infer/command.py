@@ -251,7 +251,7 @@ def _read_and_ask(options: Options, plan: Ready, document: Any, asked: Sequence[
     torch.manual_seed(generation.seed)
     with kernels(options.model.attn):
         start, cache = now(plan.device), lm.new_cache()
-        how = {"system": prompt.system, "progress": not output.quiet, "protect": prompt.protect}
+        how: dict[str, Any] = {"system": prompt.system, "progress": not output.quiet, "protect": prompt.protect}
         new_tokens = generation.max_new_tokens if alone else 0
         question = asked[0] if asked else None
         if prompt.protocol == "aware" or (alone and question is None):

@@ -29,6 +29,7 @@ from locret.backbone.adapters import (
     FULL,
     FUSED,
     SLIDING,
+    Backbone,
     LayerShape,
     attention_modules,
     describe,
@@ -77,6 +78,30 @@ class Observer(Protocol):
 
     def finished(self, hidden: Tensor) -> None:
         """Take note that a forward pass is over; `hidden` is its (B, L, E) last hidden state."""
+
+
+class LayerObserver:
+    """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
+
+    def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None]) -> None:
+        self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}
+        self.masks = MaskMemo()
+        self.attended = on_layer
+
+    def run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run the pass as it is."""
+        return plain(*args, **kwargs)
+
+    def positions(self, tokens: Tensor) -> Tensor | None:
+        """Number the tokens 0, 1, 2, ..."""
+        return None
+
+    def view(self, layer_idx: int, query: Tensor, scaling: float) -> View | None:
+        """Attend to the pass's own tokens."""
+        return None
+
+    def finished(self, hidden: Tensor) -> None:
+        """Need no end."""
 
 
 @dataclass

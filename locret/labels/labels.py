@@ -13,17 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from locret.backbone.adapters import Backbone, describe, input_device
-from locret.backbone.attention import MaskMemo, View
-from locret.backbone.chunk import Attended, Projections
+from locret.backbone.adapters import describe, input_device
+from locret.backbone.chunk import Attended
 from locret.backbone.forward import run_decoder
-from locret.backbone.instrument import instrumented
+from locret.backbone.instrument import LayerObserver, instrumented
 from locret.backbone.passes import keeping_step
 from locret.labels import kinds
 from locret.labels.base import LabelKind, LabelTerms
@@ -33,30 +32,6 @@ if TYPE_CHECKING:
 
 _BLOCK_ELEMENTS = 2**22
 """Most logits in memory at once: 16 MiB. Products of fewer are too thin, more do not stay in the cache of a CPU."""
-
-
-class LayerObserver:
-    """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
-
-    def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None]) -> None:
-        self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}
-        self.masks = MaskMemo()
-        self.attended = on_layer
-
-    def run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the pass as it is."""
-        return plain(*args, **kwargs)
-
-    def positions(self, tokens: Tensor) -> Tensor | None:
-        """Number the tokens 0, 1, 2, ..."""
-        return None
-
-    def view(self, layer_idx: int, query: Tensor, scaling: float) -> View | None:
-        """Attend to the pass's own tokens."""
-        return None
-
-    def finished(self, hidden: Tensor) -> None:
-        """Need no end."""
 
 
 @torch.no_grad()

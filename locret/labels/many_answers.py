@@ -16,11 +16,11 @@ from transformers import DynamicCache
 from locret.backbone.adapters import FULL, SLIDING, Backbone, describe, input_device, latents, unwrap
 from locret.backbone.chunk import Attended
 from locret.backbone.forward import run_decoder
-from locret.backbone.instrument import instrumented
+from locret.backbone.instrument import LayerObserver, instrumented
 from locret.backbone.passes import keeping_step
 from locret.labels import kinds
 from locret.labels.base import LabelKind
-from locret.labels.labels import _BLOCK_ELEMENTS, LayerObserver, answer_labels, layer_labels, observe, token_row
+from locret.labels.labels import _BLOCK_ELEMENTS, answer_labels, layer_labels, observe, token_row
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Ids of questions and their answers, (1, m) each."""
