@@ -8,9 +8,8 @@ from importlib import import_module
 import pytest
 
 from locret.data.tasks import Sample, get, names
-from locret.data.tasks.metrics import f1, retrieval, rouge
-from locret.data.tasks.metrics.code import edit_similarity, first_code_line
-from locret.data.tasks.metrics.libraries import library
+from locret.data.tasks.metrics import overlap, retrieval
+from locret.data.tasks.metrics.overlap import edit_similarity, first_code_line, library
 from locret.data.tasks.published import infinitebench, leval, longbench
 
 
@@ -26,18 +25,18 @@ from locret.data.tasks.published import infinitebench, leval, longbench
     ],
 )
 def test_word_f1_compares_bags_of_cleaned_words(prediction: str, references: list[str], expected: float) -> None:
-    assert f1.word_f1(prediction, references) == pytest.approx(expected)
+    assert overlap.word_f1(prediction, references) == pytest.approx(expected)
 
 
 def test_character_f1_drops_chinese_punctuation_but_the_opening_title_mark() -> None:
-    assert f1.character_f1("“田 立帆”。", ["田立帆"]) == 1.0
-    assert f1.character_f1("《田》", ["田"]) == pytest.approx(2 / 3)
+    assert overlap.character_f1("“田 立帆”。", ["田立帆"]) == 1.0
+    assert overlap.character_f1("《田》", ["田"]) == pytest.approx(2 / 3)
 
 
 @pytest.mark.slow
 def test_chinese_word_f1_compares_segmented_words() -> None:
-    assert f1.segmented_words("田立帆在商家堡。") == ["田立帆", "在", "商家堡"]
-    assert f1.chinese_word_f1("商家堡", ["田立帆在商家堡。"]) == pytest.approx(0.5)  # precision 1, recall 1/3
+    assert overlap.segmented_words("田立帆在商家堡。") == ["田立帆", "在", "商家堡"]
+    assert overlap.chinese_word_f1("商家堡", ["田立帆在商家堡。"]) == pytest.approx(0.5)  # precision 1, recall 1/3
 
 
 @pytest.mark.parametrize(
@@ -164,11 +163,11 @@ def test_code_similarity_takes_the_first_line_of_code_in_whole_percent() -> None
 
 
 def test_longbench_rouge_l_is_that_of_the_rouge_package() -> None:
-    assert rouge.rouge_l("a b", ["a b"]) == pytest.approx(1 - 5e-9, abs=1e-12)  # 1e-8 in the denominator
-    assert rouge.rouge_l("A b.", ["a b."]) == pytest.approx(0.5, abs=1e-6)  # case counts
-    assert rouge.rouge_l("a a a b", ["a b"]) == pytest.approx(1, abs=1e-6)  # words are a set
-    assert rouge.rouge_l("b. a", ["a b"]) == pytest.approx(1, abs=1e-6)  # sentences end at full stops
-    assert rouge.rouge_l("", ["a"]) == rouge.rouge_l("...", ["a"]) == 0.0
+    assert overlap.rouge_l("a b", ["a b"]) == pytest.approx(1 - 5e-9, abs=1e-12)  # 1e-8 in the denominator
+    assert overlap.rouge_l("A b.", ["a b."]) == pytest.approx(0.5, abs=1e-6)  # case counts
+    assert overlap.rouge_l("a a a b", ["a b"]) == pytest.approx(1, abs=1e-6)  # words are a set
+    assert overlap.rouge_l("b. a", ["a b"]) == pytest.approx(1, abs=1e-6)  # sentences end at full stops
+    assert overlap.rouge_l("", ["a"]) == overlap.rouge_l("...", ["a"]) == 0.0
 
 
 def test_longbench_rouge_l_of_a_very_long_sentence_is_0_as_in_the_official_runs() -> None:
@@ -179,30 +178,30 @@ def test_longbench_rouge_l_of_a_very_long_sentence_is_0_as_in_the_official_runs(
     try:
         for limit in (before, 10_000):  # other packages raise it, and no score may depend on them
             sys.setrecursionlimit(limit)
-            assert rouge.rouge_l(sentence("a", 300), [sentence("b", 300)]) > 0
-            assert rouge.rouge_l(sentence("a", 600), [sentence("b", 600)]) == 0.0
+            assert overlap.rouge_l(sentence("a", 300), [sentence("b", 300)]) > 0
+            assert overlap.rouge_l(sentence("a", 600), [sentence("b", 600)]) == 0.0
             assert sys.getrecursionlimit() == limit
     finally:
         sys.setrecursionlimit(before)
 
 
 def test_chinese_rouge_l_cuts_words() -> None:
-    assert rouge.chinese_rouge_l("商家堡", ["田立帆 在 商家堡", "没有"]) > 0.4
-    assert rouge.rouge_l("商家堡", ["田立帆在商家堡"]) == 0.0
+    assert overlap.chinese_rouge_l("商家堡", ["田立帆 在 商家堡", "没有"]) > 0.4
+    assert overlap.rouge_l("商家堡", ["田立帆在商家堡"]) == 0.0
 
 
 @pytest.mark.slow
 def test_rouge_lsum_takes_lines_as_sentences_and_knows_no_stems() -> None:
-    assert rouge.rouge_lsum("the cat\nsat down", ["sat down\nthe cat"]) == 1.0
-    assert rouge.rouge_lsum("the cat sat down", ["sat down the cat"]) == 0.5
-    assert rouge.rouge_lsum("cats", ["cat"]) == 0.0
-    assert rouge.rouge_lsum("cat", ["dog", "Cat!"]) == 1.0
+    assert overlap.rouge_lsum("the cat\nsat down", ["sat down\nthe cat"]) == 1.0
+    assert overlap.rouge_lsum("the cat sat down", ["sat down the cat"]) == 0.5
+    assert overlap.rouge_lsum("cats", ["cat"]) == 0.0
+    assert overlap.rouge_lsum("cat", ["dog", "Cat!"]) == 1.0
 
 
 def test_leval_rouge_averages_before_the_geometric_mean() -> None:
     parts = [(1.0, 0.0, 0.5), (0.0, 0.5, 0.5)]
-    assert rouge.geometric_mean(parts) == pytest.approx((0.5 * 0.25 * 0.5) ** (1 / 3))
-    assert rouge.geometric_mean([]) == 0.0
+    assert overlap.geometric_mean(parts) == pytest.approx((0.5 * 0.25 * 0.5) ** (1 / 3))
+    assert overlap.geometric_mean([]) == 0.0
     texts = ["a quick cat sat", "it rains"]
     assert leval.task_score("meeting_summ", texts, texts) == pytest.approx(1.0)
     one_two_l = leval.rouge_parts("the cat\nsat", "sat\nthe cat")

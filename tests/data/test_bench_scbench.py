@@ -10,8 +10,7 @@ from bench_cases import entries, golden
 from hub_server import Repo
 
 from locret.data import tasks
-from locret.data.tasks.metrics.code import first_code_block, repeated_function
-from locret.data.tasks.metrics.overlap import bleu
+from locret.data.tasks.metrics.overlap import bleu, first_code_block, repeated_function
 from locret.data.tasks.published.loading import open_task
 from locret.data.training.json_rows import BadRow
 

@@ -17,10 +17,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.choice import book_choice, code_choice
-from locret.data.tasks.metrics.f1 import character_f1, word_f1
-from locret.data.tasks.metrics.numbers import first_number, last_word_as_integer, leading_values
-from locret.data.tasks.metrics.retrieval import LOCRET_MARKS, first_integer, name_among_words, value_among_words
-from locret.data.tasks.metrics.rouge import rouge_lsum
+from locret.data.tasks.metrics.overlap import character_f1, rouge_lsum, word_f1
+from locret.data.tasks.metrics.retrieval import (
+    LOCRET_MARKS,
+    first_integer,
+    first_number,
+    last_word_as_integer,
+    leading_values,
+    name_among_words,
+    value_among_words,
+)
 from locret.data.tasks.published.base import PublishedTask
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of

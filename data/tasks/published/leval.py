@@ -22,8 +22,7 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.choice import LETTERS, chosen_letters, expected_letters, letters_match
-from locret.data.tasks.metrics.f1 import bare_words, word_f1
-from locret.data.tasks.metrics.rouge import Parts, geometric_mean, rouge_1_2_l
+from locret.data.tasks.metrics.overlap import Parts, bare_words, geometric_mean, rouge_1_2_l, word_f1
 from locret.data.tasks.published.base import PublishedTask
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from locret.data.tasks.metrics.choice import one_class
-from locret.data.tasks.metrics.code import edit_similarity
-from locret.data.tasks.metrics.f1 import chinese_word_f1, word_f1
+from locret.data.tasks.metrics.overlap import chinese_rouge_l, chinese_word_f1, edit_similarity, rouge_l, word_f1
 from locret.data.tasks.metrics.retrieval import share_of_numbers
-from locret.data.tasks.metrics.rouge import chinese_rouge_l, rouge_l
 from locret.data.tasks.published.base import PublishedTask
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from locret.data.tasks.metrics.overlap import bleu
-from locret.data.tasks.metrics.rouge import rouge_recall
+from locret.data.tasks.metrics.overlap import bleu, rouge_recall
 from locret.data.tasks.published.base import PublishedTask
 from locret.data.tasks.task import Question, Sample
 from locret.data.training.json_rows import BadRow, Entry, text_of

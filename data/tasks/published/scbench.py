@@ -28,11 +28,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.choice import book_choice
-from locret.data.tasks.metrics.code import repeated_function
-from locret.data.tasks.metrics.f1 import character_f1
-from locret.data.tasks.metrics.numbers import first_number
-from locret.data.tasks.metrics.retrieval import all_contained, any_contained, first_integer, value_contained
-from locret.data.tasks.metrics.rouge import rouge_lsum
+from locret.data.tasks.metrics.overlap import character_f1, repeated_function, rouge_lsum
+from locret.data.tasks.metrics.retrieval import (
+    all_contained,
+    any_contained,
+    first_integer,
+    first_number,
+    value_contained,
+)
 from locret.data.tasks.published.base import PublishedTask
 from locret.data.tasks.task import Question, Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of
