@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.files import write_text
-from locret.infer.evaluation import output_folder, suite_table, summary
+from locret.infer.evaluation import output_folder, summary, tables
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.protocols import shown
 from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key
@@ -47,17 +47,17 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
     }
     if suite := job.evaluation.chosen_suite():
         published = job.evaluation.published
-        results["suite"] = suite_table.results(suite, named, job.missing, settings, published)
-    write_text(output / TABLE, tables(results))
+        results["suite"] = tables.suite_results(suite, named, job.missing, settings, published)
+    write_text(output / TABLE, as_markdown(results))
     write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
     return results
 
 
-def tables(results: dict[str, Any]) -> str:
+def as_markdown(results: dict[str, Any]) -> str:
     """Return the results as Markdown: a suite's table first."""
-    suite = suite_table.table(results["suite"]) + "\n" if "suite" in results else ""
+    suite = tables.suite_table(results["suite"]) + "\n" if "suite" in results else ""
     left = [f"Left out: {Unmade(**one)}.\n" for one in results.get("left_out", ())]
-    return "\n".join([suite + summary.table(results["cells"]), *left])
+    return "\n".join([suite + tables.table(results["cells"]), *left])
 
 
 def write_figures(

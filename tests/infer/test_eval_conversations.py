@@ -97,19 +97,6 @@ def test_a_models_own_answers_can_stand_in_its_history(backbone: Path, data: Pat
     assert full["prompt_tokens"] == bounded["prompt_tokens"]
 
 
-def test_a_conversation_is_a_session_to_oracles_and_protocols(backbone: Path, data: Path) -> None:
-    for wrong, why in (
-        (("--methods", "oracle"), "method oracle knows the answer to one prompt, and scbench/kv is a session"),
-        (("--methods", "full", "--protocol", "agnostic"), "and scbench/kv is a session, whose turns follow each other"),
-        (
-            ("--methods", "streaming", "--budget-share", "0.5"),
-            "and scbench/kv is a session that goes on; give --budget",
-        ),
-    ):
-        with pytest.raises(ValueError, match=why):
-            run(backbone, data, "--tasks", "scbench/kv", *wrong)
-
-
 @pytest.mark.parametrize("name", ["scbench/kv_requests", "loogle/longdep_qa"])
 def test_all_questions_of_a_text_are_asked_and_share_one_read(backbone: Path, data: Path, name: str) -> None:
     line = ("--tasks", name, "--methods", "full,streaming", "--protocol", "aware,agnostic", "--max-new-tokens", "4")
@@ -123,11 +110,6 @@ def test_all_questions_of_a_text_are_asked_and_share_one_read(backbone: Path, da
         said = known[method, how, item, number]["prediction"]
         assert method != "full" or said == known["full", "aware", item, number]["prediction"]
     assert {number for *_, item, number in known if item == "1"} <= {0}
-
-
-def test_fewer_questions_can_be_asked(backbone: Path, data: Path) -> None:
-    line = ("--tasks", "scbench/kv_requests", "--methods", "full", "--questions", "2", "--max-new-tokens", "2")
-    assert [(row["item"], row["question"]) for row in run(backbone, data, *line)] == [("0", 0), ("0", 1), ("1", 0)]
 
 
 @pytest.mark.parametrize("protocol", ["aware", "agnostic"])

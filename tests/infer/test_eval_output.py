@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from locret import pictures
 from locret.cli.command import run
-from locret.infer.evaluation import output_folder, records, runner, summary
+from locret.infer.evaluation import output_folder, records, runner, summary, tables
 from locret.infer.evaluation.command import command
 
 LINE = ("--tasks", "passkey", "--lengths", "300", "--samples", "2", "--budget", "64", "--chunk-size", "32")
@@ -87,7 +87,7 @@ def cells_of(table: str) -> list[list[str]]:
 def test_table_by_hand() -> None:
     full = record(method="full", budget=None, chunk_size=None, stabilizers=None, score=0.8, kept_units=300)
     longer = record(tokens=3000, score=0.25)
-    heads, _, first, second = cells_of(summary.table(summary.cells([full, record(score=0.6), longer])))
+    heads, _, first, second = cells_of(tables.table(summary.cells([full, record(score=0.6), longer])))
     assert heads[:4] == ["method", "budget", "passkey @ 300", "passkey @ 3,000"]
     assert first[:5] == ["full", "all", "80.0", "", "300"]
     assert second[:5] == ["random", "64", "60.0 (75%)", "25.0", "72"]
@@ -95,7 +95,7 @@ def test_table_by_hand() -> None:
 
 def test_table_shows_what_varies_and_nothing_is_a_share_of_nothing() -> None:
     full = record(method="full", budget=None, chunk_size=None, stabilizers=None, score=0.0)
-    heads, _, *rows = cells_of(summary.table(summary.cells([full, record(), record(stabilizers=0)])))
+    heads, _, *rows = cells_of(tables.table(summary.cells([full, record(), record(stabilizers=0)])))
     assert heads[2] == "stabilizers"
     assert [row[2:4] for row in rows] == [["", "0.0"], ["16", "100.0"], ["0", "100.0"]]
 

@@ -241,45 +241,6 @@ def test_errors_are_over_texts_not_over_questions() -> None:
     assert scored == {"score": 50.0, "standard_error": cell["standard_error"]}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("--protocol", "blind"), "--protocol blind is unknown; choose aware or agnostic, or aware,agnostic"),
-        (("--questions", 0), "--questions 0 asks nothing; give 1 or more"),
-        (
-            ("--tasks", "passkey", "--questions", 5),
-            "--questions 5 asks several questions of a text, but no text of passkey",
-        ),
-        (
-            ("--tasks", "ruler/vt", "--methods", "oracle_agnostic"),
-            "ruler/vt does not say which there are; leave one out",
-        ),
-        (
-            ("--tasks", "sirllm/rock", "--protocol", "agnostic"),
-            "--protocol agnostic reads a document before its question",
-        ),
-        *(
-            (
-                ("--tasks", f"infinitebench/{name}", "--protocol", "aware,agnostic"),
-                f"and infinitebench/{name} asks before its document; leave one out",
-            )
-            for name in ("math_find", "code_run")
-        ),
-        (("--tasks", "sirllm/rock", "--methods", "oracle_agnostic"), "method oracle_agnostic knows the answer to one"),
-        (("--tasks", "multikey", "--lengths", 100), "sample 0 of multikey cannot be made at 100 tokens"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_sentence(
-    arguments: tuple[object, ...], message: str, evaluate: Any, tmp_path: Path
-) -> None:
-    line = ("--methods", "full", "--lengths", 1000, "--samples", 2, "--output", tmp_path / "out", *SMALL[-4:])
-    code, out, err = evaluate(*line, *arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert err.count("\n") == 1
-    assert not (tmp_path / "out" / "samples.jsonl").exists()
-
-
 def test_no_task_of_infinitebench_that_may_be_asked_later_says_its_question_first() -> None:
     for task in infinitebench.TASKS:
         heads = set()
