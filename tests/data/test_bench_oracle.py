@@ -75,7 +75,7 @@ def test_code_debug_wants_the_letter_with_a_full_stop_and_the_locret_release_tak
     assert item.reply == "B. g"
     assert [official.score(answer, item) for answer in ("B. g", "B", "B\nC")] == [1, 0, 0]
     assert [locret.score(answer, item) for answer in ("B. g", "B", "B\nC")] == [1, 0, 1]
-    with pytest.raises(ValueError, match="scorer='mine' is unknown; use official or locret"):
+    with pytest.raises(ValueError, match="scorer='mine' is unknown; use one of official, locret"):
         benchmarks.get("infinitebench/code_debug", scorer="mine")
 
 

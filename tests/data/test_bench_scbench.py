@@ -184,7 +184,7 @@ def test_a_bad_row_says_what_is_wrong(name, row, detail, mode) -> None:
     ("name", "options", "message"),
     [
         ("kv", {"max_turns": 0}, "max_turns=0 must be a whole number, 1 or more"),
-        ("kv", {"scorer": "x"}, "scorer='x' is unknown; use fixed or official"),
+        ("kv", {"scorer": "x"}, "scorer='x' is unknown; use one of fixed, official"),
         ("kv_requests", {"golden": False}, "golden=False has no effect, as requests have no history"),
         ("kv_requests", {"max_turns": 3}, "max_turns=3 has no effect on requests; use --questions"),
     ],

@@ -85,21 +85,13 @@ def plain_characters(text: str) -> list[str]:
 
 
 def segmented_words(text: str) -> list[str]:
-    """Return the words that jieba cuts a Chinese text into, cleaned like `plain_characters`; empty ones are dropped.
-
-    Raises:
-        ValueError: If jieba is not installed.
-    """
+    """Return the words that jieba cuts a Chinese text into, cleaned like `plain_characters`; empty ones are dropped."""
     cleaned = ("".join(plain_characters(word)) for word in cut_chinese(text))
     return [word for word in cleaned if word]
 
 
 def cut_chinese(text: str) -> list[str]:
-    """Return the pieces that jieba cuts a text into, in its default mode; joined, they are the text.
-
-    Raises:
-        ValueError: If jieba is not installed.
-    """
+    """Return the pieces that jieba cuts a text into, in its default mode; joined, they are the text."""
     return list(_segmenter().cut(text, cut_all=False))
 
 
@@ -136,11 +128,7 @@ def character_f1(prediction: str, references: Sequence[str]) -> float:
 
 
 def chinese_word_f1(prediction: str, references: Sequence[str]) -> float:
-    """Return F1 over jieba's words: LongBench's multifieldqa_zh.
-
-    Raises:
-        ValueError: If jieba is not installed.
-    """
+    """Return F1 over jieba's words: LongBench's multifieldqa_zh."""
     return _best_f1(segmented_words, prediction, references)
 
 
@@ -162,20 +150,12 @@ def _set_scorer(kind: str, part: str) -> Any:
 
 
 def rouge_lsum(prediction: str, references: Sequence[str]) -> float:
-    """Return F of ROUGE-Lsum, the best over the references: InfiniteBench's E.Sum.
-
-    Raises:
-        ValueError: If rouge-score is not installed.
-    """
+    """Return F of ROUGE-Lsum, the best over the references: InfiniteBench's E.Sum."""
     return float(_google_scorer("rougeLsum").score_multi(references, prediction)["rougeLsum"].fmeasure)
 
 
 def rouge_1_2_l(prediction: str, references: Sequence[str]) -> Parts:
-    """Return F of ROUGE-1, -2 and -L, each the best over the references: L-Eval.
-
-    Raises:
-        ValueError: If rouge-score is not installed.
-    """
+    """Return F of ROUGE-1, -2 and -L, each the best over the references: L-Eval."""
     best = _google_scorer("rouge1", "rouge2", "rougeL").score_multi(references, prediction)
     one, two, longest = (float(best[kind].fmeasure) for kind in ("rouge1", "rouge2", "rougeL"))
     return one, two, longest
@@ -197,9 +177,6 @@ def rouge_l(prediction: str, references: Sequence[str]) -> float:
 
     A text without any sentence scores 0, and so does one with sentences so long (a thousand words in prediction and
     reference together) that the package's recursion ends at Python's limit: the official code catches both.
-
-    Raises:
-        ValueError: If rouge is not installed.
     """
     return max((_of_sets(prediction, reference, "rouge-l", "f") for reference in references), default=0.0)
 
@@ -211,9 +188,6 @@ def rouge_recall(prediction: str, reference: str, kind: str) -> float:
         prediction: The generated text.
         reference: The reference.
         kind: "rouge-1", "rouge-2" or "rouge-l".
-
-    Raises:
-        ValueError: If rouge is not installed.
     """
     return _of_sets(prediction, reference, kind, "r")
 
@@ -245,11 +219,7 @@ def _usual_depth() -> Iterator[None]:
 
 
 def chinese_rouge_l(prediction: str, references: Sequence[str]) -> float:
-    """Return F of ROUGE-L over jieba's words, the best over the references: LongBench's dureader and vcsum.
-
-    Raises:
-        ValueError: If rouge or jieba is not installed.
-    """
+    """Return F of ROUGE-L over jieba's words, the best over the references: LongBench's dureader and vcsum."""
     return rouge_l(" ".join(cut_chinese(prediction)), [" ".join(cut_chinese(text)) for text in references])
 
 
@@ -263,9 +233,6 @@ def bleu(
         reference: The reference's words.
         grams: Count n-grams of this length alone; None for 1 to 4.
         smooth: Whether to smooth (method 4).
-
-    Raises:
-        ValueError: If nltk is not installed.
     """
     module = library("nltk.translate.bleu_score", "BLEU of LooGLE and of SCBench's code retrieval")
     weights = tuple(0.25 if grams is None else float(length == grams) for length in range(1, 5))
@@ -306,9 +273,6 @@ def repeated_function(prediction: str, functions: Sequence[tuple[str, str]]) -> 
     Args:
         prediction: The generated text.
         functions: Name and code of each function that it could be.
-
-    Raises:
-        ValueError: If nltk is not installed.
     """
     code = first_code_block(prediction).strip()
     best, most = "", 0.0

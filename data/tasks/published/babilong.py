@@ -76,17 +76,11 @@ class BabilongTask(PublishedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, known in (("length", ("", *LENGTHS)), ("collection", tuple(REVISIONS))):
-            if (value := getattr(self, option)) not in known:
-                choices = ", ".join(filter(None, known))
-                raise ValueError(f"task {self.name}: {option}={value!r} is unknown; use {choices}")
+        self.check_choice("length", ("", *LENGTHS))
+        self.check_choice("collection", tuple(REVISIONS))
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the sample of a row.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type, or the target is no answer of this task.
-        """
+        """Return the sample of a row."""
         document = text_of(record, where, "input").strip()
         question, target = text_of(record, where, "question"), text_of(record, where, "target")
         labels = LABELS[self.task]
@@ -98,17 +92,8 @@ class BabilongTask(PublishedTask):
         parts = (own[name] if getattr(self, name) else "" for name in ("instruction", "examples", "post_prompt"))
         head = ("\n\n".join([*parts, "<context>"])).lstrip() + "\n"
         asked = f"Question: {question}".rstrip()  # an example may ask the same, without that word
-        return [
-            Sample(
-                id=str(index),
-                content=f"{head}{document}\n</context>\n\n{asked}",
-                targets=(target, question),  # the metric looks into the question too
-                reply=target,
-                question=asked,
-                choices=labels,
-                span=(len(head), len(head) + len(document)),
-            )
-        ]
+        tail, targets = f"\n</context>\n\n{asked}", (target, question)  # the metric looks into the question too
+        return [self.sample_of(index, head, document, tail, targets, question=asked, choices=labels)]
 
     def select(self, wanted: Wanted) -> Selection:
         """Return the asked rows of every length.

@@ -27,7 +27,7 @@ from locret.data.tasks.metrics.retrieval import (
     name_among_words,
     value_among_words,
 )
-from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.published.base import PublishedTask, row_id
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of
 
@@ -122,9 +122,6 @@ def score(task: str, prediction: str, targets: Sequence[str], variant: Variant =
         targets: The references; for E.MC and C.Debug the right option's text and its letter.
         variant: The benchmark's own code, or the Locret release's copy, which also takes a letter alone on its line in
             C.Debug and ends R.KV's words at "</s>", "The" and "To".
-
-    Raises:
-        ValueError: If the metric's library is not installed.
     """
     return (_LOCRET if variant == "locret" else _METRICS)[task](prediction, targets)
 
@@ -149,8 +146,7 @@ class InfiniteBenchTask(PublishedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scorer not in ("official", "locret"):
-            raise ValueError(f"task {self.name}: scorer={self.scorer!r} is unknown; use official or locret")
+        self.check_choice("scorer", ("official", "locret"))
 
     @property
     def asks_first(self) -> bool:
@@ -158,11 +154,7 @@ class InfiniteBenchTask(PublishedTask):
         return "{" in _FORMS[self.form][0]
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the sample of a row.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type, or the answer is not among the options.
-        """
+        """Return the sample of a row."""
         context = text_of(record, where, "context")
         # Only the question of some tasks goes into the prompt, yet every published row has one.
         question = text_of(record, where, "input", may_be_empty=self.form not in _ASKED)
@@ -180,17 +172,8 @@ class InfiniteBenchTask(PublishedTask):
         }
         head, tail = (part.format_map(values) for part in _FORMS[self.form])
         head, context, tail = (self._masked(part) for part in (head, context, tail))
-        return [
-            Sample(
-                id=str(index),
-                content=head + context + tail,
-                targets=targets,
-                reply=_reply(self.form, targets),
-                choices=options,
-                span=(len(head), len(head) + len(context)),
-                extra=(("row id", str(record["id"])),) if "id" in record else (),
-            )
-        ]
+        more = {"reply": _reply(self.form, targets), "choices": options, "extra": row_id(record)}
+        return [self.sample_of(index, head, context, tail, targets, **more)]
 
     def _masked(self, text: str) -> str:
         return text.replace("$$MASK$$", "**MASK**") if self.replace_mask else text

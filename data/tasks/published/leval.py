@@ -207,9 +207,6 @@ def score(task: str, prediction: str, reference: str) -> float:
         task: The file's name in the published set, such as "codeU".
         prediction: The generated text, as decoded.
         reference: The reference; of sci_fi the story's or the world's truth alone.
-
-    Raises:
-        ValueError: If the metric's library is not installed.
     """
     if task in ROUGE_TASKS:
         return geometric_mean([rouge_parts(prediction, reference)])
@@ -218,20 +215,12 @@ def score(task: str, prediction: str, reference: str) -> float:
 
 @lru_cache(maxsize=1024)
 def rouge_parts(prediction: str, reference: str) -> Parts:
-    """Return ROUGE-1, -2 and -L of an answer, each from 0 to 1.
-
-    Raises:
-        ValueError: If rouge-score is not installed.
-    """
+    """Return ROUGE-1, -2 and -L of an answer, each from 0 to 1."""
     return rouge_1_2_l(prediction, [reference])
 
 
 def task_score(task: str, predictions: Sequence[str], references: Sequence[str]) -> float:
-    """Return the score of a whole task, from 0 to 1: the mean, or for ROUGE the geometric mean of three means.
-
-    Raises:
-        ValueError: If the metric's library is not installed.
-    """
+    """Return the score of a whole task, from 0 to 1: the mean, or for ROUGE the geometric mean of three means."""
     pairs = list(zip(predictions, references, strict=True))
     if not pairs:
         return 0.0
@@ -255,15 +244,10 @@ class LEvalTask(PublishedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.prompt_style not in ("fixed", "official"):
-            raise ValueError(f"task {self.name}: prompt_style={self.prompt_style!r} is unknown; use fixed or official")
+        self.check_choice("prompt_style", ("fixed", "official"))
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return a sample for each question of a row; none for a row that only judges score.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type, or there are not as many outputs as instructions.
-        """
+        """Return a sample for each question of a row; none for a row that only judges score."""
         if text_of(record, where, "evaluation") not in SCORED:
             return []
         document = text_of(record, where, "input")

@@ -20,7 +20,7 @@ from typing import Any
 from locret.data.tasks.metrics.choice import one_class
 from locret.data.tasks.metrics.overlap import chinese_rouge_l, chinese_word_f1, edit_similarity, rouge_l, word_f1
 from locret.data.tasks.metrics.retrieval import share_of_numbers
-from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.published.base import PublishedTask, row_id
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of
 
@@ -128,11 +128,7 @@ class LongBenchTask(PublishedTask):
         return ("choices",) if self.task in _CLASSIFIED else ()
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the sample of a row.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type, or the row is another task's.
-        """
+        """Return the sample of a row."""
         context = text_of(record, where, "context")
         question = text_of(record, where, "input", may_be_empty="{input}" not in _FORMS[self.task][1])
         targets = texts_of(record, where, "answers")
@@ -147,17 +143,8 @@ class LongBenchTask(PublishedTask):
         if dataset not in (self.task, f"{self.task}_e"):
             raise BadRow(where, "other task", f"says {dataset!r} in field 'dataset' where {self.task!r} is read")
         head, tail = (part.format(input=question) for part in _FORMS[self.task])
-        return [
-            Sample(
-                id=str(index),
-                content=head + context + tail,
-                targets=targets,
-                reply=targets[0],
-                choices=classes,
-                span=(len(head), len(head) + len(context)),
-                extra=(("row id", str(record["_id"])),) if "_id" in record else (),
-            )
-        ]
+        extra = row_id(record, "_id")
+        return [self.sample_of(index, head, context, tail, targets, choices=classes, extra=extra)]
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the task's own metric, the best over the references."""
