@@ -31,7 +31,7 @@ from locret.infer.evaluation.methods import (
     protects,
     writes_beside,
 )
-from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
+from locret.infer.evaluation.records import AGNOSTIC, AWARE
 from locret.infer.evaluation.runner import Case, Run, Unmade
 from locret.infer.evaluation.shared_text import SharedText, check_asked, document_tokens
 from locret.infer.infer_options import ModelOptions

@@ -11,8 +11,7 @@ from typing import Any
 from locret.files import write_text
 from locret.infer.evaluation import output_folder, summary, tables
 from locret.infer.evaluation.job import Job
-from locret.infer.evaluation.protocols import shown
-from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key
+from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key, shown
 from locret.infer.evaluation.runner import Case, Run, Unmade
 
 

@@ -19,8 +19,7 @@ from locret.data.tasks.task import SampleSet, Selection
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.answering import answer, answers, answers_on_forks
 from locret.infer.evaluation.methods import ORACLE, Prompt, Setup
-from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
-from locret.infer.evaluation.records import key
+from locret.infer.evaluation.records import AGNOSTIC, AWARE, key
 from locret.infer.evaluation.sessions import answer_conversation, answer_turns, until
 from locret.infer.evaluation.shared_text import SharedText
 from locret.infer.methods import Method

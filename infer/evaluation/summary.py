@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from locret.data.tasks.task import SampleSet, Task
-from locret.infer.evaluation.protocols import protocol_of
+from locret.infer.evaluation.records import protocol_of
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers", "budget_share", "protocol")
 _OPTIONAL = ("host_bytes", "moved_bytes", "kv_ranks")

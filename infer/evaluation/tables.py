@@ -9,7 +9,7 @@ from typing import Any
 
 from locret.data.tasks.published.suites import PublishedRow, Suite
 from locret.infer.evaluation.allotment import amount
-from locret.infer.evaluation.protocols import AWARE, shown
+from locret.infer.evaluation.records import AWARE, shown
 from locret.infer.evaluation.summary import CELL
 from locret.tables import markdown
 

@@ -18,7 +18,13 @@ ANSWERS: list[tuple[Any, ...]] = [
     ("infinitebench/passkey", " 71432.", ["71432"], 1),
     ("infinitebench/passkey", "is 7 71432", ["71432"], 0),  # the first integer alone
     ("infinitebench/passkey", "071432", ["71432"], 0),
-    ("infinitebench/passkey", "7 1432", ["71432"], 0),
+    ("infinitebench/passkey", "714321", ["71432"], 0),  # a longer number is another number
+    ("infinitebench/passkey", "7143", ["71432"], 0),
+    ("infinitebench/passkey", "7 1 4 3 2", ["71432"], 0),
+    ("infinitebench/passkey", "71432 is the pass key, and 99999 is not", ["71432"], 1),
+    ("infinitebench/passkey", "x71432x", ["71432"], 1),  # letters end an integer as InfiniteBench splits it
+    ("infinitebench/passkey", "-71432", ["71432"], 1),
+    ("infinitebench/passkey", "٧١٤٣٢ 71432", ["71432"], 1),  # other scripts' digits are no integer of the benchmark
     ("infinitebench/number_string", "no digits", ["1"], 0),
     ("infinitebench/kv_retrieval", '{"a": "b-1"}', ["b-1"], 1),
     ("infinitebench/kv_retrieval", "b-12", ["b-1"], 0),
@@ -141,6 +147,10 @@ WORDS: list[tuple[Any, str, list[str], float]] = [
     (overlap.rouge_lsum, "cats", ["cat"], 0.0),
     (overlap.rouge_lsum, "cat", ["dog", "Cat!"], 1.0),
     (retrieval.all_contained, "it is 12 and Blue", ["12", "blue", "34", "red"], 0.5),
+    (retrieval.all_contained, "12345678", ["1234567"], 1),  # RULER looks for the string, wherever it is
+    (retrieval.all_contained, "123456", ["1234567"], 0),
+    (retrieval.all_contained, "", ["a", "b"], 0),
+    (retrieval.all_contained, "a", ["a", "b", "c"], 1 / 3),
     (retrieval.any_contained, "it is 12 and Blue", ["34", "BLUE"], 1),
     (retrieval.any_contained, "nothing", ["34"], 0),
     (lambda said, right: leval.exact_match(said, right[0]), "18", ["18.0"], 1),  # numbers before texts

@@ -14,10 +14,8 @@ from eval_runs import prompt_ids
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret import RetentionCache, RetentionPolicy, generate, scorers
-from locret.cli.command import run
 from locret.data import tasks
 from locret.infer.evaluation import methods, runner
-from locret.infer.evaluation.command import command
 
 METHODS = "full,locret,untrained,random,streaming,streaming-original,oracle"
 TIMES = ("prefill_seconds", "decode_seconds")
@@ -25,16 +23,11 @@ SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--threads",
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str], backbone: Path, heads: Path) -> Callable[..., Any]:
+def evaluate(evaluate_with: Any, heads: Path) -> Callable[..., Any]:
     """Return a function that runs the command on a random backbone and gives exit code, output and errors."""
 
-    def call(*arguments: object, model: Path | str = backbone, own_heads: Path | None = heads) -> tuple[int, str, str]:
-        line = ["--model", str(model), *([] if own_heads is None else ["--heads", str(own_heads)])]
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as leaving:
-            run(command, [*line, *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
+    def call(*arguments: object, own_heads: Path | None = heads) -> Any:
+        return evaluate_with(*([] if own_heads is None else ["--heads", own_heads]))(*arguments)
 
     return call
 
@@ -102,25 +95,16 @@ def test_full_is_plain_transformers_and_the_engine_with_room_for_all_says_the_sa
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_and_equals_an_uninterrupted_one(
-    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate: Any, tmp_path: Path, stopped_after: Any
 ) -> None:
     arguments = ("--methods", "full,locret,random", "--tasks", "passkey,number", "--lengths", 400, "--budget", 64)
     arguments = (*arguments, "--samples", 2, *SMALL)
     assert evaluate(*arguments, "--output", tmp_path / "whole")[0] == 0
-    answer, left = runner.answer, [5]
-
-    def interrupted(*given: Any) -> dict[str, Any]:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return answer(*given)
-
-    monkeypatch.setattr(runner, "answer", interrupted)
-    code, _, err = evaluate(*arguments, "--output", tmp_path / "halves")
+    with stopped_after(5):
+        code, _, err = evaluate(*arguments, "--output", tmp_path / "halves")
     assert code == 130
     assert "--resume goes on" in err
     assert len(records(tmp_path / "halves")) == 5
-    monkeypatch.setattr(runner, "answer", answer)
     with (tmp_path / "halves" / "samples.jsonl").open("a") as file:
         file.write('{"task": "passkey", "vers')  # what a crash in the middle of a line leaves
     assert evaluate(*arguments, "--output", tmp_path / "halves")[0] == 2  # neither --resume nor --overwrite
@@ -346,15 +330,5 @@ def test_shares_of_the_prompt_are_on_record_by_share_with_what_they_came_to(eval
 
 
 def test_prompts_that_fit_are_not_refused(evaluate: Any) -> None:
-    line = (
-        "--methods",
-        "full,random",
-        "--samples",
-        1000,
-        "--lengths",
-        "2048,131072",
-        "--tasks",
-        "passkey",
-        "--dry-run",
-    )
-    assert evaluate(*line, own_heads=None)[0] == 0
+    line = ("--methods", "full,random", "--samples", 1000, "--tasks", "passkey", "--lengths", "2048,131072")
+    assert evaluate(*line, "--dry-run", own_heads=None)[0] == 0

@@ -132,18 +132,8 @@ def test_a_second_prompt_has_nothing_of_what_is_protected(
 ) -> None:
     # The share of the second prompt, which is shorter than the first, holds less than what is protected of that.
     line = ["--tasks", "longbench_v2/all_cot", "--methods", "full,streaming", "--protect", rule]
-    line += [
-        "--max-new-tokens",
-        "5",
-        "--budget-share",
-        "0.3",
-        "--chunk-size",
-        "64",
-        "--stabilizers",
-        "0",
-        "--local-len",
-        "8",
-    ]
+    line += ["--max-new-tokens", "5", "--budget-share", "0.3", "--chunk-size", "64"]
+    line += ["--stabilizers", "0", "--local-len", "8"]
     full, bounded = run(backbone, data, *line)
     assert "--protect keeps nothing of the second prompts of longbench_v2/all_cot" in capsys.readouterr().err
     assert bounded["thought"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,10 @@ from eval_runs import records
 from published_cases import infinitebench, leval, longbench
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from locret.cli.command import run
 from locret.data import tasks as benchmarks
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.task import MadeSamples, SampleSet
 from locret.infer.evaluation import methods, runner
-from locret.infer.evaluation.command import command
 
 pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
 pytest.importorskip("rouge", reason="ROUGE needs locret[eval]")
@@ -30,17 +27,9 @@ SMALL = (*SMALL, "--max-new-tokens", 6, "--threads", 1)
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callable[..., tuple[int, str, str]]:
+def evaluate(evaluate_with: Any) -> Any:
     """Return a function that runs the command and gives exit code, output and errors."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as leaving:
-            run(command, ["--model", str(backbone), *map(str, (*SMALL, *arguments))])
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
-
-    return call
+    return evaluate_with(*SMALL)
 
 
 def results(folder: Path) -> dict[str, Any]:

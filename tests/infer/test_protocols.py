@@ -22,7 +22,7 @@ from locret.data.tasks.published import infinitebench
 from locret.infer.evaluation import answering, methods, runner, summary
 from locret.infer.evaluation.command import command
 from locret.infer.evaluation.methods import Prompt, Setup
-from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
+from locret.infer.evaluation.records import AGNOSTIC, AWARE
 from locret.infer.evaluation.shared_text import SharedText, document_tokens
 
 POLICY = RetentionPolicy(budget=48, chunk_size=64, stabilizers=8, local_len=8)
@@ -53,17 +53,9 @@ def asked(setup: Setup) -> Callable[..., list[Prompt]]:
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callable[..., Any]:
-    """Return a function that runs the command on a random backbone and gives exit code, output and errors."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as leaving:
-            run(command, ["--model", str(backbone), *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
-
-    return call
+def evaluate(evaluate_with: Any) -> Any:
+    """Return a function that runs the command and gives exit code, output and errors."""
+    return evaluate_with()
 
 
 def test_all_questions_of_a_text_share_a_document_that_holds_none_of_them(
