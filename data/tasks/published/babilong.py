@@ -12,14 +12,12 @@ Deviates:  never. The official runs of some backbones have "You are a helpful as
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.choice import only_labels
-from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.published.base import PublishedTask, prompts_of
 from locret.data.tasks.published.loading import FileSamples
 from locret.data.tasks.task import Sample, SampleSet, Selection, Wanted
 from locret.data.training.json_rows import BadRow, text_of
@@ -33,9 +31,7 @@ REVISIONS = {
     "babilong": "ee0d588794c7ac098062ee0d247c733d62e94fe2",
     "babilong-1k-samples": "fc4d1a584dfc498c37578753bee4cdd91b987ae2",
 }
-_PROMPTS: dict[str, dict[str, str]] = json.loads(
-    Path(__file__).with_name("babilong_prompts.json").read_text(encoding="utf-8")
-)
+_PROMPTS: dict[str, dict[str, str]] = prompts_of("babilong")
 _PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 LABELS = {
     **dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), _PLACES),

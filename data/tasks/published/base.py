@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from locret.data.tasks.published import loading
@@ -16,6 +18,11 @@ if TYPE_CHECKING:
 
 _TEMPLATE_ROOM, _QUESTION_ROOM = 128, 1024
 """Tokens left for turns around a prompt, and for turns and question around a document that alone is counted."""
+
+
+def prompts_of(benchmark: str) -> Any:
+    """Return the texts that a benchmark's authors prescribe, which lie beside its file."""
+    return json.loads(Path(__file__).with_name(f"{benchmark}_prompts.json").read_text(encoding="utf-8"))
 
 
 def row_id(record: Mapping[str, Any], field: str = "id") -> tuple[tuple[str, str], ...]:

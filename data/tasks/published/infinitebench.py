@@ -27,7 +27,7 @@ from locret.data.tasks.metrics.retrieval import (
     name_among_words,
     value_among_words,
 )
-from locret.data.tasks.published.base import PublishedTask, row_id
+from locret.data.tasks.published.base import PublishedTask, prompts_of, row_id
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of
 
@@ -36,53 +36,8 @@ CONTEXT_LENGTH = 131072
 ANSWER_ROOM = 50
 """The Locret release leaves this many tokens at most for the reference when it truncates."""
 
-_FIND = "There is an important info hidden inside a lot of irrelevant text. Find it"
-_OPTIONS = "A. {A}\nB. {B}\nC. {C}\nD. {D}"
 # Text before and after the context; the names in braces are fields of the row or made from them.
-_FORMS = {
-    "passkey": (
-        _FIND + " and memorize it. I will quiz you about the important information.\n\n",
-        "\n\n{input}\n\nThe pass key is",
-    ),
-    "number_string": (
-        _FIND + ". I will quiz you about the important information there.\n\n",
-        "\n\n{input}\n\nThe sequence of digits is",
-    ),
-    "kv_retrieval": (
-        "Extract the value corresponding to the specified key in the JSON object below.\n\n",
-        "\n\n{input}",
-    ),
-    "longbook_sum_eng": ("Summarize the book below.\n\n", "\n\nSummary:"),
-    "longbook_choice_eng": (
-        "Read the book and answer the question.\n\n",
-        "\n\nQuestion: {input}\n" + _OPTIONS + "\n\nThe letter of the correct answer is",
-    ),
-    "longbook_qa_eng": (
-        "Read the book and answer the question. Be very concise in your answer.\n\n",
-        "\n\nQuestion: {input}\nAnswer:",
-    ),
-    "longbook_qa_chn": ("阅读以下书籍然后回答问题。\n\n", "\n\n问题：{input}\n答案："),
-    "longdialogue_qa_eng": (
-        "Below is a dialogue script where one random occurrence of a character name is replaced with "
-        '"**MASK**", and you should try to guess who that character is.\n\n',
-        "\n\nThe name that has been replaced with **MASK** is likely",
-    ),
-    "code_debug": (
-        "Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it "
-        "crash.\n\n",
-        "\n\nOptions:\n" + _OPTIONS + "\n\nThe correct option is:",
-    ),
-    "code_run": (
-        "There is a function called {function} in the following Python code.\n\n",
-        "\n\nPlease compute the exact value of {call}. The value of {call} is",
-    ),
-    "math_find": ("What is {sought} in the following list?\n\n", "\n\n{input}"),
-    "math_calc": (
-        "Let us calculate the intermediate values of an expression.\n\nExpression: 1 + 3 + 4\nValues: [1, 4, 8]\n\n"
-        "Expression: 8 - 3 + 2 - 4\nValues: [8, 5, 7, 3]\n\nExpression: ",
-        "\nValues:",
-    ),
-}
+_FORMS: dict[str, list[str]] = prompts_of("infinitebench")
 
 
 Metric = Callable[[str, Sequence[str]], float]

@@ -11,27 +11,20 @@ Deviates:  never. The prompt limit belongs to the model: `limit`, none by defaul
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from locret.data.tasks.metrics.choice import one_class
 from locret.data.tasks.metrics.overlap import chinese_rouge_l, chinese_word_f1, edit_similarity, rouge_l, word_f1
 from locret.data.tasks.metrics.retrieval import share_of_numbers
-from locret.data.tasks.published.base import PublishedTask, row_id
+from locret.data.tasks.published.base import PublishedTask, prompts_of, row_id
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of
 
 # Text before and after the context: the benchmark's own config/dataset2prompt.json, as it is, misprints included.
-_FORMS: dict[str, list[str]] = {
-    name: prompt.split("{context}")
-    for name, prompt in json.loads(
-        Path(__file__).with_name("longbench_prompts.json").read_text(encoding="utf-8")
-    ).items()
-}
+_FORMS = {name: prompt.split("{context}") for name, prompt in prompts_of("longbench").items()}
 _CLASSIFIED = ("trec", "lsht")
 _NO_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 # What a reference must be, where the metric reads something out of it.
