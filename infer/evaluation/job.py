@@ -285,22 +285,8 @@ def prepare(
                 _limits(run.method, run.policy, heads, config)
             except ValueError as error:
                 raise ValueError(f"method {run.method.name}: {error}") from error
-    job = Job(
-        model=model,
-        scorer=scorer,
-        evaluation=evaluation,
-        report=report,
-        processes=processes,
-        selections=found,
-        missing=missing,
-        cases=cases,
-        runs=runs,
-        allotments=allotments,
-        heads=heads,
-        config=config,
-        device=device,
-        dtype=dtype,
-    )
+    asked = found, missing, cases, runs, allotments
+    job = Job(model, scorer, evaluation, report, processes, *asked, heads, config, device, dtype)
     if not report.output:
         job.report = replace(report, output=_default_output(job))
     job.notes = [*floor, *_notes(job, left)]

@@ -40,23 +40,9 @@ if TYPE_CHECKING:
 
 HEADS, FULL, NOTHING, ORACLE = "locret", "full", "nothing", "oracle_agnostic"
 METHODS = (
-    FULL,
-    NOTHING,
-    f"{HEADS}+head_shares",
-    HEADS,
-    f"{HEADS}+recall",
-    "random:sinks=4+head_shares",
-    "key_difference+head_shares",
-    "expected_attention+head_shares",
-    "random:sinks=4",
-    "random",
-    "h2o",
-    "expected_attention",
-    "key_difference",
-    "tova",
-    "snapkv",
-    "streaming",
-    ORACLE,
+    f"{FULL},{NOTHING},{HEADS}+head_shares,{HEADS},{HEADS}+recall,random:sinks=4+head_shares,key_difference+head_shares,"
+    "expected_attention+head_shares,random:sinks=4,random,h2o,expected_attention,key_difference,tova,snapkv,streaming,"
+    f"{ORACLE}"
 )
 TIER_SHARE, RECALLED = 25.0, 16
 """Of a text's tokens, the share that the second tier of `+recall` holds, in percent; and what each query recalls."""
@@ -71,7 +57,7 @@ class RealOptions:
     """real."""
     output: str
     """Folder for the record of every answer, the results and their table; a run in it with these options goes on."""
-    methods: str | list[str] = ",".join(METHODS)
+    methods: str | list[str] = METHODS
     """Rows of the table: full, nothing, locret (--heads), any scorer, and oracle_agnostic (what answers look at)."""
     sets: str | list[str] = ",".join(real.SETS)
     """Sets of questions."""

@@ -40,19 +40,8 @@ _OPTIONAL = {
     "budget_share": "a number from 0 to 1",
     "protocol": _TEXT,
     "compared": _OBJECT,
-    **dict.fromkeys(
-        (
-            "tokens_before",
-            "tokens_after",
-            "host_bytes",
-            "moved_bytes",
-            "kv_ranks",
-            "question",
-            "document_tokens",
-            "protected",
-        ),
-        _COUNT,
-    ),
+    **dict.fromkeys(("tokens_before", "tokens_after", "document_tokens", "question", "protected"), _COUNT),
+    **dict.fromkeys(("host_bytes", "moved_bytes", "kv_ranks"), _COUNT),
 }
 
 

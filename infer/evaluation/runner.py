@@ -154,11 +154,7 @@ def plan_runs(
             shared = None if one.share is None or method.keeps_all else one
             adapted = None if method.adapt is None else asked
             runs.append(Run(method, method.policy(asked, chosen), shared, tuple(chosen), adapted, protocol))
-    found: list[Run] = []
-    for run in runs:
-        if not (run.method.keeps_all and run in found):
-            found.append(run)
-    return found
+    return [run for nth, run in enumerate(runs) if not (run.method.keeps_all and run in runs[:nth])]
 
 
 def plan_cases(

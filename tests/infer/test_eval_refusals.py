@@ -38,6 +38,7 @@ REFUSED = [
     ("--threads 23647334", "--threads 23647334 is too large; give at most 4096"),
     ("--samples 0", "--samples 0 leaves nothing to measure; give 1 or more"),
     ("--questions 0", "--questions 0 asks nothing; give 1 or more"),
+    ("--lengths 0", "--lengths 0 holds a text without tokens; give 1 or more"),
     ("--lengths 20", "tokens=20 cannot hold the facts and the question"),
     ("--tasks multikey --lengths 100", "sample 0 of multikey cannot be made at 100 tokens"),
     ("--tasks leval/codeU --max-prompt 1", "--max-prompt 1 is too small; give 2 or more"),

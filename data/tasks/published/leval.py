@@ -41,24 +41,9 @@ _IN_THE_STORY = "based on the world described in the document."
 _IN_THE_WORLD = "based on the real-world knowledge and facts up until your last training"
 
 
-F1_TASKS = (
-    "natural_question",
-    "legal_contract_qa",
-    "narrative_qa",
-    "financial_qa",
-    "multidoc_qa",
-    "scientific_qa",
-)
-ROUGE_TASKS = (
-    "meeting_summ",
-    "review_summ",
-    "gov_report_summ",
-    "news_summ",
-    "paper_assistant",
-    "patent_summ",
-    "tv_show_summ",
-)
-
+_QUESTIONS = ("natural_question", "legal_contract_qa", "narrative_qa", "financial_qa", "multidoc_qa", "scientific_qa")
+_SUMMARIES = ("meeting_summ", "review_summ", "gov_report_summ", "news_summ", "patent_summ", "tv_show_summ")
+F1_TASKS, ROUGE_TASKS = _QUESTIONS, (*_SUMMARIES, "paper_assistant")
 _FILLERS = ("will be", "of the code", "is", "would be", "the value of", "the result of", "printed")
 
 
