@@ -255,7 +255,7 @@ def _report(job: Job, log: SampleLog, settings: dict[str, Any], draw: bool) -> N
     if job.report.json:
         print_json(results)
         return
-    print(report.tables(results), end="")
+    print(report.as_markdown(results), end="")
     for name in results["figures"]:
         print(f"picture: {output / name}")
 

@@ -15,7 +15,7 @@ from locret.data.tasks import Task
 from locret.data.tasks.published import suites
 from locret.field_values import check_threads
 from locret.infer.evaluation.allotment import Allotment
-from locret.infer.evaluation.protocols import AGNOSTIC, AWARE, PROTOCOLS
+from locret.infer.evaluation.records import AGNOSTIC, AWARE, PROTOCOLS
 from locret.infer.infer_options import ModelOptions
 from locret.policy.budget import units_of_share
 from locret.policy.policy import RetentionPolicy
@@ -128,10 +128,10 @@ class EvalOptions(PublishedOptions):
             raise ValueError(f"--lengths {self.lengths} holds a text without tokens; give 1 or more")
         if self.batch_size < 1:
             raise ValueError(f"--batch-size {self.batch_size} answers nothing; give 1 or more")
-        if self.questions is not None and self.questions < 1:
-            raise ValueError(f"--questions {self.questions} asks nothing; give 1 or more, or leave it out")
-        if self.questions is not None and self.questions > MOST_QUESTIONS:
-            raise ValueError(f"--questions {self.questions} are more than any text has; give {MOST_QUESTIONS} or less")
+        if (asked := self.questions) is not None and asked < 1:
+            raise ValueError(f"--questions {asked} asks nothing; give 1 or more, or leave it out")
+        if asked is not None and asked > MOST_QUESTIONS:
+            raise ValueError(f"--questions {asked} are more than any text has; give {MOST_QUESTIONS} or less")
         self.chosen_protocols()
         self.protected_rules()
         names = [task.name for task in self.chosen_tasks()]
@@ -308,22 +308,23 @@ class ReportOptions:
 OPTION_CLASSES = (ModelOptions, EvalOptions, BudgetOptions, ReportOptions)
 
 
+def _parts(value: Any) -> list[str]:
+    """Return the parts of `a,b`, [a, b] or a number."""
+    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
+    return [str(part).strip() for part in parts]
+
+
 def numbers(value: Numbers, flag: str) -> list[int]:
     """Return the numbers of `1,2`, `2K` (2,048), 1 or [1, 2], without repeats.
 
     Raises:
         ValueError: For anything else.
     """
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     try:
-        found = [_whole(str(part).strip()) for part in parts]
+        found = [int(text[:-1]) * 1024 if text[-1:] in ("k", "K") else int(text) for text in _parts(value)]
     except ValueError:
         raise ValueError(f"{flag} {value} is not a list of whole numbers; write it like 256,128 or 2K") from None
     return list(dict.fromkeys(found))
-
-
-def _whole(text: str) -> int:
-    return int(text[:-1]) * 1024 if text[-1:] in ("k", "K") else int(text)
 
 
 def shares(value: Shares) -> list[float]:
@@ -332,9 +333,8 @@ def shares(value: Shares) -> list[float]:
     Raises:
         ValueError: For anything else, or a share that is not above 0 and at most 1.
     """
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     try:
-        found = [float(str(part).strip()) for part in parts]
+        found = [float(text) for text in _parts(value)]
     except ValueError:
         raise ValueError(f"--budget-share {value} is not a list of numbers; write it like 0.1,0.2") from None
     for share in found:
@@ -345,14 +345,13 @@ def shares(value: Shares) -> list[float]:
     return list(dict.fromkeys(found))
 
 
-def words(value: Names, flag: str, *, repeats: bool = False) -> list[str]:
-    """Return the names of `a,b` or [a, b], by default without repeats.
+def words(value: Names, flag: str) -> list[str]:
+    """Return the names of `a,b` or [a, b], without repeats.
 
     Raises:
         ValueError: If there are none.
     """
-    parts = value.split(",") if isinstance(value, str) else value
-    found = [part.strip() for part in parts if part.strip()]
+    found = list(dict.fromkeys(part for part in _parts(value) if part))
     if not found:
         raise ValueError(f"{flag} is empty; name at least one (--list shows what there is)")
-    return found if repeats else list(dict.fromkeys(found))
+    return found

@@ -82,11 +82,10 @@ def _harness_name(name: str) -> str:
 
 def _task_file(name: str) -> str:
     family, _, rest = name.partition("/")
-    tag, kind = (f"{PREFIX}{family}", "PublishedHarnessTask") if rest else (TAG, "HarnessTask")
     return (
-        f"tag: {tag}\n"
+        f"tag: {f'{PREFIX}{family}' if rest else TAG}\n"
         f"task: {_harness_name(name)}\n"
-        f"class: !function locret.infer.evaluation.harness_tasks.{kind}\n"
+        "class: !function locret.infer.evaluation.harness_tasks.HarnessTask\n"
         "metadata:\n"
         f"  locret_task: {name}\n"
     )

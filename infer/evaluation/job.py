@@ -31,7 +31,7 @@ from locret.infer.evaluation.methods import (
     protects,
     writes_beside,
 )
-from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
+from locret.infer.evaluation.records import AGNOSTIC, AWARE
 from locret.infer.evaluation.runner import Case, Run, Unmade
 from locret.infer.evaluation.shared_text import SharedText, check_asked, document_tokens
 from locret.infer.infer_options import ModelOptions
@@ -40,7 +40,7 @@ from locret.infer.reading_warnings import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.load_options import ScorerOptions
 from locret.policy.policy import RetentionPolicy
-from locret.policy.protection import Guarantee, Span
+from locret.policy.protection import Span
 from locret.policy.resolve import check_no_turns, check_used
 from locret.scorers.retaining_heads import as_scorer
 from locret.weights.plan import plan_weights
@@ -134,24 +134,12 @@ class Job:
             )
 
     def _check_protected(self, tokenizer: Any, cases: Sequence[Case]) -> None:
-        """Refuse more protected units of a task's prompts than some layer may keep.
-
-        Where prompts have the same budget, the one with most of them stands for the others.
-        """
-        found = [self._protected(tokenizer, case) for case in cases]
-        for protocol in self.evaluation.chosen_protocols():
-            protected = [spans[protocol] for _, spans in found]
-            most: dict[int, list[int]] = {}
-            for run in self.runs if any(protected) else ():
-                if run.protocol != protocol or run.policy is None or not protects(run.method):
-                    continue
-                budget = run.policy.budget
-                if budget not in most:
-                    needed = [Guarantee.of(spans, budget).needed(_UNKNOWN) for spans in protected]
-                    most[budget] = [max(range(len(cases)), key=needed.__getitem__)]
-                varies = run.allotment is not None or run.policy.memory != "fixed"
-                for nth in range(len(cases)) if varies else most[budget]:
-                    self._check_room(run, cases[nth], found[nth][0], protected[nth])
+        """Refuse more protected units of a task's prompts than some layer may keep."""
+        for case in cases:
+            tokens, protected = self._protected(tokenizer, case)
+            for run in self.runs:
+                if run.policy is not None and protects(run.method) and protected[run.protocol]:
+                    self._check_room(run, case, tokens, protected[run.protocol])
 
     def _check_room(self, run: Run, case: Case, tokens: int, spans: tuple[Span, ...]) -> None:
         policy = run.policy_of(tokens)
@@ -297,22 +285,8 @@ def prepare(
                 _limits(run.method, run.policy, heads, config)
             except ValueError as error:
                 raise ValueError(f"method {run.method.name}: {error}") from error
-    job = Job(
-        model=model,
-        scorer=scorer,
-        evaluation=evaluation,
-        report=report,
-        processes=processes,
-        selections=found,
-        missing=missing,
-        cases=cases,
-        runs=runs,
-        allotments=allotments,
-        heads=heads,
-        config=config,
-        device=device,
-        dtype=dtype,
-    )
+    asked = found, missing, cases, runs, allotments
+    job = Job(model, scorer, evaluation, report, processes, *asked, heads, config, device, dtype)
     if not report.output:
         job.report = replace(report, output=_default_output(job))
     job.notes = [*floor, *_notes(job, left)]

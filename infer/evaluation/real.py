@@ -14,12 +14,13 @@ files with questions, as those of recipes/train/smollm2.yaml are. Only what stan
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,23 +40,9 @@ if TYPE_CHECKING:
 
 HEADS, FULL, NOTHING, ORACLE = "locret", "full", "nothing", "oracle_agnostic"
 METHODS = (
-    FULL,
-    NOTHING,
-    f"{HEADS}+head_shares",
-    HEADS,
-    f"{HEADS}+recall",
-    "random:sinks=4+head_shares",
-    "key_difference+head_shares",
-    "expected_attention+head_shares",
-    "random:sinks=4",
-    "random",
-    "h2o",
-    "expected_attention",
-    "key_difference",
-    "tova",
-    "snapkv",
-    "streaming",
-    ORACLE,
+    f"{FULL},{NOTHING},{HEADS}+head_shares,{HEADS},{HEADS}+recall,random:sinks=4+head_shares,key_difference+head_shares,"
+    "expected_attention+head_shares,random:sinks=4,random,h2o,expected_attention,key_difference,tova,snapkv,streaming,"
+    f"{ORACLE}"
 )
 TIER_SHARE, RECALLED = 25.0, 16
 """Of a text's tokens, the share that the second tier of `+recall` holds, in percent; and what each query recalls."""
@@ -70,7 +57,7 @@ class RealOptions:
     """real."""
     output: str
     """Folder for the record of every answer, the results and their table; a run in it with these options goes on."""
-    methods: str | list[str] = ",".join(METHODS)
+    methods: str | list[str] = METHODS
     """Rows of the table: full, nothing, locret (--heads), any scorer, and oracle_agnostic (what answers look at)."""
     sets: str | list[str] = ",".join(real.SETS)
     """Sets of questions."""
@@ -99,9 +86,8 @@ class RealOptions:
         for name in self.names("sets"):
             if name not in real.SETS:
                 raise ValueError(f"--sets {name} is unknown; choose one of {', '.join(real.SETS)}")
-        for name in self.names("methods"):
-            if name in ("", "+"):
-                raise ValueError("--methods is empty; name one, such as locret")
+        if not all(part.strip("+") for part in self.names("methods")):
+            raise ValueError("--methods is empty; name one, such as locret")
         if not all(0 < share <= 100 for share in self.shares()):
             raise ValueError(f"--keep {self.keep} is not a share of a text; give percents such as 25,12.5")
         if not all(length >= 64 for length in self.lengths()):
@@ -111,9 +97,9 @@ class RealOptions:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")
 
     def names(self, field: str) -> list[str]:
-        """Return the parts of `methods` or `sets`."""
+        """Return the parts of `methods`, `sets`, `keep` or `tokens`."""
         given = getattr(self, field)
-        return [part.strip() for part in (given.split(",") if isinstance(given, str) else given) if str(part).strip()]
+        return [str(part).strip() for part in (given if isinstance(given, list) else str(given).split(",")) if part]
 
     def shares(self) -> list[float]:
         """Return the shares, in percent.
@@ -121,7 +107,7 @@ class RealOptions:
         Raises:
             ValueError: If one is no number.
         """
-        return [float(part) for part in (self.keep.split(",") if isinstance(self.keep, str) else self.keep)]
+        return [float(part) for part in self.names("keep")]
 
     def lengths(self) -> list[int]:
         """Return the lengths of pieces, in tokens.
@@ -129,7 +115,7 @@ class RealOptions:
         Raises:
             ValueError: If one is no number.
         """
-        return [int(part) for part in (self.tokens if isinstance(self.tokens, list) else str(self.tokens).split(","))]
+        return [int(part) for part in self.names("tokens")]
 
 
 @dataclass(frozen=True)
@@ -150,6 +136,10 @@ def cells(options: RealOptions) -> Iterator[Cell]:
                 yield Cell(method, share, tokens)
 
 
+def _cell_of(record: dict[str, Any]) -> Cell:
+    return Cell(record["method"], record["share"], record["tokens"])
+
+
 def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptions) -> list[dict[str, Any]]:
     """Measure all cells that the record lacks, and return the records of all answers.
 
@@ -167,10 +157,10 @@ def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptio
         **_source(model, scorer),
     }
     records = _begun(folder, settings, options.overwrite)
-    done = {(one["method"], one["share"], one["tokens"]) for one in records if one["last"]}
-    records = [one for one in records if (one["method"], one["share"], one["tokens"]) in done]
+    done = {_cell_of(one) for one in records if one["last"]}
+    records = [one for one in records if _cell_of(one) in done]
     write_text(folder / RECORD, "".join(json.dumps(one) + "\n" for one in records))
-    waiting = [cell for cell in cells(options) if (cell.method, cell.share, cell.tokens) not in done]
+    waiting = [cell for cell in cells(options) if cell not in done]
     if not waiting:
         return records
     lm = LongContextModel.from_pretrained(
@@ -229,14 +219,12 @@ def _begun(folder: Path, settings: dict[str, Any], overwrite: bool) -> list[dict
 def _cell(lm: LongContextModel, cell: Cell, options: RealOptions, scorer: ScorerOptions) -> Iterator[dict[str, Any]]:
     """Yield a record of every answer."""
     for name in options.names("sets"):
-        pieces = real.pieces(name, lm.tokenizer, cell.tokens)[: options.pieces]
-        for number, piece in enumerate(pieces):
-            asked = piece.asked[: options.questions]
-            started = time.perf_counter()
-            ask, facts = _reader(lm, cell, piece, asked, options, scorer)
+        for number, piece in enumerate(real.pieces(name, lm.tokenizer, cell.tokens)[: options.pieces]):
+            asked, started = piece.asked[: options.questions], time.perf_counter()
+            score, held = _read(lm, cell, piece, asked, options, scorer)
             seconds = time.perf_counter() - started
             for index, one in enumerate(asked):
-                nats, hits, length = ask(one)
+                nats, hits, length = score(one)
                 yield {
                     "method": cell.method,
                     "share": cell.share,
@@ -249,35 +237,38 @@ def _cell(lm: LongContextModel, cell: Cell, options: RealOptions, scorer: Scorer
                     "answer_tokens": length,
                     "read_seconds": seconds,
                     "last": False,
-                    **facts,
+                    **held,
                 }
 
 
-def _reader(
+def _read(
     lm: LongContextModel,
     cell: Cell,
     piece: real.Piece,
     asked: Sequence[real.Asked],
     options: RealOptions,
     scorer: ScorerOptions,
-) -> tuple[Any, dict[str, Any]]:
+) -> tuple[Callable[[real.Asked], Likelihood], dict[str, Any]]:
     """Read a piece; return what scores an answer about it, and what is held."""
+    if cell.share is not None:
+        context = _with_method(lm, cell, piece, asked, options, scorer).read(piece.text, progress=False)
+        memory = context.memory()
+        held = {"units": memory.units, "cache_bytes": memory.actual}
+        return (lambda one: likelihood(context, one.question, one.answer)), held
     from transformers import DynamicCache
 
-    if cell.share is None:
-        cache = DynamicCache() if cell.method == FULL else None
-        ids = [] if cache is None else _opening(lm, piece)
-        if cache is not None:
-            after(lm.model, ids, 1, cache)  # reads it; its last token's likelihood is of no interest
-        held = {"units": len(ids), "cache_bytes": 0 if cache is None else _bytes(cache)}
-        return (lambda one: _score_plain(lm, cache, one)), held
-    own = _with_method(lm, cell, piece, asked, options, scorer)
-    context = own.read(piece.text, progress=False)
-    memory = context.memory()
-    return (lambda one: likelihood(context, one.question, one.answer)), {
-        "units": memory.units,
-        "cache_bytes": memory.actual,
-    }
+    from locret.infer.evaluation.answering import bytes_of
+
+    cache, ids = (DynamicCache(), _opening(lm, piece)) if cell.method == FULL else (None, [])
+    if cache is not None:
+        after(lm.model, ids, 1, cache)  # reads it; its last token's likelihood is of no interest
+
+    def score(one: real.Asked) -> Likelihood:
+        answer = ids_of(lm.tokenizer, one.answer)
+        turn = _turn(lm, one.question, alone=cache is None) + answer
+        return after(lm.model, turn, len(answer), copy.deepcopy(cache))
+
+    return score, {"units": len(ids), "cache_bytes": 0 if cache is None else bytes_of(cache)}
 
 
 def _with_method(
@@ -351,18 +342,6 @@ def _labels(lm: LongContextModel, piece: real.Piece, asked: Sequence[real.Asked]
 
     pairs = [(torch.tensor(_turn(lm, one.question)), torch.tensor(ids_of(lm.tokenizer, one.answer))) for one in asked]
     return labels_of_answers(lm.model, torch.tensor(_opening(lm, piece)), pairs, "log_attention", True)
-
-
-def _score_plain(lm: LongContextModel, cache: Any, one: real.Asked) -> Likelihood:
-    import copy
-
-    answer = ids_of(lm.tokenizer, one.answer)
-    ids = _turn(lm, one.question, alone=cache is None) + answer
-    return after(lm.model, ids, len(answer), copy.deepcopy(cache))
-
-
-def _bytes(cache: Any) -> int:
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.files import write_text
-from locret.infer.evaluation.protocols import protocol_of
 
 if TYPE_CHECKING:
     from locret.cache.memory import CacheMemory
@@ -19,6 +18,9 @@ PART = "samples.process-{}.jsonl"
 """What another process than the first writes, until the first merges it."""
 KEY = ("task", "version", "tokens", "index", "method", "budget", "chunk_size", "stabilizers")
 """What tells one run from another within an output folder."""
+PROTOCOLS = AWARE, AGNOSTIC = "aware", "agnostic"
+"""The question stands in the prompt while that is read; or the document is read and evicted to the budget first, and
+the question comes afterwards, on a fork."""
 _AGAIN = "mend the file, or use --overwrite to start again"
 
 
@@ -38,19 +40,8 @@ _OPTIONAL = {
     "budget_share": "a number from 0 to 1",
     "protocol": _TEXT,
     "compared": _OBJECT,
-    **dict.fromkeys(
-        (
-            "tokens_before",
-            "tokens_after",
-            "host_bytes",
-            "moved_bytes",
-            "kv_ranks",
-            "question",
-            "document_tokens",
-            "protected",
-        ),
-        _COUNT,
-    ),
+    **dict.fromkeys(("tokens_before", "tokens_after", "document_tokens", "question", "protected"), _COUNT),
+    **dict.fromkeys(("host_bytes", "moved_bytes", "kv_ranks"), _COUNT),
 }
 
 
@@ -89,6 +80,18 @@ def key(record: dict[str, Any]) -> tuple[Any, ...]:
     """Return what tells a record from others."""
     varying = record.get("budget_share"), protocol_of(record), record.get("question")
     return (*(record[name] for name in KEY), *varying)
+
+
+def protocol_of(found: dict[str, Any]) -> str:
+    """Return the protocol of a record or cell; the first toolkits knew one only."""
+    return str(found.get("protocol", AWARE))
+
+
+def shown(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records or cells for people: the method's name says its protocol where that is not the usual one."""
+    return [
+        one if protocol_of(one) == AWARE else {**one, "method": f"{one['method']}, {one['protocol']}"} for one in found
+    ]
 
 
 def second_tier(memory: CacheMemory) -> dict[str, int]:

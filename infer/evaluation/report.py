@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from locret.files import write_text
-from locret.infer.evaluation import budget_table, output_folder, suite_table, summary
+from locret.infer.evaluation import output_folder, summary, tables
 from locret.infer.evaluation.job import Job
-from locret.infer.evaluation.protocols import shown
-from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key
+from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key, shown
 from locret.infer.evaluation.runner import Case, Run, Unmade
 
 
@@ -47,18 +46,17 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
     }
     if suite := job.evaluation.chosen_suite():
         published = job.evaluation.published
-        results["suite"] = suite_table.results(suite, named, job.missing, settings, published)
-    write_text(output / TABLE, tables(results))
+        results["suite"] = tables.suite_results(suite, named, job.missing, settings, published)
+    write_text(output / TABLE, as_markdown(results))
     write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
     return results
 
 
-def tables(results: dict[str, Any]) -> str:
-    """Return the results as Markdown: a suite's table first, budgets side by side last."""
-    suite = suite_table.table(results["suite"]) + "\n" if "suite" in results else ""
-    beside = budget_table.table(shown(results["cells"]))
+def as_markdown(results: dict[str, Any]) -> str:
+    """Return the results as Markdown: a suite's table first."""
+    suite = tables.suite_table(results["suite"]) + "\n" if "suite" in results else ""
     left = [f"Left out: {Unmade(**one)}.\n" for one in results.get("left_out", ())]
-    return "\n".join([suite + summary.table(results["cells"]), *([beside] if beside else []), *left])
+    return "\n".join([suite + tables.table(results["cells"]), *left])
 
 
 def write_figures(
@@ -72,8 +70,7 @@ def write_figures(
     """
     from locret.infer.evaluation import figures
 
-    named = shown(results["cells"])
-    results["figures"] = figures.write_all(output, shown(ordered(log, cases, runs)), {**results, "cells": named})
+    results["figures"] = figures.write_all(output, shown(ordered(log, cases, runs)), shown(results["cells"]))
     write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
 
 

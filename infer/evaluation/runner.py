@@ -18,11 +18,9 @@ from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import SampleSet, Selection
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.answering import answer, answers, answers_on_forks
-from locret.infer.evaluation.conversations import answer_conversation
 from locret.infer.evaluation.methods import ORACLE, Prompt, Setup
-from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
-from locret.infer.evaluation.records import key
-from locret.infer.evaluation.sessions import answer_turns
+from locret.infer.evaluation.records import AGNOSTIC, AWARE, key
+from locret.infer.evaluation.sessions import answer_conversation, answer_turns, until
 from locret.infer.evaluation.shared_text import SharedText
 from locret.infer.methods import Method
 from locret.policy.policy import RetentionPolicy
@@ -156,11 +154,7 @@ def plan_runs(
             shared = None if one.share is None or method.keeps_all else one
             adapted = None if method.adapt is None else asked
             runs.append(Run(method, method.policy(asked, chosen), shared, tuple(chosen), adapted, protocol))
-    found: list[Run] = []
-    for run in runs:
-        if not (run.method.keeps_all and run in found):
-            found.append(run)
-    return found
+    return [run for nth, run in enumerate(runs) if not (run.method.keeps_all and run in runs[:nth])]
 
 
 def plan_cases(
@@ -390,7 +384,7 @@ def ask(setup: Setup, case: Case, text: SharedText | None = None) -> tuple[Promp
 
 def _answered(prompt: Prompt, run: Run, task: Task) -> dict[str, Any]:
     if prompt.sample.turns and prompt.sample.choices:
-        return answer_turns(prompt, run.method, run.policy_of(prompt.ids_1N.shape[1]), task.name)
+        return answer_turns(prompt, run, task)
     if prompt.sample.turns:
         return answer_conversation(prompt, run, task)
     return _finished(prompt, run, task, _once(prompt, run, task))
@@ -402,9 +396,7 @@ def _once(prompt: Prompt, run: Run, task: Task) -> dict[str, Any]:
 
 def _finished(prompt: Prompt, run: Run, task: Task, measured: dict[str, Any]) -> dict[str, Any]:
     """Return what was measured, with the answer as the task's stop texts leave it, or the one to a second prompt."""
-    prediction = measured["prediction"]
-    ends = [prediction.find(text) for text in task.stop if text in prediction]
-    measured = {**measured, "prediction": prediction[: min(ends, default=len(prediction))]}
+    measured = {**measured, "prediction": until(measured["prediction"], task.stop)}
     second = task.follow_up(prompt.sample, measured["prediction"])
     if second is None:
         return measured

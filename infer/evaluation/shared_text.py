@@ -23,7 +23,7 @@ from locret.backbone.adapters import input_device
 from locret.conversation.templates import encode
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import Sample, Task
-from locret.infer.evaluation.protocols import AGNOSTIC
+from locret.infer.evaluation.records import AGNOSTIC
 from locret.labels.many_answers import labels_of_answers
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""From records to cells, results.json and the Markdown table."""
+"""From records to the cells of results.json: one per task, length and way of reading."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from locret.data.tasks.task import SampleSet, Task
-from locret.infer.evaluation.allotment import amount
-from locret.infer.evaluation.protocols import AWARE, protocol_of, shown
-from locret.tables import markdown
+from locret.infer.evaluation.records import protocol_of
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers", "budget_share", "protocol")
 _OPTIONAL = ("host_bytes", "moved_bytes", "kv_ranks")
-_NO_POLICY = (None, None, None, None)
-_FULL = ("full", *_NO_POLICY, AWARE)
-ERRORS = "±: standard error, the samples' standard deviation / √n (by jackknife where a task's score is not a mean)"
 
 
 def cells(
@@ -115,103 +110,3 @@ def _summary(records: list[dict[str, Any]]) -> dict[str, Any]:
 def _rate(records: Sequence[dict[str, Any]], tokens: str, seconds: str) -> float | None:
     total: float = sum(record[seconds] for record in records)
     return round(sum(record[tokens] for record in records) / total, 1) if total else None
-
-
-def table(found: Sequence[dict[str, Any]]) -> str:
-    """Return a Markdown table: a row per method and policy, a column per task and length, and what it took."""
-    found = shown([{**cell, "protocol": protocol_of(cell)} for cell in found])
-    columns = list(dict.fromkeys((_set(cell), cell["tokens"]) for cell in found))
-    rows = list(dict.fromkeys(tuple(cell.get(name) for name in CELL[2:]) for cell in found))
-    by_place = {(_set(cell), *(cell.get(name) for name in CELL[1:])): cell for cell in found}
-    varied = [
-        name
-        for index, name in enumerate(CELL[4:6], start=2)
-        if len({row[index] for row in rows if row[index] is not None}) > 1
-    ]
-    titles = ["method", "budget", *(name.replace("_", " ") for name in varied)]
-    names = {column: _title(column, found) for column in columns}
-    titles += list(names.values())
-    tiers = ["host"] if any("host_bytes" in cell for cell in found) else []
-    titles += ["units / KV head", "peak cache", *tiers, "read tokens/s", "write tokens/s"]
-    lines = []
-    for row in rows:
-        policy = dict(zip(CELL[2:], row, strict=True))
-        own = [by_place.get((*column, *row)) for column in columns]
-        known = [cell for cell in own if cell is not None]
-        texts = [policy["method"], amount(policy)]
-        texts += ["" if policy[name] is None else f"{policy[name]:,}" for name in varied]
-        texts += [
-            _score(cell, _full(by_place, column, policy), names[column])
-            for cell, column in zip(own, columns, strict=True)
-        ]
-        texts += [f"{max(cell['kept_units'] for cell in known):,}", size(max(cell["peak_bytes"] for cell in known))]
-        texts += [_host(known) for _ in tiers]
-        texts += [_mean_rate(known, f"{phase}_tokens_per_second") for phase in ("prefill", "decode")]
-        lines.append(texts)
-    noted = ["", ERRORS] if any(cell.get("standard_error") is not None for cell in found) else []
-    if sharing := {cell["kv_ranks"] for cell in found if "kv_ranks" in cell}:
-        noted += ["", f"peak cache: of {max(sharing)} processes that share the KV heads: bytes are those of one"]
-    return "\n".join([*markdown(titles, lines), *noted]) + "\n"
-
-
-def _full(
-    by_place: Mapping[tuple[Any, ...], dict[str, Any]], column: tuple[str, int], policy: dict[str, Any]
-) -> dict[str, Any] | None:
-    """Return the plain cache's cell, of the same protocol if it was read in it."""
-    name, _, protocol = policy["method"].rpartition(", ")
-    asked = f"full, {protocol}" if name else "full"
-    found = (by_place.get((*column, *row)) for row in ((asked, *_NO_POLICY, policy["protocol"]), _FULL))
-    return next((cell for cell in found if cell is not None), None)
-
-
-def _host(cells: Sequence[dict[str, Any]]) -> str:
-    held = [cell["host_bytes"] for cell in cells if "host_bytes" in cell]
-    return size(max(held)) if held else ""
-
-
-def _set(cell: dict[str, Any]) -> str:
-    """Return the task's name without the part of it that was asked."""
-    return str(cell.get("set", cell["task"]))
-
-
-def _title(column: tuple[str, int], found: Sequence[dict[str, Any]]) -> str:
-    """Return a column's title: a task with the part of a published set that all methods read, and the length.
-
-    Published sets have prompts as long as they are, so their length is shown only where there are several.
-    """
-    task, tokens = column
-    own = [cell for cell in found if _set(cell) == task]
-    labels = {cell["task"] for cell in own if cell["tokens"] == tokens}
-    name = labels.pop() if len(labels) == 1 else task
-    single = "of" in own[0] and len({cell["tokens"] for cell in own}) == 1
-    return name if single or not tokens else f"{name} @ {tokens:,}"
-
-
-def _score(cell: dict[str, Any] | None, full: dict[str, Any] | None, title: str) -> str:
-    if cell is None:
-        return ""
-    # Methods of an unfinished run may have read different parts of a published set.
-    part = f" [{cell['task'].removeprefix(_set(cell)).strip(' ()')}]" if cell["task"] not in title else ""
-    shown = with_error(cell["score"], cell.get("standard_error"))
-    if full is None or cell is full or not full["score"]:
-        return f"{shown}{part}"
-    return f"{shown} ({cell['score'] / full['score']:.0%}){part}"
-
-
-def with_error(score: float, error: float | None, places: int = 1) -> str:
-    """Return a score with its standard error, if that is known."""
-    return f"{score:.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
-
-
-def _mean_rate(known: Sequence[dict[str, Any]], name: str) -> str:
-    rates = [cell[name] for cell in known if cell[name]]
-    return f"{statistics.fmean(rates):,.0f}" if rates else ""
-
-
-def size(count: float) -> str:
-    """Return bytes for people."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"

@@ -59,9 +59,9 @@ def test_a_length_has_a_file_of_its_own(tmp_path) -> None:
 def test_another_length_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"--lengths 4000: babilong/qa1 has rows of 1024 \(1k\), 2048 \(2k\), 4096"):
         tasks.get("babilong/qa1").select(wanted(lengths=[4000]))
-    with pytest.raises(ValueError, match="length='3k' is unknown; use 0k, 1k, 2k"):
+    with pytest.raises(ValueError, match="length='3k' is unknown; use one of 0k, 1k, 2k"):
         tasks.get("babilong/qa1", length="3k")
-    with pytest.raises(ValueError, match="collection='1k' is unknown; use babilong, babilong-1k-samples"):
+    with pytest.raises(ValueError, match="collection='1k' is unknown; use one of babilong, babilong-1k-samples"):
         tasks.get("babilong/qa1", collection="1k")
 
 

@@ -58,7 +58,7 @@ def test_the_generation_lengths_of_longbench_are_those_of_its_own_configuration(
         ("qasper", {}, 'task "qasper" is unknown; did you mean longbench/qasper?'),
         ("", {}, 'task "" is unknown'),
         ("leval/tpo", {"prompt": "x"}, 'task leval/tpo: it has no option "prompt"; did you mean prompt_style?'),
-        ("leval/tpo", {"prompt_style": "x"}, "task leval/tpo: prompt_style='x' is unknown; use fixed or official"),
+        ("leval/tpo", {"prompt_style": "x"}, "task leval/tpo: prompt_style='x' is unknown; use one of fixed, official"),
         ("leval/tpo", {"limit": 1}, "task leval/tpo: limit=1 must be a number of tokens, 2 or more"),
         ("leval/tpo", {"max_new_tokens": "9"}, "task leval/tpo: max_new_tokens='9' must be a whole number, 1 or more"),
         ("infinitebench/passkey", {"answer_room": 1}, "answer_room=1 must be true or false"),

@@ -86,5 +86,5 @@ def test_bad_turns_name_their_place() -> None:
 def test_bad_options_of_a_game_are_refused() -> None:
     with pytest.raises(ValueError, match="turns=0 must be a whole number"):
         tasks.get("sirllm/rock", turns=0)
-    with pytest.raises(ValueError, match='template="chatml" is unknown; choose one of vicuna, none'):
+    with pytest.raises(ValueError, match="template='chatml' is unknown; use one of vicuna, none"):
         tasks.get("sirllm/rock", template="chatml")

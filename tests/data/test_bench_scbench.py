@@ -10,8 +10,7 @@ from bench_cases import entries, golden
 from hub_server import Repo
 
 from locret.data import tasks
-from locret.data.tasks.metrics.code import first_code_block, repeated_function
-from locret.data.tasks.metrics.overlap import bleu
+from locret.data.tasks.metrics.overlap import bleu, first_code_block, repeated_function
 from locret.data.tasks.published.loading import open_task
 from locret.data.training.json_rows import BadRow
 
@@ -185,7 +184,7 @@ def test_a_bad_row_says_what_is_wrong(name, row, detail, mode) -> None:
     ("name", "options", "message"),
     [
         ("kv", {"max_turns": 0}, "max_turns=0 must be a whole number, 1 or more"),
-        ("kv", {"scorer": "x"}, "scorer='x' is unknown; use fixed or official"),
+        ("kv", {"scorer": "x"}, "scorer='x' is unknown; use one of fixed, official"),
         ("kv_requests", {"golden": False}, "golden=False has no effect, as requests have no history"),
         ("kv_requests", {"max_turns": 3}, "max_turns=3 has no effect on requests; use --questions"),
     ],

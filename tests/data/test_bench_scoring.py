@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from locret.data.tasks.metrics import rouge
+from locret.data.tasks.metrics import overlap as rouge
 from locret.data.tasks.published import infinitebench, leval, longbench
 
 INFINITEBENCH = {

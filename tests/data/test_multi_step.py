@@ -80,7 +80,7 @@ def test_rows_of_2stageretr_are_made_to_a_length_that_counts_the_lead() -> None:
 
 
 def test_an_unknown_style_is_refused() -> None:
-    with pytest.raises(ValueError, match="task multistep/2wikimqa: style='llama' is unknown; choose chat or yi"):
+    with pytest.raises(ValueError, match="task multistep/2wikimqa: style='llama' is unknown; use one of chat, yi"):
         tasks.get("multistep/2wikimqa", style="llama")
     with pytest.raises(ValueError, match="task multistep/2stage: cot='yes' must be true or false"):
         tasks.get("multistep/2stage", cot="yes")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -107,6 +108,42 @@ def demo(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
         return _call(command, [str(argument) for argument in arguments], capsys)
 
     return call
+
+
+@pytest.fixture
+def evaluate_with(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callable[..., Callable[..., Outcome]]:
+    """Return a function that takes what is usual, and returns one that runs `locret-eval` with it in this process."""
+    from locret.infer.evaluation.command import command
+
+    def usual(*line: object) -> Callable[..., Outcome]:
+        def call(*arguments: object, model: Path | str = backbone) -> Outcome:
+            return _call(command, ["--model", *map(str, (model, *line, *arguments))], capsys)
+
+        return call
+
+    return usual
+
+
+@pytest.fixture
+def stopped_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
+    """Return a context in which `locret-eval` is interrupted after so many answers."""
+    from locret.infer.evaluation import runner
+
+    @contextmanager
+    def after(count: int) -> Iterator[None]:
+        answer, left = runner.answer, [count]
+
+        def interrupted(*given: Any) -> dict[str, Any]:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            return answer(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(runner, "answer", interrupted)
+            yield
+
+    return after
 
 
 def _call(command: Callable[..., int], arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> Outcome:

@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from eval_runs import records
 
-from locret.cli.command import run
-from locret.infer.evaluation.command import command
-
 LINE = ("--methods", "full,random", "--tasks", "multikey", "--lengths", "400", "--samples", "2", "--budget", "64")
 LINE = (*LINE, "--chunk-size", "64", "--local-len", "8", "--figures", "none")
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callable[..., tuple[int, str, str]]:
+def evaluate(evaluate_with: Any) -> Any:
     """Return a function that runs the command and gives exit code, output and errors."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as leaving:
-            run(command, ["--model", str(backbone), *LINE, *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
-
-    return call
+    return evaluate_with(*LINE)
 
 
 @pytest.mark.slow

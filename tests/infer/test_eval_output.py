@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from locret import pictures
-from locret.cli.command import run
-from locret.infer.evaluation import output_folder, records, runner, summary
-from locret.infer.evaluation.command import command
+from locret.infer.evaluation import output_folder, records, runner, summary, tables
 
 LINE = ("--tasks", "passkey", "--lengths", "300", "--samples", "2", "--budget", "64", "--chunk-size", "32")
 LINE = (*LINE, "--stabilizers", "16", "--local-len", "8", "--threads", "1")
@@ -52,17 +49,9 @@ def untimed(one: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callable[..., tuple[int, str, str]]:
+def evaluate(evaluate_with: Any) -> Any:
     """Return a function that runs the command and gives exit code, output and errors."""
-
-    def call(*arguments: object, model: Path = backbone) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as leaving:
-            run(command, ["--model", str(model), *LINE, *map(str, arguments)])
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
-
-    return call
+    return evaluate_with(*LINE)
 
 
 def test_cells_by_hand() -> None:
@@ -87,7 +76,7 @@ def cells_of(table: str) -> list[list[str]]:
 def test_table_by_hand() -> None:
     full = record(method="full", budget=None, chunk_size=None, stabilizers=None, score=0.8, kept_units=300)
     longer = record(tokens=3000, score=0.25)
-    heads, _, first, second = cells_of(summary.table(summary.cells([full, record(score=0.6), longer])))
+    heads, _, first, second = cells_of(tables.table(summary.cells([full, record(score=0.6), longer])))
     assert heads[:4] == ["method", "budget", "passkey @ 300", "passkey @ 3,000"]
     assert first[:5] == ["full", "all", "80.0", "", "300"]
     assert second[:5] == ["random", "64", "60.0 (75%)", "25.0", "72"]
@@ -95,7 +84,7 @@ def test_table_by_hand() -> None:
 
 def test_table_shows_what_varies_and_nothing_is_a_share_of_nothing() -> None:
     full = record(method="full", budget=None, chunk_size=None, stabilizers=None, score=0.0)
-    heads, _, *rows = cells_of(summary.table(summary.cells([full, record(), record(stabilizers=0)])))
+    heads, _, *rows = cells_of(tables.table(summary.cells([full, record(), record(stabilizers=0)])))
     assert heads[2] == "stabilizers"
     assert [row[2:4] for row in rows] == [["", "0.0"], ["16", "100.0"], ["0", "100.0"]]
 
@@ -136,19 +125,9 @@ def test_a_full_disk_stops_with_one_sentence_and_the_run_goes_on_later(
     assert len((out / "samples.jsonl").read_text().splitlines()) == 2
 
 
-def test_an_interrupted_run_leaves_results_that_say_so(
-    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    answer, left = runner.answer, [3]
-
-    def interrupted(*given: Any) -> dict[str, Any]:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return answer(*given)
-
-    monkeypatch.setattr(runner, "answer", interrupted)
-    code, _, err = evaluate("--methods", "full,random", "--output", tmp_path / "out")
+def test_an_interrupted_run_leaves_results_that_say_so(evaluate: Any, tmp_path: Path, stopped_after: Any) -> None:
+    with stopped_after(3):
+        code, _, err = evaluate("--methods", "full,random", "--output", tmp_path / "out")
     assert code == 130
     assert "3 answers are in" in err
     assert "--resume goes on" in err
@@ -221,13 +200,6 @@ def test_overwriting_removes_what_the_earlier_run_wrote_and_nothing_else(evaluat
     assert [path.name for path in out.glob("*.png")] == ["mine.png"]
 
 
-@pytest.mark.parametrize("content", ["", "[1]", "{half"])
-def test_a_broken_configuration_is_refused(content: str, tmp_path: Path) -> None:
-    (tmp_path / output_folder.CONFIGURATION).write_text(content)
-    with pytest.raises(ValueError, match=r"configuration.json is broken; --overwrite starts again"):
-        output_folder.check_output(str(tmp_path), {"seed": 0}, resume=True, overwrite=False)
-
-
 def test_a_setting_that_an_older_folder_does_not_know_makes_no_difference(tmp_path: Path) -> None:
     (tmp_path / output_folder.CONFIGURATION).write_text('{"seed": 0}')
     output_folder.check_output(str(tmp_path), {"seed": 0, "new": (1, 2)}, resume=True, overwrite=False)
@@ -247,11 +219,27 @@ def test_retired_fields_of_a_policy_make_a_difference_only_where_they_were_used(
         output_folder.check_output(str(tmp_path), here, resume=True, overwrite=False)
 
 
-def test_a_file_in_the_folders_place_is_refused(evaluate: Any, tmp_path: Path) -> None:
-    (tmp_path / "out").write_text("a file")
-    code, _, err = evaluate("--methods", "random", "--output", tmp_path / "out")
-    assert code == 2
-    assert "is a file; name a folder" in err
+def test_damage_to_a_configuration_is_one_sentence(tmp_path: Path) -> None:
+    for content in ("", "[1]", "{half"):
+        (tmp_path / output_folder.CONFIGURATION).write_text(content)
+        with pytest.raises(ValueError, match=r"configuration.json is broken; --overwrite starts again"):
+            output_folder.check_output(str(tmp_path), {"seed": 0}, resume=True, overwrite=False)
+    for versions in ('"5"', "[1]", "[[]]", "{}"):
+        (tmp_path / output_folder.CONFIGURATION).write_text(f'{{"versions": {versions}}}')
+        with pytest.raises(ValueError, match="configuration.json is broken; --overwrite starts again, or choose"):
+            output_folder.versions_of(tmp_path)
+
+
+def test_a_folder_that_cannot_be_one_is_refused(evaluate: Any, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("a file")
+    line = ("--methods", "random", "--figures", "none", "--output")
+    for output, code, message in (
+        (file, 2, "is a file; name a folder"),
+        (file / "out", 1, "cannot be written (Not a directory); choose another folder"),
+    ):
+        found = evaluate(*line, output)
+        assert (found.code, message in found.err) == (code, True), found.err
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
@@ -261,13 +249,6 @@ def test_a_folder_without_permission_is_one_sentence(evaluate: Any, tmp_path: Pa
     tmp_path.chmod(0o700)
     assert code == 1
     assert "cannot be written (Permission denied); choose another folder" in err
-
-
-def test_a_folder_below_a_file_is_one_sentence(evaluate: Any, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    code, _, err = evaluate("--methods", "random", "--figures", "none", "--output", tmp_path / "file" / "out")
-    assert code == 1
-    assert "cannot be written (Not a directory); choose another folder" in err
 
 
 def test_a_tokenizer_that_cannot_express_a_task_writes_nothing(evaluate: Any, backbone: Path, tmp_path: Path) -> None:
@@ -335,29 +316,17 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "message"), DAMAGE)
-def test_a_line_that_cannot_be_a_record_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_line_that_cannot_be_a_record_is_named(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
-    path.write_text(json.dumps(record() | changes) + "\n" + json.dumps(record(index=1)) + "\n")
-    with pytest.raises(ValueError, match=f"line 1 is not a record of an evaluation: {message}.*; mend the file, or"):
-        records.read(path)
-
-
-@pytest.mark.parametrize("line", ["[]", "5", "null", "[" * 100_000])
-def test_a_line_that_is_no_object_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "samples.jsonl"
-    path.write_text(line + "\n" + json.dumps(record(index=1)) + "\n")
-    with pytest.raises(ValueError, match="line 1 is not a record of an evaluation: it is no"):
-        records.read(path)
-
-
-@pytest.mark.parametrize("name", [name for name in RECORD if name != "depth"])
-def test_a_field_that_is_missing_is_named(tmp_path: Path, name: str) -> None:
-    path = tmp_path / "samples.jsonl"
-    broken = {key: value for key, value in record().items() if key != name}
-    path.write_text(json.dumps(broken) + "\n" + json.dumps(record(index=1)) + "\n")
-    with pytest.raises(ValueError, match=f"it has no field '{name}'"):
-        records.read(path)
+    damaged = [(json.dumps(record() | changes), message) for changes, message in DAMAGE]
+    damaged += [(line, "it is no") for line in ("[]", "5", "null", "[" * 100_000)]
+    for name in RECORD:
+        rest = {key: value for key, value in record().items() if key != name}
+        damaged.append((json.dumps(rest), f"it has no field '{name}'"))
+    for line, message in damaged:
+        path.write_text(f"{line}\n{json.dumps(record(index=1))}\n")
+        with pytest.raises(ValueError, match=f"line 1 is not a record of an evaluation: {message}.*; mend the file"):
+            records.read(path)
 
 
 def test_an_answer_that_is_there_twice_counts_once_and_two_answers_are_refused(tmp_path: Path) -> None:
@@ -368,13 +337,6 @@ def test_an_answer_that_is_there_twice_counts_once_and_two_answers_are_refused(t
     path.write_text("".join([*lines, json.dumps(record(index=1, prediction="else")) + "\n"]))
     with pytest.raises(ValueError, match="lines 2 and 4 answer one question in different ways; mend the file, or"):
         records.read(path)
-
-
-@pytest.mark.parametrize("versions", ['"5"', "[1]", "[[]]", "{}"])
-def test_versions_that_are_damaged_are_one_sentence(tmp_path: Path, versions: str) -> None:
-    (tmp_path / output_folder.CONFIGURATION).write_text(f'{{"versions": {versions}}}')
-    with pytest.raises(ValueError, match="configuration.json is broken; --overwrite starts again, or choose another"):
-        output_folder.versions_of(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "\udcff", "[" * 100_000, '{"figures": 5, "versions": 3}'])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,15 +11,13 @@ from typing import Any
 import pytest
 import torch
 from eval_runs import records
-from published_cases import infinitebench, leval, longbench, write_rows
+from published_cases import infinitebench, leval, longbench
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from locret.cli.command import run
 from locret.data import tasks as benchmarks
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.task import MadeSamples, SampleSet
 from locret.infer.evaluation import methods, runner
-from locret.infer.evaluation.command import command
 
 pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
 pytest.importorskip("rouge", reason="ROUGE needs locret[eval]")
@@ -30,17 +27,9 @@ SMALL = (*SMALL, "--max-new-tokens", 6, "--threads", 1)
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callable[..., tuple[int, str, str]]:
+def evaluate(evaluate_with: Any) -> Any:
     """Return a function that runs the command and gives exit code, output and errors."""
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as leaving:
-            run(command, ["--model", str(backbone), *map(str, (*SMALL, *arguments))])
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
-
-    return call
+    return evaluate_with(*SMALL)
 
 
 def results(folder: Path) -> dict[str, Any]:
@@ -211,38 +200,6 @@ def test_a_suite_shows_missing_tasks_a_partial_average_and_published_rows(
     assert (out / "results.md").read_text() == table
 
 
-def test_published_rows_are_shown_on_request_only(evaluate: Any, ours: Path, tmp_path: Path) -> None:
-    line = ("--suite", "leval-locret", "--methods", "full", "--data-dir", ours, "--output", tmp_path / "out")
-    _, table, _ = evaluate(*line)
-    assert "| published: " not in table
-    assert "published" not in results(tmp_path / "out")["suite"]
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--suite", "leval-locret", "--tasks", "passkey"), "--suite leval-locret and --tasks exclude each other"),
-        (("--suite", "leval-locrett"), 'suite "leval-locrett" is unknown; did you mean leval-locret'),
-        (("--published",), "--published shows the rows of a suite's table; give --suite"),
-        (("--tasks", "leval/codeX"), 'task "leval/codeX" is unknown; did you mean leval/codeU'),
-        (("--tasks", "leval/codeU", "--data-dir", "DATA"), "holds no rows of leval/codeU; looked for leval/LEval-data"),
-        (("--tasks", "leval/codeU", "--data-dir", "DATA/none"), "is not a folder; give the folder of a local copy"),
-        (("--suite", "infinitebench", "--data-dir", "DATA/leval"), "has no rows of any task of --suite infinitebench"),
-        (("--tasks", "leval/codeU", "--max-prompt", "1"), "--max-prompt 1 is too small; give 2 or more"),
-        (("--data-dir", "DATA", "--data-revision", "main"), "--data-revision main is of no use with --data-dir"),
-        (("--tasks", "longbench/qasper", "--template", "chatty"), "--template chatty is unknown; choose one of chat"),
-    ],
-)
-def test_mistakes_are_refused_and_write_nothing(
-    flags: tuple[str, ...], message: str, evaluate: Any, ours: Path, tmp_path: Path
-) -> None:
-    flags = tuple(flag.replace("DATA", str(ours)) for flag in flags)
-    code, _, err = evaluate(*flags, "--methods", "full", "--output", tmp_path / "out")
-    assert code == 2
-    assert message in err
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_hub_is_read_where_there_is_no_local_copy(evaluate: Any, tmp_path: Path) -> None:
     # Tests are offline, so what is asked of the Hub shows in the refusal.
     code, _, err = evaluate("--tasks", "longbench/qasper", "--methods", "full", "--output", tmp_path / "out")
@@ -310,12 +267,3 @@ def test_a_name_says_what_part_was_asked() -> None:
     assert stub(task, 590).label(20) == "infinitebench/passkey (20 of 590)"
     assert stub(task, None).label(4) == "infinitebench/passkey (4 rows)"
     assert MadeSamples(task, 0, 4, 0).label(4) == "infinitebench/passkey"
-
-
-def test_a_file_with_nothing_to_ask_is_refused(evaluate: Any, tmp_path: Path) -> None:
-    judged = {"input": "Text.", "instructions": ["Why?"], "outputs": ["So."], "source": "own", "evaluation": "human"}
-    write_rows(tmp_path / "LEval-data" / "Open-ended-tasks" / "meeting_summ.jsonl", [judged])
-    line = ("--tasks", "leval/meeting_summ", "--methods", "full", "--data-dir", tmp_path)
-    code, _, err = evaluate(*line, "--output", tmp_path / "out")
-    assert code == 2
-    assert "meeting_summ.jsonl holds no row that leval/meeting_summ could ask" in err

@@ -201,11 +201,6 @@ def test_every_registered_scorer_is_a_method(monkeypatch: pytest.MonkeyPatch) ->
     assert "newest" in methods.names()
 
 
-def test_unknown_method_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match='method "orcale" is unknown; did you mean oracle'):
-        methods.get("orcale")
-
-
 def test_untrained_heads_have_the_trained_ones_size_and_follow_the_seed(setup: Setup) -> None:
     def weights(seed: int) -> torch.Tensor:
         fresh = Setup(setup.model, setup.tokenizer, setup.heads, seed).untrained

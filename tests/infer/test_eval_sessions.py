@@ -75,12 +75,6 @@ def test_a_bad_turn_is_named_and_left_out_on_request_only(tmp_path: Path) -> Non
     assert record["targets"] == ["BA"]
 
 
-def test_the_oracle_cannot_answer_a_session(tmp_path: Path) -> None:
-    options = json.dumps({"sirllm/paper": {"turns": 2}})
-    with pytest.raises(ValueError, match="method oracle knows the answer to one prompt, and sirllm/paper is a session"):
-        run(tmp_path / "out", "--tasks", "sirllm/paper", "--methods", "oracle", "--task_options", options)
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
     config = LlamaConfig(

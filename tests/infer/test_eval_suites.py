@@ -7,27 +7,23 @@ every row is asked, answered, scored and averaged.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from eval_runs import cells, finish, records, start
+from eval_runs import finish, records, start
 from published_cases import infinitebench
 
-from locret.cli.command import run
 from locret.data.tasks.published import suites
-from locret.infer.evaluation import runner
-from locret.infer.evaluation.command import command
-from locret.infer.evaluation.records import PART
 
 pytest.importorskip("rouge_score", reason="E.Sum's ROUGE needs locret[eval]")
 
 ROOT = Path(__file__).parents[2]
 QUICK = ("--max-new-tokens", 8, "--budget", 64, "--chunk-size", 128, "--stabilizers", 16, "--local-len", 8)
 QUICK = (*QUICK, "--figures", "none")
-EMBEDDED = ("--model", ROOT / "checkpoints" / "tiny", "--heads", ROOT / "checkpoints" / "tiny-heads")
+MODEL = ("--model", ROOT / "checkpoints" / "tiny")
+EMBEDDED = ("--heads", ROOT / "checkpoints" / "tiny-heads")
 
 
 def suite(folder: Path) -> dict[str, Any]:
@@ -36,15 +32,11 @@ def suite(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture
-def evaluate(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+def evaluate(evaluate_with: Any) -> Callable[..., Any]:
     """Return a function that runs the command and gives exit code, output and errors."""
 
-    def call(*arguments: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as leaving:
-            run(command, [*map(str, (*QUICK, "--threads", 1, *arguments))])
-        out, err = capsys.readouterr()
-        return int(leaving.value.code or 0), out, err
+    def call(*arguments: object) -> Any:
+        return evaluate_with()(*(*QUICK, "--threads", 1, *arguments), model=ROOT / "checkpoints" / "tiny")
 
     return call
 
@@ -60,7 +52,7 @@ def line(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
 def alone(line: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run in one process, without interruption."""
     out = tmp_path_factory.mktemp("alone") / "out"
-    code, _, err = finish(start(1, *line, "--samples", 2, "--output", out))
+    code, _, err = finish(start(1, *MODEL, *line, "--samples", 2, "--output", out))
     assert code == 0, err
     return out
 
@@ -80,43 +72,18 @@ def test_a_suite_asks_every_task_in_order_and_averages_them(alone: Path) -> None
 
 
 @pytest.mark.slow
-def test_a_killed_suite_goes_on_in_one_process(line: tuple[object, ...], alone: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    running = start(2, *line, "--samples", 2, "--output", out)
-    part = out / PART.format(1)
-    deadline = time.monotonic() + 120
-    while running.poll() is None and time.monotonic() < deadline and not (part.is_file() and part.stat().st_size):
-        time.sleep(0.005)
-    running.terminate()
-    assert finish(running)[0] != 0, "it was interrupted before the end"
-    code, _, err = finish(start(1, *line, "--samples", 2, "--output", out, "--resume"))
-    assert code == 0, err
-    assert records(out) == records(alone)
-    assert cells(out) == cells(alone)
-    assert suite(out) == suite(alone)
-
-
-@pytest.mark.slow
 def test_an_interrupted_suite_shows_what_there_is_and_goes_on(
-    evaluate: Any, line: tuple[object, ...], alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    evaluate: Any, line: tuple[object, ...], alone: Path, tmp_path: Path, stopped_after: Any
 ) -> None:
-    answer, left, out = runner.answer, [7], tmp_path / "out"
-
-    def interrupted(*given: Any) -> dict[str, Any]:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return answer(*given)
-
-    monkeypatch.setattr(runner, "answer", interrupted)
-    assert evaluate(*line, "--samples", 2, "--output", out)[0] == 130
+    out = tmp_path / "out"
+    with stopped_after(7):
+        assert evaluate(*line, "--samples", 2, "--output", out)[0] == 130
     full, locret = suite(out)["rows"]
     assert (full["tasks_measured"], locret["tasks_measured"]) == (2, 2)
     assert "partial: 2 of 9 tasks" in (out / "results.md").read_text()
     # The plain cache has read both rows of the second task, locret one.
     assert "number_string" in suite(out)["labels"]["infinitebench/number_string"]
     assert "[1 of 590]" in (out / "results.md").read_text()
-    monkeypatch.setattr(runner, "answer", answer)
     assert evaluate(*line, "--samples", 2, "--output", out, "--resume")[0] == 0
     assert records(out) == records(alone)
     assert suite(out) == suite(alone)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from locret.data.tasks.published import suites
-from locret.infer.evaluation import suite_table, summary
+from locret.infer.evaluation import summary, tables
 
 
 def cell(
@@ -26,19 +26,19 @@ def test_cells_hold_the_second_tier_where_every_answer_has_one() -> None:
     }  # fmt: skip
     (one,) = summary.cells([record, {**record, "host_bytes": 30}])
     assert (one["host_bytes"], one["moved_bytes"]) == (30, 4)
-    assert "| host |" in summary.table([one])
+    assert "| host |" in tables.table([one])
     (plain,) = summary.cells(
         [{name: value for name, value in record.items() if name not in ("host_bytes", "moved_bytes")}]
     )
     assert "host_bytes" not in plain
-    assert "| host |" not in summary.table([plain])
+    assert "| host |" not in tables.table([plain])
 
 
 def suite_lines(name: str, cells: list[dict[str, Any]], published: bool) -> list[str]:
     suite = suites.get(name)
     facts = {"prompt": {"limit_from": "protocol"}, "generation": {"shortened": False}, "data": []}
     settings = {"model": "tiny", "dtype": "float32", "tasks": dict.fromkeys(suite.tasks, facts)}
-    return suite_table.table(suite_table.results(suite, cells, {}, settings, published)).splitlines()
+    return tables.suite_table(tables.suite_results(suite, cells, {}, settings, published)).splitlines()
 
 
 def test_a_suite_shows_the_memory_of_its_tiers_beside_that_of_its_papers() -> None:

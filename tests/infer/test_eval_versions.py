@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from locret.cli.command import run
-from locret.infer.evaluation import output_folder, runner
-from locret.infer.evaluation.command import command
+from locret.infer.evaluation import output_folder
 
 LINE = ("--methods", "full", "--tasks", "passkey", "--lengths", "300", "--samples", "2", "--figures", "none")
 OLD = {"locret": "0.1", "torch": "2.9", "commit": "abc"}
@@ -19,36 +17,22 @@ NEW = {"locret": "0.2", "torch": "2.9", "commit": "def"}
 
 
 @pytest.fixture
-def evaluate(
-    capsys: pytest.CaptureFixture[str], backbone: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[..., str]:
+def evaluate(evaluate_with: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., str]:
     """Return a function that runs the command into one folder and gives what it says on standard error."""
-
     monkeypatch.setattr(output_folder, "versions", lambda: NEW)
 
     def call(*arguments: str, code: int = 0) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as leaving:
-            run(command, ["--model", str(backbone), *LINE, "--output", str(tmp_path / "out"), *arguments])
-        assert int(leaving.value.code or 0) == code
-        return capsys.readouterr().err
+        found = evaluate_with(*LINE, "--output", tmp_path / "out")(*arguments)
+        assert found.code == code
+        return str(found.err)
 
     return call
 
 
 @pytest.fixture
-def interrupted(evaluate: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def interrupted(evaluate: Any, stopped_after: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Return the folder of a run of other versions that was stopped after its first answer."""
-    answer, left = runner.answer, [1]
-
-    def stopping(*given: Any) -> dict[str, Any]:
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return answer(*given)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(runner, "answer", stopping)
+    with monkeypatch.context() as patch, stopped_after(1):
         patch.setattr(output_folder, "versions", lambda: OLD)
         evaluate(code=130)
     return tmp_path / "out"

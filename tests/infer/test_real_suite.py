@@ -17,19 +17,8 @@ from locret.infer.evaluation import command as locret_eval
 from locret.infer.evaluation.real import Cell, recovered, summary, tables
 
 TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
-SMALL = [
-    "--sets",
-    "sqlite_faq",
-    "--tokens",
-    "128",
-    "--pieces",
-    "1",
-    "--questions",
-    "2",
-    "--chunk-size",
-    "64",
-    "--quiet",
-]
+SMALL = ["--sets", "sqlite_faq", "--tokens", "128", "--pieces", "1", "--questions", "2", "--quiet"]
+SMALL += ["--chunk-size", "64"]
 
 
 def run(output: Path, *more: str) -> int:

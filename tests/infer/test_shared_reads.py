@@ -17,7 +17,7 @@ from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.task import Sample, Wanted
 from locret.infer.evaluation import methods, runner
 from locret.infer.evaluation.methods import Prompt, Setup
-from locret.infer.evaluation.protocols import AGNOSTIC, AWARE
+from locret.infer.evaluation.records import AGNOSTIC, AWARE
 from locret.infer.evaluation.shared_text import SharedText, document_tokens
 
 POLICY = RetentionPolicy(budget=48, chunk_size=64, stabilizers=8, local_len=8)

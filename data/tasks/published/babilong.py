@@ -12,14 +12,12 @@ Deviates:  never. The official runs of some backbones have "You are a helpful as
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.choice import only_labels
-from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.published.base import PublishedTask, prompts_of
 from locret.data.tasks.published.loading import FileSamples
 from locret.data.tasks.task import Sample, SampleSet, Selection, Wanted
 from locret.data.training.json_rows import BadRow, text_of
@@ -33,9 +31,7 @@ REVISIONS = {
     "babilong": "ee0d588794c7ac098062ee0d247c733d62e94fe2",
     "babilong-1k-samples": "fc4d1a584dfc498c37578753bee4cdd91b987ae2",
 }
-_PROMPTS: dict[str, dict[str, str]] = json.loads(
-    Path(__file__).with_name("babilong_prompts.json").read_text(encoding="utf-8")
-)
+_PROMPTS: dict[str, dict[str, str]] = prompts_of("babilong")
 _PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
 LABELS = {
     **dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), _PLACES),
@@ -76,17 +72,11 @@ class BabilongTask(PublishedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option, known in (("length", ("", *LENGTHS)), ("collection", tuple(REVISIONS))):
-            if (value := getattr(self, option)) not in known:
-                choices = ", ".join(filter(None, known))
-                raise ValueError(f"task {self.name}: {option}={value!r} is unknown; use {choices}")
+        self.check_choice("length", ("", *LENGTHS))
+        self.check_choice("collection", tuple(REVISIONS))
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the sample of a row.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type, or the target is no answer of this task.
-        """
+        """Return the sample of a row."""
         document = text_of(record, where, "input").strip()
         question, target = text_of(record, where, "question"), text_of(record, where, "target")
         labels = LABELS[self.task]
@@ -98,17 +88,8 @@ class BabilongTask(PublishedTask):
         parts = (own[name] if getattr(self, name) else "" for name in ("instruction", "examples", "post_prompt"))
         head = ("\n\n".join([*parts, "<context>"])).lstrip() + "\n"
         asked = f"Question: {question}".rstrip()  # an example may ask the same, without that word
-        return [
-            Sample(
-                id=str(index),
-                content=f"{head}{document}\n</context>\n\n{asked}",
-                targets=(target, question),  # the metric looks into the question too
-                reply=target,
-                question=asked,
-                choices=labels,
-                span=(len(head), len(head) + len(document)),
-            )
-        ]
+        tail, targets = f"\n</context>\n\n{asked}", (target, question)  # the metric looks into the question too
+        return [self.sample_of(index, head, document, tail, targets, question=asked, choices=labels)]
 
     def select(self, wanted: Wanted) -> Selection:
         """Return the asked rows of every length.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from locret.data.tasks.published import loading
@@ -16,6 +18,16 @@ if TYPE_CHECKING:
 
 _TEMPLATE_ROOM, _QUESTION_ROOM = 128, 1024
 """Tokens left for turns around a prompt, and for turns and question around a document that alone is counted."""
+
+
+def prompts_of(benchmark: str) -> Any:
+    """Return the texts that a benchmark's authors prescribe, which lie beside its file."""
+    return json.loads(Path(__file__).with_name(f"{benchmark}_prompts.json").read_text(encoding="utf-8"))
+
+
+def row_id(record: Mapping[str, Any], field: str = "id") -> tuple[tuple[str, str], ...]:
+    """Return what a row says of its own number, as a sample's `extra`."""
+    return (("row id", str(record[field])),) if field in record else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +61,24 @@ class PublishedTask(Task):
                 raise ValueError(f"task {self.name}: {field}={value!r} must be a whole number, 1 or more")
         if self.limit is not None and (type(self.limit) is not int or self.limit < 2):
             raise ValueError(f"task {self.name}: limit={self.limit!r} must be a number of tokens, 2 or more, or none")
+
+    def check_choice(self, option: str, known: Sequence[str]) -> None:
+        """Refuse an option's value that is none of the known ones.
+
+        Raises:
+            ValueError: Naming those.
+        """
+        if (value := getattr(self, option)) not in known:
+            choices = ", ".join(filter(None, known))
+            raise ValueError(f"task {self.name}: {option}={value!r} is unknown; use one of {choices}")
+
+    def sample_of(
+        self, index: int, head: str, document: str, tail: str, targets: tuple[str, ...], **more: Any
+    ) -> Sample:
+        """Return the sample of row `index`: a document between two texts, and what is right."""
+        span = len(head), len(head) + len(document)
+        facts = {"id": str(index), "reply": targets[0], "span": span, **more}
+        return Sample(content=head + document + tail, targets=targets, **facts)
 
     def items(self, rows: Iterable[Entry], on_bad: Callable[[BadRow], None] | None = None) -> Iterator[Sample]:
         """Yield the samples of rows, one after the other.

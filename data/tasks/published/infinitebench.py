@@ -17,11 +17,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.choice import book_choice, code_choice
-from locret.data.tasks.metrics.f1 import character_f1, word_f1
-from locret.data.tasks.metrics.numbers import first_number, last_word_as_integer, leading_values
-from locret.data.tasks.metrics.retrieval import LOCRET_MARKS, first_integer, name_among_words, value_among_words
-from locret.data.tasks.metrics.rouge import rouge_lsum
-from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.metrics.overlap import character_f1, rouge_lsum, word_f1
+from locret.data.tasks.metrics.retrieval import (
+    LOCRET_MARKS,
+    first_integer,
+    first_number,
+    last_word_as_integer,
+    leading_values,
+    name_among_words,
+    value_among_words,
+)
+from locret.data.tasks.published.base import PublishedTask, prompts_of, row_id
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of
 
@@ -30,53 +36,8 @@ CONTEXT_LENGTH = 131072
 ANSWER_ROOM = 50
 """The Locret release leaves this many tokens at most for the reference when it truncates."""
 
-_FIND = "There is an important info hidden inside a lot of irrelevant text. Find it"
-_OPTIONS = "A. {A}\nB. {B}\nC. {C}\nD. {D}"
 # Text before and after the context; the names in braces are fields of the row or made from them.
-_FORMS = {
-    "passkey": (
-        _FIND + " and memorize it. I will quiz you about the important information.\n\n",
-        "\n\n{input}\n\nThe pass key is",
-    ),
-    "number_string": (
-        _FIND + ". I will quiz you about the important information there.\n\n",
-        "\n\n{input}\n\nThe sequence of digits is",
-    ),
-    "kv_retrieval": (
-        "Extract the value corresponding to the specified key in the JSON object below.\n\n",
-        "\n\n{input}",
-    ),
-    "longbook_sum_eng": ("Summarize the book below.\n\n", "\n\nSummary:"),
-    "longbook_choice_eng": (
-        "Read the book and answer the question.\n\n",
-        "\n\nQuestion: {input}\n" + _OPTIONS + "\n\nThe letter of the correct answer is",
-    ),
-    "longbook_qa_eng": (
-        "Read the book and answer the question. Be very concise in your answer.\n\n",
-        "\n\nQuestion: {input}\nAnswer:",
-    ),
-    "longbook_qa_chn": ("阅读以下书籍然后回答问题。\n\n", "\n\n问题：{input}\n答案："),
-    "longdialogue_qa_eng": (
-        "Below is a dialogue script where one random occurrence of a character name is replaced with "
-        '"**MASK**", and you should try to guess who that character is.\n\n',
-        "\n\nThe name that has been replaced with **MASK** is likely",
-    ),
-    "code_debug": (
-        "Following is a Python code where exactly one of the functions/methods has a deliberate error that makes it "
-        "crash.\n\n",
-        "\n\nOptions:\n" + _OPTIONS + "\n\nThe correct option is:",
-    ),
-    "code_run": (
-        "There is a function called {function} in the following Python code.\n\n",
-        "\n\nPlease compute the exact value of {call}. The value of {call} is",
-    ),
-    "math_find": ("What is {sought} in the following list?\n\n", "\n\n{input}"),
-    "math_calc": (
-        "Let us calculate the intermediate values of an expression.\n\nExpression: 1 + 3 + 4\nValues: [1, 4, 8]\n\n"
-        "Expression: 8 - 3 + 2 - 4\nValues: [8, 5, 7, 3]\n\nExpression: ",
-        "\nValues:",
-    ),
-}
+_FORMS: dict[str, list[str]] = prompts_of("infinitebench")
 
 
 Metric = Callable[[str, Sequence[str]], float]
@@ -116,9 +77,6 @@ def score(task: str, prediction: str, targets: Sequence[str], variant: Variant =
         targets: The references; for E.MC and C.Debug the right option's text and its letter.
         variant: The benchmark's own code, or the Locret release's copy, which also takes a letter alone on its line in
             C.Debug and ends R.KV's words at "</s>", "The" and "To".
-
-    Raises:
-        ValueError: If the metric's library is not installed.
     """
     return (_LOCRET if variant == "locret" else _METRICS)[task](prediction, targets)
 
@@ -143,8 +101,7 @@ class InfiniteBenchTask(PublishedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.scorer not in ("official", "locret"):
-            raise ValueError(f"task {self.name}: scorer={self.scorer!r} is unknown; use official or locret")
+        self.check_choice("scorer", ("official", "locret"))
 
     @property
     def asks_first(self) -> bool:
@@ -152,11 +109,7 @@ class InfiniteBenchTask(PublishedTask):
         return "{" in _FORMS[self.form][0]
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the sample of a row.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type, or the answer is not among the options.
-        """
+        """Return the sample of a row."""
         context = text_of(record, where, "context")
         # Only the question of some tasks goes into the prompt, yet every published row has one.
         question = text_of(record, where, "input", may_be_empty=self.form not in _ASKED)
@@ -174,17 +127,8 @@ class InfiniteBenchTask(PublishedTask):
         }
         head, tail = (part.format_map(values) for part in _FORMS[self.form])
         head, context, tail = (self._masked(part) for part in (head, context, tail))
-        return [
-            Sample(
-                id=str(index),
-                content=head + context + tail,
-                targets=targets,
-                reply=_reply(self.form, targets),
-                choices=options,
-                span=(len(head), len(head) + len(context)),
-                extra=(("row id", str(record["id"])),) if "id" in record else (),
-            )
-        ]
+        more = {"reply": _reply(self.form, targets), "choices": options, "extra": row_id(record)}
+        return [self.sample_of(index, head, context, tail, targets, **more)]
 
     def _masked(self, text: str) -> str:
         return text.replace("$$MASK$$", "**MASK**") if self.replace_mask else text

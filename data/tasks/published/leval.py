@@ -22,9 +22,8 @@ from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.choice import LETTERS, chosen_letters, expected_letters, letters_match
-from locret.data.tasks.metrics.f1 import bare_words, word_f1
-from locret.data.tasks.metrics.rouge import Parts, geometric_mean, rouge_1_2_l
-from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.metrics.overlap import Parts, bare_words, geometric_mean, rouge_1_2_l, word_f1
+from locret.data.tasks.published.base import PublishedTask, prompts_of
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of
 
@@ -33,87 +32,18 @@ SCORED = ("exam", "f1", "rouge")
 MAX_NEW_TOKENS = 512
 LIMIT = 128_000 - MAX_NEW_TOKENS
 
-_GENERATION = (
-    "Now you are given a very long document. Please follow the instruction after this document. These instructions may "
-    "include summarizing a document, answering questions based on the document, or writing a required paragraph. "
-)
-_EXAM = (
-    "Now you are given a very long document. Please follow the instruction based on this document. For multi-choice "
-    "questions, there is only a sinlge correct option. Please only provide the letter corresponding to the answer "
-    "(like A or B) when answering. For other questions, please directly give the concise and accurate answer. "
-)
-_SYSTEMS = {
-    "gsm100": "Given several question answer pairs, you need to follow a similar format to answer the last question. "
-    "Make sure the response is end with The answer is _ . ",
-    "topic_retrieval_longchat": "Below is a record of our previous conversation on many different topics. You are the "
-    "ASSISTANT, and I am the USER. At the beginning of each topic, the USER will say 'I would like to discuss the "
-    "topic of <TOPIC>'. Memorize each <TOPIC>. At the end of the record, I will ask you to retrieve the "
-    "first/second/third topic names. Now the record start. ",
-    "coursera": "Now you are given a very long document. Please follow the instruction based on this document. For "
-    "multi-choice questions, there could be a sinlge correct option or multiple correct options. Please only provide "
-    "the letter corresponding to the answer (like A or AB) when answering. ",
-    "codeU": "Now you are given a code base consisting of a large amount of functions and the corresponding comments. "
-    "In the end, I will call some functions defined in the code base. Please carefully read these codes and comments "
-    "and answer the question.",
-    "sci_fi": "Now you are given a scientific fiction. I will ask you some questions and the answer should be "
-    '"True" or "False". Notice that you should answer the question based on the evidence in the document instead '
-    "of your background knowledge.",
-}
+_PROMPTS = prompts_of("leval")
+"""System turns, and by a token that tells a family of models how the official runs open and close its turns."""
+_SYSTEMS: dict[str, str] = _PROMPTS["systems"]
 _BARE = ("gsm100", "codeU", "topic_retrieval_longchat")
 """Tasks whose prompt is the document, an empty line and the question."""
 _IN_THE_STORY = "based on the world described in the document."
 _IN_THE_WORLD = "based on the real-world knowledge and facts up until your last training"
 
 
-@dataclass(frozen=True)
-class Turns:
-    """How the official runs open and close turns for one model family."""
-
-    marker: str
-    """A token of the family's vocabulary, which tells it."""
-    user: str
-    system: str
-    end_system: str
-    assistant: str
-    """The end of the user turn and the assistant header."""
-
-
-_OFFICIAL_TURNS = (
-    Turns(
-        marker="<|start_header_id|>",
-        user="<|start_header_id|>user<|end_header_id|>\n\n",
-        system="<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n",
-        end_system="<|eot_id|>",
-        assistant="<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n",
-    ),
-    Turns(
-        marker="<|assistant|>",
-        user="<|user|>\n",
-        system="<|system|>\n",
-        end_system="<|end|>\n",
-        assistant="<|end|>\n<|assistant|>\n",
-    ),
-)
-
-
-F1_TASKS = (
-    "natural_question",
-    "legal_contract_qa",
-    "narrative_qa",
-    "financial_qa",
-    "multidoc_qa",
-    "scientific_qa",
-)
-ROUGE_TASKS = (
-    "meeting_summ",
-    "review_summ",
-    "gov_report_summ",
-    "news_summ",
-    "paper_assistant",
-    "patent_summ",
-    "tv_show_summ",
-)
-
+_QUESTIONS = ("natural_question", "legal_contract_qa", "narrative_qa", "financial_qa", "multidoc_qa", "scientific_qa")
+_SUMMARIES = ("meeting_summ", "review_summ", "gov_report_summ", "news_summ", "patent_summ", "tv_show_summ")
+F1_TASKS, ROUGE_TASKS = _QUESTIONS, (*_SUMMARIES, "paper_assistant")
 _FILLERS = ("will be", "of the code", "is", "would be", "the value of", "the result of", "printed")
 
 
@@ -208,9 +138,6 @@ def score(task: str, prediction: str, reference: str) -> float:
         task: The file's name in the published set, such as "codeU".
         prediction: The generated text, as decoded.
         reference: The reference; of sci_fi the story's or the world's truth alone.
-
-    Raises:
-        ValueError: If the metric's library is not installed.
     """
     if task in ROUGE_TASKS:
         return geometric_mean([rouge_parts(prediction, reference)])
@@ -219,20 +146,12 @@ def score(task: str, prediction: str, reference: str) -> float:
 
 @lru_cache(maxsize=1024)
 def rouge_parts(prediction: str, reference: str) -> Parts:
-    """Return ROUGE-1, -2 and -L of an answer, each from 0 to 1.
-
-    Raises:
-        ValueError: If rouge-score is not installed.
-    """
+    """Return ROUGE-1, -2 and -L of an answer, each from 0 to 1."""
     return rouge_1_2_l(prediction, [reference])
 
 
 def task_score(task: str, predictions: Sequence[str], references: Sequence[str]) -> float:
-    """Return the score of a whole task, from 0 to 1: the mean, or for ROUGE the geometric mean of three means.
-
-    Raises:
-        ValueError: If the metric's library is not installed.
-    """
+    """Return the score of a whole task, from 0 to 1: the mean, or for ROUGE the geometric mean of three means."""
     pairs = list(zip(predictions, references, strict=True))
     if not pairs:
         return 0.0
@@ -256,15 +175,10 @@ class LEvalTask(PublishedTask):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.prompt_style not in ("fixed", "official"):
-            raise ValueError(f"task {self.name}: prompt_style={self.prompt_style!r} is unknown; use fixed or official")
+        self.check_choice("prompt_style", ("fixed", "official"))
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return a sample for each question of a row; none for a row that only judges score.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type, or there are not as many outputs as instructions.
-        """
+        """Return a sample for each question of a row; none for a row that only judges score."""
         if text_of(record, where, "evaluation") not in SCORED:
             return []
         document = text_of(record, where, "input")
@@ -294,7 +208,7 @@ class LEvalTask(PublishedTask):
             content=head + document + tail,
             targets=targets,
             reply=targets[0],
-            system=_SYSTEMS.get(self.task, _EXAM if self.exam else _GENERATION),
+            system=_SYSTEMS.get(self.task, _PROMPTS["exam" if self.exam else "generation"]),
             span=(len(head), len(head) + len(document)),
             lead=lead,
         )
@@ -319,10 +233,10 @@ class LEvalTask(PublishedTask):
         if self.prompt_style == "fixed":
             return None
         vocabulary = tokenizer.get_vocab()
-        for turns in _OFFICIAL_TURNS:
-            if turns.marker in vocabulary:
-                closing = "" if self.task in ("gsm100", "codeU") else turns.assistant + sample.lead
-                return turns.user + turns.system + sample.system + turns.end_system + content + closing
+        for marker, turns in _PROMPTS["turns"].items():
+            if marker in vocabulary:
+                closing = "" if self.task in ("gsm100", "codeU") else turns["assistant"] + sample.lead
+                return str(turns["user"] + turns["system"] + sample.system + turns["end_system"] + content + closing)
         raise ValueError(
             f"task {self.name}: prompt_style=official is known for Llama-3 and Phi-3 tokenizers only; "
             "use prompt_style=fixed for this one"

@@ -36,13 +36,7 @@ class TaskRows:
     skipped: list[BadRow] = field(default_factory=list)
 
     def items(self) -> Iterator[Sample]:
-        """Yield the samples, row by row; the file is never held whole.
-
-        Raises:
-            BadRow: For the first row that cannot be asked, unless bad rows are skipped.
-            ValueError: If the file cannot be parsed or is empty.
-            OSError: If it cannot be read.
-        """
+        """Yield the samples, row by row; the file is never held whole."""
         self.skipped.clear()
         rows = stream_entries(parts(self.path), max_row_bytes=self.task.max_row_bytes)
         yield from self.task.items(rows, self.skipped.append if self.skip_bad_rows else None)

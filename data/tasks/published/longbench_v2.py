@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from locret.data.tasks.metrics.choice import stated_letter
-from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.published.base import PublishedTask, row_id
 from locret.data.tasks.task import Sample
 from locret.data.training.json_rows import BadRow, text_of
 
@@ -59,11 +59,7 @@ class LongBenchV2Task(PublishedTask):
             raise ValueError(f"task {self.name}: no_context=True has no prompt with a chain of thought; use {plain}")
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the sample of a row; none for a row of another difficulty or length.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type, or holds what the benchmark does not know.
-        """
+        """Return the sample of a row; none for a row of another difficulty or length."""
         splits = [_one_of(where, record, field, known) for field, known in _SPLITS.items()]
         if self.split and self.split not in splits:
             return []
@@ -76,18 +72,8 @@ class LongBenchV2Task(PublishedTask):
         tail += _THINK if self.cot else _FORMAT
         if self.no_context:
             head, document, tail = "", "", f"{asked}W{_LIKELY}{_FORMAT}"
-        return [
-            Sample(
-                id=str(index),
-                content=head + document + tail,
-                targets=(answer,),
-                reply=f"The correct answer is ({answer})",
-                question=tail.removeprefix("\n"),
-                choices=choices,
-                span=(len(head), len(head) + len(document)),
-                extra=(("row id", str(record["_id"])),) if "_id" in record else (),
-            )
-        ]
+        more = {"reply": f"The correct answer is ({answer})", "choices": choices, "extra": row_id(record, "_id")}
+        return [self.sample_of(index, head, document, tail, (answer,), question=tail.removeprefix("\n"), **more)]
 
     def follow_up(self, sample: Sample, prediction: str) -> tuple[Sample, int] | None:
         """Return the second prompt of a chain of thought, which has the thought and not the text in it."""

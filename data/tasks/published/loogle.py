@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from locret.data.tasks.metrics.overlap import bleu
-from locret.data.tasks.metrics.rouge import rouge_recall
+from locret.data.tasks.metrics.overlap import bleu, rouge_recall
 from locret.data.tasks.published.base import PublishedTask
 from locret.data.tasks.task import Question, Sample
 from locret.data.training.json_rows import BadRow, Entry, text_of
@@ -112,10 +111,8 @@ class LooGLETask(PublishedTask):
         if self.scorer in REFUSED:
             reason = REFUSED[self.scorer]
             raise ValueError(f"task {self.name}: scorer={self.scorer} {reason}; use one of {', '.join(known)}")
-        if self.scorer not in known:
-            raise ValueError(f"task {self.name}: scorer={self.scorer!r} is unknown; use one of {', '.join(known)}")
-        if self.type not in ("", *TYPES):
-            raise ValueError(f"task {self.name}: type={self.type!r} is unknown; use one of {', '.join(TYPES)}")
+        self.check_choice("scorer", known)
+        self.check_choice("type", ("", *TYPES))
         if self.type and self.task != "longdep_qa":
             raise ValueError(f"task {self.name}: type={self.type} has no effect, as only loogle/longdep_qa has kinds")
 
@@ -125,11 +122,7 @@ class LooGLETask(PublishedTask):
         return self.task == "shortdep_cloze"
 
     def items(self, rows: Iterable[Entry], on_bad: Callable[[BadRow], None] | None = None) -> Iterator[Sample]:
-        """Yield a sample for each text, with the questions of all rows that follow each other and share it.
-
-        Raises:
-            BadRow: Naming file, line and field.
-        """
+        """Yield a sample for each text, with the questions of all rows that follow each other and share it."""
         together: list[Sample] = []
         for sample in super().items(rows, on_bad):
             if together and together[0].document != sample.document:
@@ -140,20 +133,16 @@ class LooGLETask(PublishedTask):
             yield _with_all(together)
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the samples of a row: one, or in older copies one for each question of its text.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type.
-        """
+        """Return the samples of a row: one, or in older copies one for each question of its text."""
         if "qa_pairs" not in record:
             document, asked = text_of(record, where, "context"), [record]
         else:
             document, asked = text_of(record, where, "input"), _pairs(where, record)
         known = [one for one in asked if not self.type or one.get("type") == self.type]
-        return [self._sample(str(index), where, document, one, record) for one in known]
+        return [self._sample(index, where, document, one, record) for one in known]
 
     def _sample(
-        self, name: str, where: str, document: str, one: Mapping[str, Any], record: Mapping[str, Any]
+        self, index: int, where: str, document: str, one: Mapping[str, Any], record: Mapping[str, Any]
     ) -> Sample:
         head, tail = _FORMS[self.task]
         # Summaries have no question of their own.
@@ -161,15 +150,8 @@ class LooGLETask(PublishedTask):
         reference = self._reference(where, one)
         text = tail.format(question=question) if question else tail
         title = record.get("title")
-        return Sample(
-            id=name,
-            content=f"{head}{document}\n{text}",
-            targets=(reference,),
-            reply=reference,
-            question=text,
-            span=(len(head), len(head) + len(document)),
-            extra=(("title", title),) if isinstance(title, str) else (),
-        )
+        extra = (("title", title),) if isinstance(title, str) else ()
+        return self.sample_of(index, head, document, f"\n{text}", (reference,), question=text, extra=extra)
 
     def _reference(self, where: str, one: Mapping[str, Any]) -> str:
         answer = one.get("answer")

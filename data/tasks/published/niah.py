@@ -85,23 +85,11 @@ class NeedleTask(RowMaker):
         return {"context": context, "question": asked, "answer": answer, "depth": depth}
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the sample of a row.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type.
-        """
+        """Return the sample of a row."""
         context, answer = text_of(record, where, "context"), text_of(record, where, "answer")
-        return [
-            Sample(
-                id=str(index),
-                content=f"{context}\n\nRead the document and answer: {text_of(record, where, 'question')}",
-                targets=(answer,),
-                reply=answer,
-                system=SYSTEM,
-                depths=(record["depth"],) if "depth" in record else (),
-                span=(0, len(context)),
-            )
-        ]
+        tail = f"\n\nRead the document and answer: {text_of(record, where, 'question')}"
+        depths = (record["depth"],) if "depth" in record else ()
+        return [self.sample_of(index, "", context, tail, (answer,), system=SYSTEM, depths=depths)]
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the share of the needle's words in the answer; of a pass key, 1 if it is the first number."""

@@ -62,21 +62,9 @@ class TwoStageTask(RowMaker):
         return self.filled(tokenizer, tokens, seed, row, guess=SIZES[0], exact=True, system=self.system_turn())
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the sample of a row.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type.
-        """
+        """Return the sample of a row."""
         answers = texts_of(record, where, "answers")
-        return [
-            Sample(
-                id=str(index),
-                content=text_of(record, where, "prompt"),
-                targets=answers,
-                reply=answers[0],
-                lead=self.lead,
-            )
-        ]
+        return [self.sample_of(index, text_of(record, where, "prompt"), "", "", answers, lead=self.lead, span=(0, 0))]
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return 1 if the colour is in the answer, in any case. Guessing scores 1/23."""

@@ -28,12 +28,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.choice import book_choice
-from locret.data.tasks.metrics.code import repeated_function
-from locret.data.tasks.metrics.f1 import character_f1
-from locret.data.tasks.metrics.numbers import first_number
-from locret.data.tasks.metrics.retrieval import all_contained, any_contained, first_integer, value_contained
-from locret.data.tasks.metrics.rouge import rouge_lsum
-from locret.data.tasks.published.base import PublishedTask
+from locret.data.tasks.metrics.overlap import character_f1, repeated_function, rouge_lsum
+from locret.data.tasks.metrics.retrieval import (
+    all_contained,
+    any_contained,
+    first_integer,
+    first_number,
+    value_contained,
+)
+from locret.data.tasks.published.base import PublishedTask, row_id
 from locret.data.tasks.task import Question, Sample
 from locret.data.training.json_rows import BadRow, text_of, texts_of
 
@@ -69,9 +72,6 @@ def score(kind: str, prediction: str, targets: Sequence[str], functions: Sequenc
         prediction: The generated text, as decoded.
         targets: The references; of choice_eng the option and its letter, of repoqa the function and its name.
         functions: For repoqa, name and code of the functions that the answer is compared with.
-
-    Raises:
-        ValueError: If the metric's library is not installed.
     """
     if kind in ("kv", "prefix_suffix"):
         return value_contained(prediction, targets[0])
@@ -115,8 +115,7 @@ class SCBenchTask(PublishedTask):
         super().__post_init__()
         if type(self.max_turns) is not int or self.max_turns < 1:
             raise ValueError(f"task {self.name}: max_turns={self.max_turns!r} must be a whole number, 1 or more")
-        if self.scorer not in ("fixed", "official"):
-            raise ValueError(f"task {self.name}: scorer={self.scorer!r} is unknown; use fixed or official")
+        self.check_choice("scorer", ("fixed", "official"))
         if self.requests and not self.golden:
             raise ValueError(f"task {self.name}: golden=False has no effect, as requests have no history")
         if self.requests and self.max_turns != TURNS:
@@ -128,11 +127,7 @@ class SCBenchTask(PublishedTask):
         return not self.requests
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the conversation of a row, or its first question with all others.
-
-        Raises:
-            BadRow: If a field is missing, empty or of the wrong type, or an answer is not what the task asks for.
-        """
+        """Return the conversation of a row, or its first question with all others."""
         document = _numbers(where, record) if self.task == "mf" else text_of(record, where, "context")
         turns = record.get("multi_turns")
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
@@ -141,7 +136,7 @@ class SCBenchTask(PublishedTask):
         asked = tuple(self._question(where, turn, record) for turn in turns)
         head = self._head(where, turns[0])
         span = (len(head), len(head) + len(document))
-        extra = (("row id", str(record["id"])),) if "id" in record else ()
+        extra = row_id(record)
         if self.requests:
             text = Sample(
                 id=str(index), content=head + document, targets=(), reply="", span=span, extra=extra, asked=asked

@@ -58,15 +58,10 @@ class RockPaperScissors(RowMaker):
         super().__post_init__()
         if type(self.turns) is not int or self.turns < 1:
             raise ValueError(f"task {self.name}: turns={self.turns!r} must be a whole number, 1 or more")
-        if self.template not in TEMPLATES:
-            raise ValueError(f'template="{self.template}" is unknown; choose one of {", ".join(TEMPLATES)}')
+        self.check_choice("template", TEMPLATES)
 
     def items(self, rows: Iterable[Entry], on_bad: Callable[[BadRow], None] | None = None) -> Iterator[Sample]:
-        """Yield the one game of a file.
-
-        Raises:
-            BadRow: Naming file, line and field.
-        """
+        """Yield the one game of a file."""
         moves: list[int] = []
         for row in rows:
             if len(moves) == self.turns:
@@ -81,11 +76,7 @@ class RockPaperScissors(RowMaker):
             yield self._game(moves)
 
     def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
-        """Return the game of a made row, whose `moves` are letters, one for each turn.
-
-        Raises:
-            BadRow: If there is another letter.
-        """
+        """Return the game of a made row, whose `moves` are letters, one for each turn."""
         return [self._game([_number(where, "moves", letter) for letter in text_of(record, where, "moves")])]
 
     def _game(self, moves: Sequence[int]) -> Sample:
