@@ -66,6 +66,8 @@ class DemoOptions:
         if self.text != TEXT and not self.question:
             raise ValueError(f"--text {self.text} needs questions of its own; add --question TEXT for each")
         if self.threads is not None:
+            if self.threads < 1:
+                raise ValueError(f"--threads {self.threads} is too small; give 1 or more")
             check_threads(self.threads)
 
 

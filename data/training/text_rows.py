@@ -209,9 +209,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     """
     from locret.cli.command import parse_options
 
-    (options,), _ = parse_options(
-        "python -m locret.data.training.text_rows", (__doc__ or "").split("\n")[0], [TextRowsOptions], argv
-    )
+    (options,), _ = parse_options("locret rows", (__doc__ or "").split("\n")[0], [TextRowsOptions], argv)
     rows = list(text_rows(options))
     write_text(options.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), parents=True)
     asked = sum(len(row["questions"]) for row in rows)
@@ -222,4 +220,4 @@ def command(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     from locret.cli.command import run
 
-    run(command, prog="python -m locret.data.training.text_rows")
+    run(command, prog="locret rows")

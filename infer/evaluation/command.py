@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +55,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def _suite(arguments: Sequence[str]) -> str | None:
     """Return what follows --suite: the suite of real texts has options of its own."""
-    for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
+    for name, value in pairwise([*arguments, ""]):
         if name == "--suite" or name.startswith("--suite="):
             return value if name == "--suite" else name.partition("=")[2]
     return None
