@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, distinct, prompt
 from ragged_runs import BY_HEAD, GREEDY, REFUSED, both_positions, make, padded, policy
 
 from locret import RetainingHeads, RetentionCache, generate, load_cache, prefill, save_cache
@@ -51,7 +51,8 @@ def test_a_copied_or_loaded_cache_answers_and_reads_on_like_the_first(family: st
 @pytest.mark.slow
 def test_each_row_of_a_batch_equals_its_own_run(model: Any, heads: RetainingHeads, name: str, positions: str) -> None:
     scorer, rules, more = make(name, heads), policy(positions=positions), prompt(31, batch=3, seed=7)
-    together, (ids, mask) = prompt(61, batch=3), padded([prompt(length, seed=length) for length in (61, 4, 90)])
+    together = torch.cat([distinct(61, seed=seed) for seed in range(3)])
+    ids, mask = padded([distinct(length, seed=length) for length in (61, 4, 90)])
     for batch, masks in ((together, None), (ids, mask)):
         rows = [row[None] if masks is None else row[None, keep.bool()] for row, keep in zip(batch, mask, strict=True)]
         cache = RetentionCache(model, scorer, rules)
