@@ -17,6 +17,7 @@ from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.backbone.passes import gathering_root
 from locret.chunked_prefill import read_turn
+from locret.generation import check_finite_logits
 from locret.infer.evaluation.methods import Prompt, make_scorer, protects
 from locret.infer.evaluation.records import second_tier
 from locret.policy.protection import Guarantee
@@ -265,6 +266,7 @@ def _plain(prompt: Prompt, settings: dict[str, Any], cache: DynamicCache | None 
     def look(_ids: Tensor, logits: Tensor) -> Tensor:
         if not read:  # the prompt's last logits: it has been read, and nothing has been written
             read.update(seconds=_now(ids_1N.device), units=cache.get_seq_length(), size=bytes_of(cache))
+        check_finite_logits(model, logits)
         return logits
 
     start = _now(ids_1N.device)

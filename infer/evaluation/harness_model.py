@@ -20,6 +20,7 @@ from tqdm.auto import tqdm
 from locret import RetentionCache, RetentionPolicy, generate, loading, method_spec, prefill, scorers
 from locret.backbone.adapters import find_decoder, unwrap
 from locret.cache.reader import answering
+from locret.generation import check_finite_logits
 from locret.infer.infer_options import ModelOptions
 from locret.load_options import ScorerOptions
 from locret.policy.resolve import check_no_turns, check_used, resolve
@@ -173,7 +174,9 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
                 cache = self._cache()
                 first_V = prefill(self.model, self._ids(context), cache)[0]
                 for key, _context, continuation in group:
-                    results.append(_verdict(self._logits(cache, first_V, continuation), continuation))
+                    logits_LV = self._logits(cache, first_V, continuation)
+                    check_finite_logits(self.model, logits_LV)
+                    results.append(_verdict(logits_LV, continuation))
                     if key is not None:
                         self.cache_hook.add_partial("loglikelihood", key, results[-1])
                     bar.update()

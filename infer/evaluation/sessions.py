@@ -20,6 +20,7 @@ from locret.chunked_prefill import read_turn
 from locret.conversation.templates import Message, decode, encode, leading_special_ids
 from locret.conversation.transcript import DOCUMENT, Transcript
 from locret.data.tasks import Task
+from locret.generation import FiniteLogits, check_finite_logits
 from locret.infer.evaluation.answering import bytes_of, settings_of
 from locret.infer.evaluation.methods import Prompt, knows_answers, make_scorer
 from locret.infer.evaluation.records import second_tier
@@ -83,6 +84,7 @@ class Session:
         """Read a turn and return the log-probability of each choice's first token; the likeliest is remembered."""
         ids = self._unread + encode(self.tokenizer, turn.rstrip(" "))
         logits_V = self._read(torch.tensor([ids]))[0].float()
+        check_finite_logits(self.model, logits_V)
         self.most_units = max(self.most_units, _units(self.cache))
         chances = torch.log_softmax(logits_V, dim=-1)[[ids[0] for ids in self._choices.values()]].tolist()
         rated = dict(zip(self._choices, chances, strict=True))
@@ -173,7 +175,11 @@ class _Plain:
     def write(self, *, stands: bool) -> tuple[list[int], list[int], Any]:
         cache = self.cache if stands else copy.deepcopy(self.cache)
         out_1N = self.model.generate(
-            self.ids_1N, attention_mask=torch.ones_like(self.ids_1N), past_key_values=cache, **self.settings
+            self.ids_1N,
+            attention_mask=torch.ones_like(self.ids_1N),
+            past_key_values=cache,
+            logits_processor=[FiniteLogits(self.model)],
+            **self.settings,
         )
         new: list[int] = out_1N[0, self.seen :].tolist()
         held = cache.get_seq_length() - self.seen
