@@ -128,13 +128,13 @@ def execute(options: Options) -> None:
         check_replaceable(output.save_context)
     asked = questions_of(prompt)
     check_evidence(options, asked)
-    _check_together(options, asked)
     if prompt.context is not None:
         _check_not_read(options, prompt.context)
         for record in ask_saved(options, [prompt.context], asked):
             if output.json:
                 print_json(record)
         return
+    _check_together(options, asked)
     document = None if output.dry_run else _document(prompt)
     with options.ranks.together():
         plan = _plan(options, document, asked)
@@ -381,7 +381,7 @@ def _check_not_read(options: Options, path: str) -> None:
         ValueError: Naming the option.
     """
     reading = {field.name for field in fields(PolicyOptions)}
-    reading |= {"system", "template", "save_context", "dry_run", "store", "protect"}
+    reading |= {"system", "template", "save_context", "dry_run", "store", "protect", "protocol", "compare_full"}
     if given := sorted(reading & options.chosen):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise ValueError(f"--context {path} has been read already, so {flags} would do nothing; leave that out")

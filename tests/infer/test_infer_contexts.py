@@ -99,6 +99,8 @@ def test_every_way_to_give_a_budget_reads_for_many_questions(
         (["--template", "none", "--system", "a"], "so --system, --template would do nothing"),
         (["--save-context", "y"], "so --save-context would do nothing"),
         (["--dry-run"], "so --dry-run would do nothing"),
+        (["--protocol", "aware"], "so --protocol would do nothing"),
+        (["--compare-full"], "so --compare-full would do nothing"),
         (["--questions", "q"], "exclude each other"),
     ],
 )
