@@ -16,11 +16,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret.base.nearest import nearest
 from locret.cli.command import parse_options, run, warnings_as_lines
 from locret.infer.chat_options import ChatOptions
 from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, PolicyOptions
-from locret.load_options import ScorerOptions
-from locret.nearest import nearest
+from locret.loading.options import ScorerOptions
 
 if TYPE_CHECKING:
     from locret import Chat, LongContextModel

@@ -28,7 +28,7 @@ from locret.infer.infer_options import (
     QuestionOptions,
 )
 from locret.infer.reading_warnings import warn_of_recency
-from locret.load_options import ScorerOptions
+from locret.loading.options import ScorerOptions
 
 if TYPE_CHECKING:
     from locret import Context, LongContextModel

@@ -38,7 +38,7 @@ from locret.infer.infer_options import (
     ReportOptions,
     TextOptions,
 )
-from locret.load_options import ScorerOptions
+from locret.loading.options import ScorerOptions
 from locret.publish_options import ContextPushOptions
 
 if TYPE_CHECKING:
@@ -214,9 +214,9 @@ def pull(options: PullOptions, given: frozenset[str]) -> int:
     """Fetch a published context, check it, and write it to a file."""
     import shutil
 
+    from locret.base.files import written_whole
     from locret.conversation.published import download
     from locret.conversation.saved_context import SavedContext
-    from locret.files import written_whole
 
     _check_output(options.output)
     file = download(options.repo, revision=options.revision)

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret.base.fields import check_threads
 from locret.cli.command import parse_options, print_json, run
-from locret.field_values import check_threads
 
 if TYPE_CHECKING:
     from locret import Context, LongContextModel

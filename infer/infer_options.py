@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import ClassVar, Literal
 
+from locret.base.fields import check_finite, check_sampling
 from locret.conversation.rules import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
 from locret.conversation.templates import TEMPLATES
-from locret.field_values import check_finite, check_sampling
-from locret.load_options import BackboneSource
+from locret.loading.options import BackboneSource
 from locret.policy.resolve import PolicyFlags
 
 ATTENTION = ("auto", "sdpa", "flash_attention_2", "math")

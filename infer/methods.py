@@ -5,7 +5,7 @@
     a scorer     of any name, with its options (locret.scorers)
     quest, ...   a lookup that is a whole method: all is kept, and each query attends to as many units as the budget
 
-Options and modifiers are written as in `locret.method_spec`: `snapkv:kernel=7+prompt_end`, `locret+pyramid`.
+Options and modifiers are written as in `locret.base.method_spec`: `snapkv:kernel=7+prompt_end`, `locret+pyramid`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,11 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from locret import lookups, method_spec, plugins, scorers
+from locret import lookups, scorers
+from locret.base import method_spec, plugins
+from locret.base.method_spec import MethodSpec
+from locret.base.nearest import check_retired, nearest
 from locret.cache.limits import check_pair
-from locret.method_spec import MethodSpec
-from locret.nearest import check_retired, nearest
 from locret.policy.policy import FOLLOWING, RetentionPolicy
 from locret.scorers import Scorer
 

@@ -15,7 +15,7 @@ from itertools import chain, groupby
 from typing import TYPE_CHECKING, Any
 
 from locret.cli.command import parse_options, print_json, run
-from locret.load_options import BackboneSource
+from locret.loading.options import BackboneSource
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +94,7 @@ def search(source: SourceOptions, options: SearchOptions) -> dict[str, Any]:
     """
     from locret import loading
     from locret.backbone.adapters import describe
-    from locret.files import write_text
+    from locret.base.files import write_text
     from locret.labels.labels import observe
     from locret.prefill_attention.minference import entry
     from locret.prefill_attention.search import CANDIDATES, Found, search_layer

@@ -18,8 +18,9 @@ from locret.cache.disk import Disk
 from locret.cache.layers import checked_disk, find_store
 from locret.infer import sizing
 from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, PolicyOptions
-from locret.load_options import ScorerOptions
+from locret.loading.options import ScorerOptions
 from locret.scorers import Scorer
+from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def ready(
     if model.store is not None:
         find_store(model.store)
     device, named = loading.device_of_source(model), _chosen(model, named)
-    scorer, recommended = loading.load_scorer(named)
+    scorer, recommended = load_scorer(named)
     draft = sizing.draft_policy(policy, chosen, recommended)
     config, dtype = _config(model, named, scorer, device)
     beams = generation.num_beams > 1 and not dry_run
@@ -119,18 +120,18 @@ def ready_for_saved(model: PlacedModelOptions, named: ScorerOptions) -> Ready:
         ValueError: If something is missing or does not match.
     """
     device, named = loading.device_of_source(model), _chosen(model, named)
-    scorer, _ = loading.load_scorer(named)
+    scorer, _ = load_scorer(named)
     config, dtype = _config(model, named, scorer, device)
     return Ready(replace(model, disk=None), named, scorer, RetentionPolicy(), config, device, dtype)
 
 
 def _chosen(model: PlacedModelOptions, named: ScorerOptions) -> ScorerOptions:
-    return replace(named, heads=loading.chosen_heads(named.heads, model.model))
+    return replace(named, heads=chosen_heads(named.heads, model.model))
 
 
 def _config(model: PlacedModelOptions, named: ScorerOptions, scorer: Any, device: torch.device) -> tuple[Any, Any]:
     config = loading.load_config(model)
-    loading.check_matches(named, scorer, config)
+    check_matches(named, scorer, config)
     return config, loading.resolve_dtype(model.dtype, config, device)
 
 

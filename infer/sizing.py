@@ -17,13 +17,13 @@ from locret.distributed.ranks import launched
 from locret.infer import chunk_size
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.infer_options import PolicyOptions
-from locret.load_options import WeightOptions
+from locret.loading.options import WeightOptions
+from locret.loading.plan import WeightPlan, plan_weights
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
 from locret.scorers import Scorer
 from locret.scorers.retaining_heads import as_scorer
-from locret.weights.plan import WeightPlan, plan_weights
 
 _ANY = 2**62
 AUTO = "auto"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from locret.files import written_whole
+from locret.base.files import written_whole
 
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from locret.field_values import check_license
+from locret.base.fields import check_license
 
 _PART = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}"
 

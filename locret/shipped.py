@@ -12,7 +12,7 @@ from importlib.util import spec_from_file_location
 from pathlib import Path, PurePath
 
 from locret import backbone_names
-from locret.nearest import check_retired
+from locret.base.nearest import check_retired
 
 _INSIDE = Path(__file__).parent
 _ROOT = _INSIDE if (_INSIDE / "train").is_dir() else _INSIDE.parent

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from locret import shipped
-from locret.files import read_json, written_whole
+from locret.base.files import read_json, written_whole
 
 _SCRIPT = "convert it with llama.cpp's convert_hf_to_gguf.py"
 _LAYER = {

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from locret.base.files import locked
 from locret.cli.command import print_json, run
 from locret.data.training.sources import find_local
 from locret.distributed.ranks import joined
-from locret.files import locked
 from locret.train import launch, run_folder, training_options
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from torch import nn
 from locret.backbone.adapters import LayerShape, describe
 from locret.heads.config import HeadsConfig
 from locret.labels.labels import logit_bytes
-from locret.load_options import BackboneSource
+from locret.loading.options import BackboneSource
+from locret.loading.plan import sketch_of
 from locret.train.training_options import BackboneOptions
-from locret.weights.plan import sketch_of
 
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 

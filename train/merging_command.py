@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret.base.fields import check_finite
 from locret.cli.command import parse_options, print_json, run
-from locret.field_values import check_finite
-from locret.load_options import BackboneSource
+from locret.loading.options import BackboneSource
 from locret.policy.policy import NO_MERGER, RetentionPolicy
 from locret.policy.resolve import PolicyFlags, resolve
 

@@ -11,8 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from locret.base.nearest import check_retired, nearest
 from locret.distributed.ranks import launched
-from locret.nearest import check_retired, nearest
 from locret.policy import policy
 
 RECORD = "run.json"

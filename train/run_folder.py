@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from locret.files import PARTIAL, visible, write_text
+from locret.base.files import PARTIAL, visible, write_text
 from locret.train.resumed import AUTO, NEWEST, RECORD
 
 LOG, TENSORBOARD, CHECKPOINTS = "log.jsonl", "tensorboard", "checkpoint-*"

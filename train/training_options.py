@@ -10,13 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
+from locret.base.fields import check_finite, check_license, checked
+from locret.base.nearest import check_retired, nearest
 from locret.cli.command import parse_options
 from locret.data.training.json_rows import MAX_ROW_BYTES
 from locret.data.training.row_order import SHUFFLE_BUFFER
-from locret.field_values import check_finite, check_license, checked
 from locret.labels import kinds
-from locret.load_options import BackboneSource
-from locret.nearest import check_retired, nearest
+from locret.loading.options import BackboneSource
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import PolicyFlags, resolve
 from locret.train import resumed

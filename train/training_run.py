@@ -25,8 +25,10 @@ from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.hub import no_token
 from locret.labels import kinds
-from locret.load_options import WeightOptions
-from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
+from locret.loading import load_config, load_model, load_tokenizer, quantisation, resolve_dtype
+from locret.loading.options import WeightOptions
+from locret.loading.placement import device_map_of, main_device
+from locret.loading.plan import plan_weights
 from locret.policy.growth import check_share_count
 from locret.scorers.retaining_heads import recommended_shares
 from locret.train import checkpointing, launch, resumed, run_folder
@@ -50,9 +52,6 @@ from locret.train.training_options import (
     plain,
 )
 from locret.train.validation import comparison, hold_out, steps_between
-from locret.weights import quantisation
-from locret.weights.placement import device_map_of, main_device
-from locret.weights.plan import plan_weights
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState

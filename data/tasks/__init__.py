@@ -14,9 +14,9 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
-from locret import plugins
+from locret.base import plugins
+from locret.base.nearest import check_retired, nearest
 from locret.data.tasks.task import Sample, Task
-from locret.nearest import check_retired, nearest
 
 __all__ = ["Sample", "Task", "families", "get", "names"]
 

@@ -17,9 +17,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.cli import interrupts
+from locret.base import interrupts
+from locret.base.files import locked
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
-from locret.files import locked
 
 if TYPE_CHECKING:
     from locret.distributed.ranks import Ranks

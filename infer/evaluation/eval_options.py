@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, fields, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from locret import method_spec
+from locret.base import method_spec
+from locret.base.fields import check_threads
 from locret.conversation.rules import QUESTION, SYSTEM, Rule, rules_of
 from locret.conversation.templates import TEMPLATES
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
-from locret.field_values import check_threads
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.records import AGNOSTIC, AWARE, PROTOCOLS
 from locret.infer.infer_options import ModelOptions

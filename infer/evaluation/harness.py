@@ -23,9 +23,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from locret.base.files import write_text
 from locret.cli.command import run
 from locret.data import tasks
-from locret.files import write_text
 
 MODEL, PREFIX, TAG = "locret", "locret_", "locret"
 PUBLISHED = ("leval", "niah", "twostage")

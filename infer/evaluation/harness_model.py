@@ -17,13 +17,15 @@ from lm_eval.api.model import TemplateLM
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from locret import RetentionCache, RetentionPolicy, generate, loading, method_spec, prefill, scorers
+from locret import RetentionCache, RetentionPolicy, generate, loading, prefill, scorers
 from locret.backbone.adapters import find_decoder, unwrap
+from locret.base import method_spec
 from locret.cache.reader import answering
 from locret.generation import check_finite_logits
 from locret.infer.infer_options import ModelOptions
-from locret.load_options import ScorerOptions
+from locret.loading.options import ScorerOptions
 from locret.policy.resolve import check_no_turns, check_used, resolve
+from locret.scorers.chosen import check_matches, load_scorer
 from locret.scorers.sirllm import surprisal_of
 
 _MODEL_KEYS = {field.name for field in fields(ModelOptions) if "shard" not in field.name} - {"model", "device"}
@@ -71,8 +73,8 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         self._device = loading.device_of_source(model)
         scorer = ScorerOptions(**{k: v for k, v in settings.items() if k in _SCORER_KEYS})
         config, self.tokenizer = loading.load_config(model), loading.load_tokenizer(model)
-        self.scorer, recommended = loading.load_scorer(scorer)
-        loading.check_matches(scorer, self.scorer, config)
+        self.scorer, recommended = load_scorer(scorer)
+        check_matches(scorer, self.scorer, config)
         own = {k: v for k, v in settings.items() if k in _POLICY_KEYS}
         self.policy = resolve(own, recommended)
         check_used(own, [self.policy])

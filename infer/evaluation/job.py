@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from locret import loading, method_spec, scorers
+from locret import loading, scorers
 from locret.backbone.adapters import describe
+from locret.base import method_spec
 from locret.cache.limits import BLOCK_SCORER, Limits, check_named, with_shares
 from locret.conversation.rules import QUESTION, SYSTEM
 from locret.data.tasks.generated.base import GeneratedTask
@@ -38,12 +39,13 @@ from locret.infer.infer_options import ModelOptions
 from locret.infer.methods import ANY_BUDGET, Method, check_heard
 from locret.infer.reading_warnings import warn_of_recency
 from locret.infer.sizing import PlannedRun
-from locret.load_options import ScorerOptions
+from locret.loading.options import ScorerOptions
+from locret.loading.plan import plan_weights
 from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import Span
 from locret.policy.resolve import check_no_turns, check_used
+from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 from locret.scorers.retaining_heads import as_scorer
-from locret.weights.plan import plan_weights
 
 _OF_ROWS = ("data_dir", "data_revision", "skip_bad_rows", "max_prompt", "template")
 """Options of published tasks alone."""
@@ -242,7 +244,7 @@ def prepare(
         ValueError: For anything the user must change.
         OSError: If a Hub or a disk fails.
     """
-    evaluation = replace(evaluation, heads=loading.chosen_heads(evaluation.heads, model.model))
+    evaluation = replace(evaluation, heads=chosen_heads(evaluation.heads, model.model))
     _check_choices(evaluation, budgets, chosen)
     left: list[str] = []
     if not evaluation.heads and "methods" not in chosen:
@@ -257,13 +259,13 @@ def prepare(
         scorer=None if evaluation.heads else "streaming",
         allow_other_base=evaluation.allow_other_base,
     )
-    heads, recommended = loading.load_scorer(scorer)
+    heads, recommended = load_scorer(scorer)
     allotments = budgets.allotments(chosen, recommended)
     # Refuses numbers that need no prompt to be refused.
     long = any(one.policy(1).decode_budget is not None for one in allotments)
     evaluation, methods, floor = _with_floor(evaluation, methods, long)
     config = loading.load_config(model)
-    loading.check_matches(scorer, heads, config)
+    check_matches(scorer, heads, config)
     for method in methods:
         if method.scorer is not None:
             method.scorer.check_backbone(config)

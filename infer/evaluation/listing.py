@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from locret.base.method_spec import MODIFIERS
 from locret.data import tasks
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import methods
-from locret.method_spec import MODIFIERS
 
 
 def as_record() -> dict[str, Any]:

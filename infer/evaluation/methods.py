@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locret import RetainingHeads, lookups, method_spec, scorers
+from locret import RetainingHeads, lookups, scorers
+from locret.base import method_spec
 from locret.conversation.rules import QUESTION, SYSTEM, USER, Rule
 from locret.conversation.templates import TEMPLATES, encode, leading_special_ids
 from locret.conversation.transcript import Transcript

@@ -8,8 +8,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from locret.base.files import visible, write_text
 from locret.environment import versions
-from locret.files import visible, write_text
 from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts
 from locret.policy.policy import without_retired
 

@@ -25,13 +25,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret.base.files import LOCK, locked, write_text
+from locret.base.tables import markdown
 from locret.cli.command import parse_options, print_json
 from locret.conversation.likelihood import Likelihood, after, ids_of, likelihood, policy_of_share
 from locret.data import real
-from locret.files import LOCK, locked, write_text
 from locret.infer.infer_options import PlacedModelOptions
-from locret.load_options import ScorerOptions
-from locret.tables import markdown
+from locret.loading.options import ScorerOptions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -280,7 +280,8 @@ def _with_method(
     scorer: ScorerOptions,
 ) -> LongContextModel:
     """Return the model with a method's scorer and policy."""
-    from locret import LongContextModel, method_spec, scorers
+    from locret import LongContextModel, scorers
+    from locret.base import method_spec
     from locret.scorers.oracle import OracleScorer
     from locret.scorers.retaining_heads import recommended_shares
 
@@ -312,10 +313,10 @@ _LOADED: dict[str, Any] = {}
 
 
 def _heads(scorer: ScorerOptions) -> Any:
-    from locret import loading
+    from locret.scorers.chosen import load_scorer
 
     if str(scorer.heads) not in _LOADED:
-        _LOADED[str(scorer.heads)] = loading.load_scorer(scorer)[0]
+        _LOADED[str(scorer.heads)] = load_scorer(scorer)[0]
     return _LOADED[str(scorer.heads)]
 
 
@@ -427,7 +428,7 @@ def command(argv: Sequence[str]) -> int:
         [RealOptions, PlacedModelOptions, ScorerOptions],
         argv,
     )
-    from locret.loading import chosen_heads
+    from locret.scorers.chosen import chosen_heads
 
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
     folder = Path(os.path.expanduser(options.output))

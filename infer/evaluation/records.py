@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.files import write_text
+from locret.base.files import write_text
 
 if TYPE_CHECKING:
     from locret.cache.memory import CacheMemory

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from locret.files import write_text
+from locret.base.files import write_text
 from locret.infer.evaluation import output_folder, summary, tables
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key, shown

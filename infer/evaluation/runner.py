@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from locret import method_spec
 from locret.backbone.adapters import input_device, ranks_of
+from locret.base import method_spec
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import SampleSet, Selection

@@ -7,11 +7,11 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from locret.base.tables import markdown
 from locret.data.tasks.published.suites import PublishedRow, Suite
 from locret.infer.evaluation.allotment import amount
 from locret.infer.evaluation.records import AWARE, shown
 from locret.infer.evaluation.summary import CELL
-from locret.tables import markdown
 
 ERRORS = "±: standard error, the samples' standard deviation / √n (by jackknife where a task's score is not a mean)"
 _READING = ("method", "budget", "chunk_size", "stabilizers", "budget_share")

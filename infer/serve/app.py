@@ -13,14 +13,14 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from locret._version import __version__
-from locret.field_values import shown
+from locret.base.fields import shown
+from locret.base.nearest import nearest
 from locret.infer.serve import context_routes, openai_routes, page, watching
 from locret.infer.serve.gate import Gate
 from locret.infer.serve.metrics import CountRequests
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.schemas import NO_EFFECT
 from locret.infer.serve.state import ServerState
-from locret.nearest import nearest
 
 _log = logging.getLogger(__name__)
 

@@ -18,19 +18,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.cli import interrupts
+from locret.base import interrupts
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.cli.subcommands import with_flag
 from locret.infer.infer_options import ModelOptions
 from locret.infer.serve.serve_options import ServeOptions
-from locret.load_options import ScorerOptions
+from locret.loading.options import ScorerOptions
 from locret.policy.resolve import PolicyFlags
 
 if TYPE_CHECKING:
     from locret import LongContextModel
     from locret.infer.serve.plan import MemoryPlan
     from locret.infer.serve.state import ServerState
-    from locret.weights.plan import WeightPlan
+    from locret.loading.plan import WeightPlan
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, ServeOptions)
 DESCRIPTION = "Serve contexts and answers over HTTP, as OpenAI's clients ask, in memory that is promised at the start."
@@ -104,13 +104,14 @@ def _load(
 ) -> tuple[LongContextModel, WeightPlan]:
     """Load what the options name; return it with the plan of its weights."""
     from locret import LongContextModel, loading
+    from locret.loading.placement import DISK
+    from locret.loading.plan import plan_weights
     from locret.policy.resolve import resolve_options
-    from locret.weights.placement import DISK
-    from locret.weights.plan import plan_weights
+    from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 
     device = loading.device_of_source(model)
-    scorer = replace(scorer, heads=loading.chosen_heads(scorer.heads, model.model))
-    rates, recommended = loading.load_scorer(scorer)
+    scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
+    rates, recommended = load_scorer(scorer)
     if recommended.get("positions", "compact") != "compact" and "positions" not in chosen:
         warnings.warn(
             "texts are read with --positions compact, as engines hold them; this scorer alone would leave gaps between "
@@ -124,7 +125,7 @@ def _load(
             f"--turns {final.turns} is not what engines do with a question; leave it out to serve contexts"
         )
     config = loading.load_config(model)
-    loading.check_matches(scorer, rates, config)
+    check_matches(scorer, rates, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
     tokenizer, weights = loading.load_tokenizer(model), plan_weights(model, config, device, dtype)
     if weights.places.keys() <= {DISK}:

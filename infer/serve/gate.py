@@ -13,7 +13,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from locret.field_values import shown
+from locret.base.fields import shown
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.state import ServerState
 

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from safetensors import SafetensorError, safe_open
 
+from locret.base.fields import shown
+from locret.base.files import PARTIAL, written_whole
+from locret.base.nearest import nearest
 from locret.cache.cache_file import check_header, load_cache, save_cache
 from locret.conversation.chat import save
 from locret.conversation.saved_turns import saved_turns
 from locret.conversation.templates import encode
-from locret.field_values import shown
-from locret.files import PARTIAL, written_whole
 from locret.infer.serve.jobs import Job, Progress
 from locret.infer.serve.refusal import Refusal, one_line, way_out
-from locret.nearest import nearest
 from locret.policy.protection import Span, clipped
 
 if TYPE_CHECKING:

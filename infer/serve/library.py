@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
+from locret.base.files import locked
 from locret.cache.cache_file import check_header
 from locret.conversation.compose import compose
 from locret.conversation.rules import DOCUMENT, SYSTEM, check_named, rules_of
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import NoRoom
-from locret.files import locked
 from locret.infer.serve.index import AUTO, IDS, TEXTS, UPLOADS, Entry, Index, check_name, digest, digests, shrunk_key
 from locret.infer.serve.jobs import Job, Room, read_ids, read_text
 from locret.infer.serve.plan import MemoryPlan, reader_bytes

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from locret.base.fields import shown
 from locret.engines.transformers import Sampling, Written
-from locret.field_values import shown
 from locret.infer.serve.answers import Asked, Piece, TimeLimit
 from locret.infer.serve.prompts import Prompt
 from locret.infer.serve.refusal import Refusal

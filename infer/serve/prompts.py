@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from locret.base.fields import shown
 from locret.cache.cache_file import check_header
 from locret.conversation.prompt import written
 from locret.conversation.rules import USER
@@ -27,7 +28,6 @@ from locret.conversation.templates import leading_special_ids
 from locret.conversation.text_stream import TokenStream
 from locret.conversation.transcript import Transcript
 from locret.conversation.turns import Turn, kept_turns
-from locret.field_values import shown
 from locret.infer.serve.index import Entry
 from locret.infer.serve.kept import positions_of
 from locret.infer.serve.library import Library

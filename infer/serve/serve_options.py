@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from locret.base.fields import check_finite
 from locret.conversation.templates import TEMPLATES
-from locret.field_values import check_finite
 
 KEY_VARIABLE = "LOCRET_API_KEY"
 

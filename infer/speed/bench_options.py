@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from locret import method_spec
-from locret.field_values import MOST_THREADS
-from locret.load_options import DTYPES, WeightOptions
+from locret.base import method_spec
+from locret.base.fields import MOST_THREADS
+from locret.loading.options import DTYPES, WeightOptions
 from locret.policy.budget import parse_bytes
 from locret.policy.resolve import PolicyFlags
 
@@ -167,7 +167,7 @@ class BenchOutput:
             ValueError: As `paths`, or if another process holds them.
             OSError: As `paths`.
         """
-        from locret.files import locked
+        from locret.base.files import locked
 
         paths = self.paths()
         if not paths or self.dry_run:

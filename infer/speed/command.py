@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from locret.base.files import write_text
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
-from locret.files import write_text
 from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
 
 if TYPE_CHECKING:

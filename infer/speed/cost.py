@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from locret.backbone.adapters import Backbone, LayerShape, describe, find_decoder
-from locret.weights.plan import sketch_of
+from locret.loading.plan import sketch_of
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ import torch
 from torch.profiler import profile
 
 from locret import RetentionCache, generate
+from locret.base.files import write_text
 from locret.cache import captured_step
 from locret.environment import versions
-from locret.files import write_text
 from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.machine import measure_rates, now
 from locret.infer.speed.plan import BenchPlan

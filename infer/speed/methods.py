@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from locret import RetainingHeads, method_spec, scorers
+from locret import RetainingHeads, scorers
+from locret.base import method_spec
 from locret.cache.limits import Limits, planned_bytes, planned_host_bytes
 from locret.infer.methods import FULL, Method, find
 from locret.infer.methods import names as shared_names

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
+from locret.base.method_spec import parse
+from locret.base.tables import Columns, number, of_rows
 from locret.infer.chunk_size import ChunkChoice
 from locret.infer.speed.cost import Cost, Pass, Sizes, cost, sizes_of
 from locret.infer.speed.methods import BenchMethod
-from locret.load_options import BackboneSource
-from locret.method_spec import parse
+from locret.loading.options import BackboneSource
+from locret.loading.plan import plan_weights
 from locret.policy.policy import RetentionPolicy
-from locret.tables import Columns, number, of_rows
-from locret.weights.plan import plan_weights
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from locret.tables import UNKNOWN, Columns, Row, number, of_rows
+from locret.base.tables import UNKNOWN, Columns, Row, number, of_rows
 
 _BASE = "; of base: how many times that of the same method with fewer modifiers"
 _MIB = 2**20

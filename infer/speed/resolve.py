@@ -20,10 +20,11 @@ from locret.infer.speed import methods
 from locret.infer.speed.bench_options import MOST_PASSES, BenchOptions
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import PRESETS, SHAPES, Preset
-from locret.load_options import BackboneSource, ScorerOptions, WeightOptions
+from locret.loading.options import BackboneSource, ScorerOptions, WeightOptions
+from locret.loading.plan import plan_weights
 from locret.policy.resolve import check_no_turns, check_used, resolve
 from locret.scorers import Scorer
-from locret.weights.plan import plan_weights
+from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 
 
 def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
@@ -39,7 +40,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     """
     if options.model is not None and "shape" in chosen:
         raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
-    options = replace(options, heads=loading.chosen_heads(options.heads, options.model))
+    options = replace(options, heads=chosen_heads(options.heads, options.model))
     source = _source(options)
     preset, config = _backbone(options, source)
     if source is not None and source.device_map is not None:
@@ -128,7 +129,7 @@ def _policy(options: BenchOptions, preset: Preset, own: Mapping[str, Any], size:
     """Return the policy: what the user chose, else what the heads recommend, else the shape's."""
     usual = {name: getattr(preset, name) for name in ("budget", "chunk_size", "stabilizers", "local_len")}
     if options.heads is not None:
-        usual = loading.load_scorer(ScorerOptions(heads=options.heads))[1] or usual
+        usual = load_scorer(ScorerOptions(heads=options.heads))[1] or usual
     return resolve({**own, "chunk_size": size}, usual)
 
 
@@ -225,7 +226,7 @@ def _check(plan: BenchPlan) -> None:
         raise ValueError("--memory-cap bounds device memory, but this runs on the CPU; drop it, or use --device cuda")
     if plan.heads is not None:
         scorer = ScorerOptions(heads=plan.heads)
-        loading.check_matches(scorer, loading.load_scorer(scorer)[0], plan.config)
+        check_matches(scorer, load_scorer(scorer)[0], plan.config)
     for length in plan.lengths:
         _check_length(plan, length)
     for method in plan.methods:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from locret.on_demand import on_demand
-from locret.tables import markdown
+from locret.base.on_demand import on_demand
+from locret.base.tables import markdown
 
 if TYPE_CHECKING:
     from locret.infer.verify.suite import verify

@@ -14,10 +14,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from locret.base.nearest import check_retired
 from locret.cli.command import FAILURE, parse_options, print_json, run, warnings_as_lines
 from locret.infer.infer_options import ModelOptions, ReportOptions
-from locret.load_options import ScorerOptions
-from locret.nearest import check_retired
+from locret.loading.options import ScorerOptions
 from locret.policy.resolve import PolicyFlags
 
 TOKENS, QUICK_TOKENS, LEAST_TOKENS = 1024, 256, 64
@@ -111,14 +111,15 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     from locret.infer import chunk_size, sizing
     from locret.infer.verify import subject, suite
     from locret.policy.resolve import resolve_options
+    from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 
     source, named, flags, options, output = instances
     names = [check.name for check in suite.chosen_checks(options.checks())]
     device = loading.device_of_source(source)
-    named = replace(named, heads=loading.chosen_heads(named.heads, source.model))
-    scorer, recommended = loading.load_scorer(named)
+    named = replace(named, heads=chosen_heads(named.heads, source.model))
+    scorer, recommended = load_scorer(named)
     config = loading.load_config(source)
-    loading.check_matches(named, scorer, config)
+    check_matches(named, scorer, config)
     tokens = options.tokens or suite.text_tokens(config, QUICK_TOKENS if options.quick else TOKENS)
     policy = resolve_options(flags, chosen, recommended)
     given = {name: getattr(policy, name) for name in chosen & set(RetentionPolicy.__dataclass_fields__)}

@@ -12,11 +12,11 @@ from tqdm import tqdm
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
 from locret.backbone.adapters import compute_dtype, describe, input_device, unwrap
+from locret.base.nearest import nearest
 from locret.environment import versions
 from locret.infer.verify import FAILED, SKIPPED, NotHere, Report, Row, checks
 from locret.infer.verify.command import LEAST_TOKENS, TOKENS
 from locret.infer.verify.subject import NEW_TOKENS, Subject, fitted
-from locret.nearest import nearest
 from locret.policy.policy import policy_of
 from locret.scorers import FALLBACK, Scorer
 

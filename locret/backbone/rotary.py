@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from locret.backbone.adapters import rotary_module
-from locret.field_values import shown
+from locret.base.fields import shown
 
 FULL_ATTENTION = "full_attention"
 

@@ -28,6 +28,8 @@ from locret.backbone.adapters import (
 )
 from locret.backbone.recurrence import state_shapes
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
+from locret.base.fields import checked_values, shown
+from locret.base.files import written_whole
 from locret.cache.cache import RetentionCache
 from locret.cache.disk import Disk
 from locret.cache.export import check_one_row, check_prefix, positions_now, turned_back
@@ -48,8 +50,6 @@ from locret.cache.saved_units import (
 )
 from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.cache.trail import TRAIL
-from locret.field_values import checked_values, shown
-from locret.files import written_whole
 from locret.heads.fingerprint import any_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import RetentionPolicy

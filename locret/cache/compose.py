@@ -18,12 +18,12 @@ from torch import Tensor
 
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors
+from locret.base.fields import shown
 from locret.cache.cache import RetentionCache
 from locret.cache.export import check_one_row
 from locret.cache.layer import RetentionLayer
 from locret.cache.protected import Protected
 from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore
-from locret.field_values import shown
 from locret.policy.policy import Follows, RetentionPolicy
 from locret.policy.protection import checked_rows, closed, moved
 from locret.policy.schedule import layer_budgets

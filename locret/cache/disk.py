@@ -22,8 +22,8 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from locret.cli import interrupts
-from locret.field_values import shown
+from locret.base import interrupts
+from locret.base.fields import shown
 
 _PAGE = mmap.ALLOCATIONGRANULARITY
 _ZEROS = bytes(2**20)

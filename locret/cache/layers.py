@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from locret import lookups, plugins
+from locret import lookups
 from locret.backbone.adapters import BOTH, NONE, RECURRENT, Backbone
 from locret.backbone.rotary import Rotary
+from locret.base import plugins
+from locret.base.nearest import nearest
 from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.disk import Disk
 from locret.cache.host import HostTier
@@ -22,7 +24,6 @@ from locret.cache.sliding import SlidingLayer
 from locret.cache.states import EmptyLayer, States
 from locret.cache.store import DenseStore, Store, Workspace
 from locret.mergers import Merger
-from locret.nearest import nearest
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.selectors import ByShares, OverHeads, PerHead, Selector
 from locret.scorers import Scorer

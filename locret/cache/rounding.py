@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from locret import registry
+from locret.base import registry
 from locret.policy.budget import unit_bytes
 
 if TYPE_CHECKING:

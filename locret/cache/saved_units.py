@@ -18,12 +18,12 @@ from torch import Tensor
 
 from locret.backbone.adapters import BOTH, NONE, RECURRENT, SLIDING, Backbone, LayerShape
 from locret.backbone.recurrence import CONV, SCAN, States
+from locret.base.fields import shown
 from locret.cache.layer import HOST
 from locret.cache.rounding import Form
 from locret.cache.states import BEFORE, STATES
 from locret.cache.store import COLUMNS, NO_UNIT, POSITIONS, SCORES
 from locret.cache.trail import TRAIL
-from locret.field_values import shown
 from locret.heads.fingerprint import crc
 from locret.policy.protection import spans_from
 

@@ -23,8 +23,9 @@ from logging import ERROR, getLogger
 from typing import Any, get_origin
 
 from locret._version import __version__
-from locret.cli import ecosystem_names, interrupts, option_values, recipes
-from locret.nearest import check_retired, nearest
+from locret.base import interrupts
+from locret.base.nearest import check_retired, nearest
+from locret.cli import ecosystem_names, option_values, recipes
 
 USAGE_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 _FLAG = re.compile(r"--[A-Za-z][\w.+-]*(=.*)?", re.DOTALL)

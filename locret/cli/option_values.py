@@ -10,8 +10,8 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from locret.base.nearest import nearest
 from locret.cli import recipes
-from locret.nearest import nearest
 
 _LARGEST = 2**63 - 1
 """What PyTorch and the operating system can count to."""

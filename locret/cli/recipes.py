@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from locret import shipped
-from locret.nearest import nearest
+from locret.base.nearest import nearest
 
 _LARGEST_BYTES = 2**20
 _MOST_VALUES = 100_000

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from locret._version import __version__
+from locret.base.nearest import check_retired, nearest
 from locret.cli import command as cli
 from locret.cli import option_values
-from locret.nearest import check_retired, nearest
 
 
 @dataclass(frozen=True, kw_only=True)

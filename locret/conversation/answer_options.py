@@ -10,9 +10,9 @@ from torch import nn
 from transformers import GenerationConfig
 
 from locret.backbone.adapters import unwrap
-from locret.field_values import check_sampling
+from locret.base.fields import check_sampling
+from locret.base.nearest import check_retired, nearest
 from locret.generation import checked_options
-from locret.nearest import check_retired, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

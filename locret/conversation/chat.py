@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from locret.base.fields import shown
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.cache.memory import CacheMemory
@@ -25,7 +26,6 @@ from locret.conversation.templates import decode, vocabulary_fingerprint
 from locret.conversation.text_stream import TokenStream
 from locret.conversation.transcript import Transcript
 from locret.conversation.turns import NOTHING, KeptTurn, Protection
-from locret.field_values import shown
 from locret.generation import generate
 from locret.policy.protection import Span
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from locret.base.fields import shown
 from locret.cache.compose import (
     FAIR,
     Part,
@@ -26,7 +27,6 @@ from locret.conversation.rules import ASSISTANT, EACH, QUESTION, TOOL, USER, Rul
 from locret.conversation.templates import encode, leading_special_ids
 from locret.conversation.transcript import DOCUMENT
 from locret.conversation.turns import Protection, Turn, moved_turns
-from locret.field_values import shown
 
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache

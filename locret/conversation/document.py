@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from locret import shipped
+from locret.base.fields import shown
 from locret.conversation.text_stream import read_text, token_stream, trimmed
-from locret.field_values import shown
 from locret.policy.policy import RetentionPolicy
 
 if TYPE_CHECKING:

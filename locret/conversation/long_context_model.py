@@ -40,11 +40,12 @@ from locret.conversation.text_stream import TokenStream, trimmed
 from locret.conversation.transcript import Transcript
 from locret.conversation.turns import Layout, Protection
 from locret.heads.heads import RetainingHeads
-from locret.load_options import BackboneSource, ScorerOptions
+from locret.loading.options import BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy, policy_of
 from locret.policy.protection import Span
 from locret.policy.resolve import resolve
 from locret.scorers import Scorer
+from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -184,7 +185,7 @@ class LongContextModel:
         policy = policy_of(policy, budget)
         with as_arguments():
             if isinstance(heads, str):
-                heads = loading.chosen_heads(heads, str(model))
+                heads = chosen_heads(heads, str(model))
             source = _Backbone(
                 model=str(model),
                 revision=revision,
@@ -211,13 +212,13 @@ class LongContextModel:
                     stacklevel=2,
                 )
             if isinstance(heads, (str, Path)):
-                found, _ = loading.load_scorer(named)
+                found, _ = load_scorer(named)
             elif isinstance(found, str):
-                found, recommended = loading.load_scorer(replace(named, scorer=found))
+                found, recommended = load_scorer(replace(named, scorer=found))
                 policy = _with_changes(policy, recommended)
             config = loading.load_config(source)
             if isinstance(found, RetainingHeads):
-                loading.check_matches(named, found, config)
+                check_matches(named, found, config)
                 policy = _with_budget(policy, budget, found)
             tokenizer = loading.load_tokenizer(source)
             backbone = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))

@@ -15,10 +15,10 @@ from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 
 from locret import hub, shipped
 from locret._version import __version__
+from locret.base.tables import markdown
 from locret.conversation.saved_context import SavedContext
 from locret.pictures import as_lines, can_draw, retention_map
 from locret.publish_options import ContextPushOptions, check_repository
-from locret.tables import markdown
 
 FILE, PICTURE, CARD = "context.safetensors", "kept.png", "README.md"
 TAG = "locret-context"

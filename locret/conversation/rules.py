@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from locret.field_values import shown
+from locret.base.fields import shown
 from locret.policy.protection import Span
 
 SYSTEM, TOOLS, DOCUMENT, USER, ASSISTANT, TOOL = "system", "tools", "document", "user", "assistant", "tool"

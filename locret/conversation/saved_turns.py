@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret.base.fields import checked_values
 from locret.cache.cache_file import CONTEXT_WRITERS, read_notes
 from locret.conversation.document import Source, is_text
 from locret.conversation.templates import Message, vocabulary_fingerprint
 from locret.conversation.text_stream import LONGEST_PENDING, TokenStream
 from locret.conversation.transcript import Transcript
 from locret.conversation.turns import Protection, protection_from
-from locret.field_values import checked_values
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from locret.base.fields import shown
 from locret.conversation.rules import ASSISTANT, EACH, QUESTION, ROLES, USER, Rule
 from locret.conversation.templates import encode
 from locret.conversation.text_stream import TokenStream
-from locret.field_values import shown
 from locret.policy.protection import MOST_SPANS, Guarantee, Span, checked_rows
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from locret.distributed import ranks
-from locret.load_options import BackboneSource
+from locret.loading.options import BackboneSource
 
 _BLOCKS, _BLOCK = 64, 4096
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from locret.base.fields import shown
 from locret.engines.prefix import Prefix
-from locret.field_values import shown
 
 _LEAD = 16
 """Ids by which a context is recognised; those of another one differ, as they are drawn from a digest."""

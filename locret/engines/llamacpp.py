@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from locret.field_values import shown
-from locret.files import written_whole
+from locret.base.fields import shown
+from locret.base.files import written_whole
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -34,9 +34,9 @@ from transformers import (
 from locret.backbone.adapters import Backbone, describe, find_decoder, unwrap
 from locret.backbone.instrument import exclusively
 from locret.backbone.rotary import fixed_reach, rotary_parameters, uses_long_factors
+from locret.base.fields import check_sampling, shown
 from locret.engines.continuous_batching import ContinuousBatching, Shared, Sizes, page_bytes, planned_bytes
 from locret.engines.prefix import Prefix
-from locret.field_values import check_sampling, shown
 from locret.generation import check_finite_logits
 
 Finish = Literal["stop", "length", "error"]

@@ -30,10 +30,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 
 from locret.backbone.adapters import describe
+from locret.base.fields import shown
 from locret.cache.cache_file import read_backbone
 from locret.engines.folder import LEAST, ContextFolder, Listed, Stamp, stamp_of
 from locret.engines.prefix import Prefix
-from locret.field_values import shown
 
 _OPTIONS = {"contexts": "", "contexts_in_memory": 16}
 _SHAPE = ("model_type", "num_layers", "layers", "num_heads", "num_kv_heads", "head_dim", "shapes")

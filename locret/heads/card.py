@@ -10,12 +10,12 @@ from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
+from locret.base.tables import markdown
 from locret.heads import evaluation
 from locret.heads.config import HeadsConfig
 from locret.heads.gates import GATES
 from locret.labels import KINDS
 from locret.policy.policy import RetentionPolicy
-from locret.tables import markdown
 
 PLACEHOLDER = "path/to/these-heads"
 """What the card's example loads while the heads are in no repository; `locret-push` puts the repository there."""

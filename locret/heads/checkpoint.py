@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from locret import hub, shipped
-from locret.files import read_json, written_whole
+from locret.base.files import read_json, written_whole
 from locret.heads.config import HeadsConfig
 
 C = TypeVar("C", bound=HeadsConfig)

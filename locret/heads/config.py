@@ -18,11 +18,11 @@ import torch
 from locret._version import __version__
 from locret.backbone.adapters import Backbone, LayerShape, describe_whole, hidden_size, unwrap
 from locret.backbone.chunk import PROJECTIONS
-from locret.field_values import check_fields, checked, checked_values, shown
+from locret.base.fields import check_fields, checked, checked_values, shown
+from locret.base.nearest import nearest
 from locret.heads import gates
 from locret.heads.gates import Gate, GateSize
 from locret.heads.head import RetainingHead
-from locret.nearest import nearest
 from locret.policy.policy import RetentionPolicy, without_retired
 
 if TYPE_CHECKING:

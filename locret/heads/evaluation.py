@@ -9,8 +9,8 @@ from typing import Any
 
 from huggingface_hub import EvalResult
 
-from locret.field_values import shown
-from locret.files import read_json
+from locret.base.fields import shown
+from locret.base.files import read_json
 
 _FIELDS = (
     "task",

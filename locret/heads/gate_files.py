@@ -26,8 +26,8 @@ from torch import Tensor
 
 from locret import hub
 from locret.backbone.adapters import describe_whole, hidden_size, unwrap
-from locret.field_values import shown
-from locret.files import read_json, shards
+from locret.base.fields import shown
+from locret.base.files import read_json, shards
 from locret.heads import checkpoint, official
 from locret.heads.config import HeadsConfig
 from locret.heads.gates import WIDEST, is_number

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
 from locret.backbone.chunk import HIDDEN, RESIDUAL
-from locret.nearest import nearest
+from locret.base.nearest import nearest
 
 if TYPE_CHECKING:
     from locret.backbone.adapters import LayerShape

@@ -18,8 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from locret.field_values import shown
-from locret.files import shards
+from locret.base.fields import shown
+from locret.base.files import shards
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 from locret.labels.logit import LOGIT

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from locret.base.nearest import nearest
 from locret.labels.base import LabelKind
 from locret.labels.kvzip_plus import KVZIP_PLUS
 from locret.labels.log_attention import LOG_ATTENTION
 from locret.labels.logit import LOGIT
-from locret.nearest import nearest
 
 KINDS: dict[str, LabelKind] = {kind.name: kind for kind in (LOGIT, LOG_ATTENTION, KVZIP_PLUS)}
 

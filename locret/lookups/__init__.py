@@ -5,7 +5,7 @@ To add a lookup: one file next to these, and one line in `_LOOKUPS`.
 
 from __future__ import annotations
 
-from locret import registry
+from locret.base import registry
 from locret.lookups.base import Ask, Lookup
 from locret.lookups.codes import CodesLookup
 from locret.lookups.exact import ExactLookup

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.head_ranks import HeadRanks
-from locret.registry import Chosen
+from locret.base.registry import Chosen
 
 DECODED = 4096
 """Units whose keys are decoded at once, where a tier holds codes."""

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from locret.nearest import nearest
-from locret.registry import Chosen
+from locret.base.nearest import nearest
+from locret.base.registry import Chosen
 
 PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {

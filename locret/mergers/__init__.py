@@ -5,7 +5,7 @@ To add a merger: one file next to these, and one line in `_MERGERS`.
 
 from __future__ import annotations
 
-from locret import registry
+from locret.base import registry
 from locret.mergers.base import Merged, Merger, Units
 from locret.mergers.loco import LoCoMerger
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from locret.registry import Chosen
+from locret.base.registry import Chosen
 
 
 @dataclass(frozen=True, kw_only=True)

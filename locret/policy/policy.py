@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from locret.field_values import check_fields, checked_values, shown
-from locret.nearest import check_retired
+from locret.base.fields import check_fields, checked_values, shown
+from locret.base.nearest import check_retired
 from locret.policy.growth import check_shares
 
 if TYPE_CHECKING:

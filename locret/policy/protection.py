@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any
 
-from locret.field_values import shown
+from locret.base.fields import shown
 
 MOST_SPANS = 1 << 14
 """Protected spans of a row."""

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from locret import registry
+from locret.base import registry
 from locret.prefill_attention.base import PrefillAttention
 from locret.prefill_attention.minference import AShape, BlockSparse, MInference, VerticalSlash
 from locret.prefill_attention.xattention import XAttention

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.adapters import Backbone
-from locret.registry import Chosen
+from locret.base.registry import Chosen
 
 ROWS = 64
 """Queries that share a set of slots (MInference's kernels)."""

@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from locret.backbone.adapters import Backbone
-from locret.field_values import shown
-from locret.files import read_json
+from locret.base.fields import shown
+from locret.base.files import read_json
 from locret.prefill_attention.base import ROWS, PrefillAttention, capped, front_gap, largest, on_slots
 
 LAST_QUERIES = 64

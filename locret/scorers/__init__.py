@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from locret import method_spec, plugins, registry, shipped
+from locret import shipped
 from locret.backbone.chunk import Chunk
-from locret.method_spec import MethodSpec
-from locret.nearest import nearest
+from locret.base import method_spec, plugins, registry
+from locret.base.method_spec import MethodSpec
+from locret.base.nearest import nearest
 from locret.scorers.base import Rated, Scorer, TokenPass, TokenScorer
 from locret.scorers.dms import DMSScorer
 from locret.scorers.expected_attention import ExpectedAttentionScorer
@@ -108,7 +109,7 @@ def get(name: str | Mapping[str, Any], **options: Any) -> Scorer:
     """Return the scorer called `name` with its options.
 
     Args:
-        name: A name with or without options, as `locret.method_spec` says, such as "snapkv:kernel=7",
+        name: A name with or without options, as `locret.base.method_spec` says, such as "snapkv:kernel=7",
             "package.module:Class" or "kvpress:SnapKVPress"; or a mapping, {"snapkv": {"kernel": 7}}.
         **options: The scorer's own options.
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from locret.backbone.chunk import PROJECTIONS, Chunk
+from locret.base.registry import Chosen
 from locret.heads.fingerprint import crc
-from locret.registry import Chosen
 
 
 class Rated(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from locret.registry import Chosen
+from locret.base.registry import Chosen
 
 REDUCTIONS = ("mean", "max", "sum")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from locret.files import LOCK
+from locret.base.files import LOCK
 
 ROOT = Path(__file__).parents[2]
 TINY = ("--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads")
@@ -99,7 +99,7 @@ def test_a_signal_while_torch_is_imported_is_answered(folder: Path, number: int)
 def test_an_ignored_signal_stays_ignored(folder: Path) -> None:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
-        "from locret.cli import interrupts; interrupts.answer('x'); signal.raise_signal(signal.SIGINT); print('alive')"
+        "from locret.base import interrupts; interrupts.answer('x'); signal.raise_signal(signal.SIGINT); print('alive')"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "alive\n"
@@ -109,7 +109,7 @@ def test_an_ignored_signal_stays_ignored(folder: Path) -> None:
 def test_a_block_can_hold_a_signal_back_or_have_it_raised(wait: str, raises: bool) -> None:
     code = f"""
 import signal, sys
-from locret.cli import interrupts
+from locret.base import interrupts
 interrupts.answer("x")
 try:
     with interrupts.undone(lambda: print("undone", flush=True)), interrupts.{wait}():
@@ -126,7 +126,7 @@ except KeyboardInterrupt as error:
 def test_a_command_that_calls_another_ends_it_first(tmp_path: Path) -> None:
     code = """
 import sys
-from locret.cli import interrupts
+from locret.base import interrupts
 interrupts.answer("x")
 child = "import signal, time; signal.signal(15, lambda *_: print('child', flush=True) or exit()); "
 child += "print('up', flush=True); time.sleep(60)"

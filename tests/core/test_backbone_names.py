@@ -15,9 +15,10 @@ from tiny_gguf import write_gguf
 from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_names, loading
 from locret.heads.config import base_identity
 from locret.infer.infer_options import ModelOptions
-from locret.load_options import BackboneSource, ScorerOptions
+from locret.loading.options import BackboneSource, ScorerOptions
+from locret.loading.quantisation import label_of
+from locret.scorers.chosen import check_matches
 from locret.train.training_options import BackboneOptions
-from locret.weights.quantisation import label_of
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed; make installs it")
 TINY, TINY_HEADS, CPU = "checkpoints/tiny", "checkpoints/tiny-heads", torch.device("cpu")
@@ -143,7 +144,7 @@ def test_a_file_of_another_family_is_refused(architecture: str, message: str, tm
 def test_without_the_package_that_reads_files_a_sentence_says_so(
     options: dict[str, Any], flag: str, package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "find_spec", lambda name: None)
+    monkeypatch.setattr("locret.loading.backbone.find_spec", lambda name: None)
     if "gguf_file" in options:
         options = {**options, "model": str(package.parent)}
     assert refusal(**options) == f"{flag} needs the package gguf; run pip install 'locret[gguf]'"
@@ -165,9 +166,9 @@ def test_a_file_becomes_plain_weights_under_the_name_of_the_hub(package: Path) -
 def test_heads_of_another_backbone_are_refused(package: Path) -> None:
     config = loading.load_config(BackboneSource(model=NAME))
     heads, options = RetainingHeads.from_pretrained(TINY_HEADS), ScorerOptions(heads=TINY_HEADS)
-    loading.check_matches(options, heads.annotate(base_model=HUB_ID), config)
+    check_matches(options, heads.annotate(base_model=HUB_ID), config)
     with pytest.raises(ValueError, match=f"base_model is org/other in the heads and {HUB_ID} in the model") as caught:
-        loading.check_matches(options, heads.annotate(base_model="org/other"), config)
+        check_matches(options, heads.annotate(base_model="org/other"), config)
     assert "\n" not in str(caught.value)
 
 

@@ -14,16 +14,7 @@ import pytest
 import torch
 from families import build, prompt
 
-from locret import (
-    RetainingHeads,
-    RetentionCache,
-    RetentionPolicy,
-    generate,
-    load_cache,
-    prefill,
-    save_cache,
-    scorers,
-)
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.backbone.adapters import find_decoder
 from locret.backbone.chunk import Chunk
 from locret.backbone.rotary import Rotary

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from locret import loading, shipped
-from locret.load_options import BackboneSource
+from locret.loading.options import BackboneSource
 
 CPU = torch.device("cpu")
 

@@ -17,16 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save, save_file
 from torch import Tensor
 
-from locret import (
-    RetainingHeads,
-    RetentionCache,
-    RetentionPolicy,
-    generate,
-    load_cache,
-    prefill,
-    save_cache,
-    scorers,
-)
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.cache.saved_units import checksum
 
 POLICY = {"budget": 16, "chunk_size": 12, "stabilizers": 4, "local_len": 4}

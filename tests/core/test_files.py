@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from locret.files import LOCK, locked, visible, write_text, written_whole
+from locret.base.files import LOCK, locked, visible, write_text, written_whole
 
 
 def held(folder: Path) -> list[str]:
@@ -101,7 +101,7 @@ def test_behind_a_link_the_file_is_replaced_and_the_link_stays(tmp_path: Path) -
 
 def test_a_folder_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
     out = tmp_path / "deep" / "out"
-    again = "import sys; from locret.files import locked\nwith locked(sys.argv[1], '--output x'): pass"
+    again = "import sys; from locret.base.files import locked\nwith locked(sys.argv[1], '--output x'): pass"
     with locked(out, "--output out"):
         other = subprocess.run([sys.executable, "-c", again, str(out)], capture_output=True, text=True, check=False)
         assert f"--output x is being written by process {os.getpid()} on" in other.stderr
@@ -116,7 +116,7 @@ def test_a_folder_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
 
 def test_the_lock_of_a_killed_process_holds_nobody_back(tmp_path: Path) -> None:
     code = (
-        "import sys, os, signal; from locret.files import locked\n"
+        "import sys, os, signal; from locret.base.files import locked\n"
         "with locked(sys.argv[1], '--output'):\n    os.kill(os.getpid(), signal.SIGKILL)"
     )
     killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)

@@ -16,11 +16,11 @@ from test_families import frequencies
 from locret import RetentionCache, RetentionPolicy, generate, prefill, save_cache, scorers
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors
+from locret.base.method_spec import parse
 from locret.cache.blocks import Blocks, InUse, representatives
 from locret.cache.limits import planned_bytes, planned_host_bytes
 from locret.infer import methods
 from locret.lookups.infllm import PRESETS, InfLLM
-from locret.method_spec import parse
 
 SMALL = "local=12,block=4,init=3,topk=2,cached=3,repr_topk=2"
 EVERYTHING = "local=12,block=4,init=3,topk=100,cached=100,repr_topk=2,far=original"

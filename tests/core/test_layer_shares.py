@@ -10,16 +10,8 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from locret import (
-    RetainingHeads,
-    RetentionCache,
-    RetentionPolicy,
-    Span,
-    load_cache,
-    method_spec,
-    prefill,
-    save_cache,
-)
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, Span, load_cache, prefill, save_cache
+from locret.base import method_spec
 from locret.policy.growth import head_quotas, shared_budgets
 from locret.scorers.oracle import OracleScorer
 from locret.train.head_shares import counted

@@ -18,8 +18,8 @@ from locret import LongContextModel, RetainingHeads, RetentionCache, RetentionPo
 from locret.backbone.adapters import describe
 from locret.heads.fingerprint import weight_fingerprint
 from locret.infer.infer_options import ModelOptions
+from locret.loading.plan import WeightPlan, plan_weights
 from locret.train.step import train_step
-from locret.weights.plan import WeightPlan, plan_weights
 
 TINY = "checkpoints/tiny"
 CPU = torch.device("cpu")
@@ -223,7 +223,7 @@ def test_several_processes_do_not_share_a_device_map(monkeypatch: pytest.MonkeyP
 def test_a_backbone_that_was_quantised_otherwise_is_not_quantised_again(
     backbone_with: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("locret.weights.quantisation._require", lambda *_: None)
+    monkeypatch.setattr("locret.loading.quantisation._require", lambda *_: None)
     stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     source = ModelOptions(model=backbone_with(quantization_config=stored), load_in_8bit=True)
     with pytest.raises(ValueError, match=r"quantised already \(bitsandbytes 4 bits, nf4\), and cannot .* 8 bits"):

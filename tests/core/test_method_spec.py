@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from locret import RetentionPolicy
-from locret.method_spec import MODIFIERS, Change, MethodSpec, Modifier, parse, split
+from locret.base.method_spec import MODIFIERS, Change, MethodSpec, Modifier, parse, split
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_modifiers_change_numbers_that_policies_have() -> None:
 
 def test_a_modifier_passes_options_on_to_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
     named = Change({"memory": "linear"}, ("memory", "positions"), of="positions")
-    monkeypatch.setattr("locret.method_spec.MODIFIERS", {"4named": named, "2kept": Change({"when": "prompt_end"})})
+    monkeypatch.setattr("locret.base.method_spec.MODIFIERS", {"4named": named, "2kept": Change({"when": "prompt_end"})})
     spec = parse("a:x=1e+3+4named:positions=pages,page=16,memory=sqrt+2kept")
     assert spec.options == {"x": 1000.0}
     assert spec.changes == {"memory": "sqrt", "positions": "pages:page=16", "when": "prompt_end"}

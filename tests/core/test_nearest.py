@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from locret import scorers
+from locret.base.nearest import nearest
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.eval_options import EvalOptions
 from locret.infer.speed import methods as bench_methods
-from locret.nearest import nearest
 
 KNOWN = ("passkey", "two_stage", "long/qa", "long/vt", "short/vt", "other/narrative_qa")
 

@@ -15,10 +15,10 @@ import torch
 from hub_server import READ_TOKEN, WRITE_TOKEN, HubServer
 from huggingface_hub import ModelCard, constants
 
-from locret import loading
 from locret.heads.heads import RetainingHeads
 from locret.heads.push import PushOptions, command, push
 from locret.heads.search import find_heads
+from locret.scorers.chosen import chosen_heads
 
 FILES = ["README.md", "config.json", "model.safetensors"]
 
@@ -391,8 +391,8 @@ def test_the_heads_with_the_best_recorded_results_are_taken(hub, tiny_llama):
         "the best of 3 for org/base on the Hub by their recorded results (a mean of 95.0 over the 1 that all have)"
     )
     with pytest.warns(UserWarning, match="--heads auto takes org/better, the best of 3"):
-        assert loading.chosen_heads("auto", "org/base") == "org/better"
-    assert loading.chosen_heads("org/good", "org/base") == "org/good"
+        assert chosen_heads("auto", "org/base") == "org/better"
+    assert chosen_heads("org/good", "org/base") == "org/good"
 
 
 def test_without_results_the_most_downloaded_are_taken_and_it_says_so(hub, tiny_llama):
@@ -413,7 +413,7 @@ def test_a_backbone_without_heads_or_without_a_name_is_refused(hub, tmp_path):
     with pytest.raises(ValueError, match="neither a folder nor a name on the Hub"):
         find_heads("./nowhere")
     with pytest.raises(ValueError, match="give it with --model"):
-        loading.chosen_heads("auto", None)
+        chosen_heads("auto", None)
     hub.broken_with = 500
     with pytest.raises(OSError, match="cannot search for heads of org/base: the Hub at .* answered 500"):
         find_heads("org/base")

@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, loading, prefill
 from locret.infer.infer_options import ModelOptions
+from locret.loading.plan import plan_weights
+from locret.loading.quantisation import label_of
 from locret.train.step import train_step
-from locret.weights.plan import plan_weights
-from locret.weights.quantisation import label_of
 
 pytestmark = pytest.mark.engine
 TINY, CPU = "checkpoints/tiny", torch.device("cpu")

@@ -24,8 +24,8 @@ from locret.backbone.adapters import input_device
 from locret.backbone.passes import in_step
 from locret.distributed.ranks import Ranks, joined
 from locret.heads.fingerprint import any_fingerprint, weight_fingerprint
-from locret.load_options import BackboneSource
 from locret.loading import load_config, load_model
+from locret.loading.options import BackboneSource
 from locret.mergers.kernels import MergingKernels
 from locret.train.merging_step import merging_step
 from locret.train.step import train_step

@@ -12,7 +12,7 @@ from locret import loading
 from locret.cli.command import parse_options
 from locret.distributed import tensor_parallel
 from locret.distributed.ranks import Ranks, check_launcher
-from locret.load_options import BackboneSource
+from locret.loading.options import BackboneSource
 
 REFUSED = [
     ({"shard_offload": "cpu"}, "--shard-offload cpu is about --shard, which is not given; add --shard fsdp"),

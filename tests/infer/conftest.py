@@ -12,7 +12,7 @@ import torch
 from embedded import tiny_tokenizer
 from infer_cases import write_text
 
-from locret import RetainingHeads, loading
+from locret import RetainingHeads
 from locret.cli.command import run
 
 POLICY = {"budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8, "positions": "compact"}
@@ -27,7 +27,7 @@ class Outcome(NamedTuple):
 @pytest.fixture(autouse=True)
 def _slow_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make every machine choose float32 for the backbone in bfloat16, so that answers can be compared."""
-    monkeypatch.setattr(loading, "_cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr("locret.loading.backbone._cpu_multiplies_bfloat16", lambda: False)
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, loading, prefill
 from locret.infer import chunk_size
 from locret.infer.speed.allocations import peak_bytes
-from locret.loading import _cpu_multiplies_bfloat16
+from locret.loading.backbone import _cpu_multiplies_bfloat16
 
 Infer = Callable[..., Any]
 
@@ -136,7 +136,7 @@ def test_a_chunk_is_chosen_for_plans_that_depend_on_the_prompt(
 def test_auto_dtype_on_the_cpu_is_bfloat16_where_that_is_the_backbones_and_fast(
     monkeypatch: pytest.MonkeyPatch, own: str, fast: bool, expected: torch.dtype
 ) -> None:
-    monkeypatch.setattr(loading, "_cpu_multiplies_bfloat16", lambda: fast)
+    monkeypatch.setattr("locret.loading.backbone._cpu_multiplies_bfloat16", lambda: fast)
     config = LlamaConfig(dtype=own)
     assert loading.resolve_dtype("auto", config, torch.device("cpu")) == expected
     assert loading.resolve_dtype("auto", config, torch.device("cuda")) == getattr(torch, own)

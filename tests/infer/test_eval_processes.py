@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from eval_runs import TIMES, cases, cells, environment, finish, records, start
 
+from locret.base.files import locked
 from locret.distributed.ranks import Ranks
-from locret.files import locked
 from locret.infer.evaluation.records import PART, SampleLog, key
 
 LINE = ("--methods", "full,locret,random", "--tasks", "passkey,number", "--lengths", "300,400", "--budget", 64)

@@ -10,8 +10,8 @@ import pytest
 
 from locret import scorers
 from locret.cli.command import parse_options
-from locret.load_options import ScorerOptions
-from locret.loading import load_scorer
+from locret.loading.options import ScorerOptions
+from locret.scorers.chosen import load_scorer
 
 ROOT = Path(__file__).parents[2]
 TINY = str(ROOT / "checkpoints" / "tiny")

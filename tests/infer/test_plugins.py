@@ -14,7 +14,8 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
-from locret import plugins, scorers
+from locret import scorers
+from locret.base import plugins
 from locret.data import tasks
 
 ROOT = Path(__file__).parents[2]

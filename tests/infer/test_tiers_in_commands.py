@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from locret import prefill_attention, shipped
+from locret.base.method_spec import MODIFIERS
 from locret.infer.command import command as infer
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.allotment import Allotment
@@ -20,7 +21,6 @@ from locret.infer.speed.peaks import measure_peaks
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.resolve import make_plan
 from locret.infer.speed.runs import make_setup
-from locret.method_spec import MODIFIERS
 from locret.policy.policy import RetentionPolicy
 
 MODEL = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]

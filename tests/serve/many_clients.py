@@ -34,8 +34,8 @@ import httpx
 import psutil
 
 from locret import shipped
+from locret.base.files import write_text
 from locret.environment import versions
-from locret.files import write_text
 from locret.infer.serve.state import LONG_WORK, SHORT_WORK
 
 WAIT = 600.0

@@ -434,7 +434,7 @@ torch.set_num_threads(1)
 from running import KV_MEMORY, ROOT, load
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
-import locret.files
+import locret.base.files
 lm = load()
 library = Library(sys.argv[1], lm, MemoryPlan.of(lm, KV_MEMORY))
 text = (ROOT / "recipes/infer/pass_key.txt").read_bytes()
@@ -453,7 +453,7 @@ while not entry.progress.tokens: time.sleep(0.01)
 def stop(*_):
     print("now", flush=True)
     time.sleep(60)
-locret.files._finish = stop
+locret.base.files._finish = stop
 read("written", text[:2000])
 """
 
@@ -496,7 +496,7 @@ def test_a_disk_that_takes_no_more_is_one_sentence_and_nothing_half_written(
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with monkeypatch.context() as patched:
         if full:
-            patched.setattr("locret.files._finish", finish)
+            patched.setattr("locret.base.files._finish", finish)
         else:  # which is no full disk
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
         try:

@@ -21,7 +21,7 @@ from transformers import AutoConfig, LlamaConfig
 from locret import RetainingHeads
 from locret.backbone.adapters import describe
 from locret.data.training.sources import ALIASES
-from locret.load_options import BackboneSource
+from locret.loading.options import BackboneSource
 from locret.policy.policy import RetentionPolicy
 from locret.train.memory_plan import backbone_parameters, known_config, step_flops
 from locret.train.training_options import BackboneOptions, Loss, RunOptions, default_output

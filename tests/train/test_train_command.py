@@ -16,8 +16,8 @@ from training_cases import refused, token_ids, train, train_arguments, write_bac
 from locret import RetainingHeads
 from locret.heads.fingerprint import weight_fingerprint
 from locret.labels.labels import answer_labels
-from locret.load_options import BackboneSource
 from locret.loading import load_config, load_model
+from locret.loading.options import BackboneSource
 from locret.train.command import command
 from locret.train.training_options import OptimizerOptions
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from training_cases import refused, train, train_arguments, write_backbone
 
-from locret.files import locked, visible
+from locret.base.files import locked, visible
 from locret.train import checkpointing
 
 BAD_OPTIONS = [

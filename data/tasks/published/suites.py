@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from locret.nearest import check_retired, nearest
+from locret.base.nearest import check_retired, nearest
 
 
 @dataclass(frozen=True, kw_only=True)

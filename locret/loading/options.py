@@ -9,9 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from locret import backbone_names, method_spec, shipped
+from locret import backbone_names, shipped
 from locret.backbone_names import GGUF
-from locret.nearest import nearest
+from locret.base import method_spec
+from locret.base.nearest import nearest
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -259,7 +260,7 @@ class ScorerOptions:
         """The heads, or the scorer with its options in the spelling of records; None if neither is given.
 
         Raises:
-            ValueError: If the scorer is not written as `locret.method_spec` says.
+            ValueError: If the scorer is not written as `locret.base.method_spec` says.
         """
         if self.heads is not None or self.scorer is None:
             return self.heads

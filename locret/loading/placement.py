@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from locret.base.files import read_json
 from locret.cli.option_values import shown
-from locret.files import read_json
-from locret.load_options import MAPS, WeightOptions
+from locret.loading.options import MAPS, WeightOptions
 
 DISK, HOST = "disk", "cpu"
 _PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")

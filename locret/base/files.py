@@ -17,8 +17,8 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from locret.cli import interrupts
-from locret.field_values import shown
+from locret.base import interrupts
+from locret.base.fields import shown
 
 LOCK = ".locret.lock"
 PARTIAL = ".*.partial"

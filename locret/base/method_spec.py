@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from locret.field_values import shown
-from locret.nearest import check_retired, nearest
+from locret.base.fields import shown
+from locret.base.nearest import check_retired, nearest
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from locret.base.files import read_json
 from locret.cli.option_values import shown
-from locret.files import read_json
-from locret.load_options import BackboneSource, WeightOptions
+from locret.loading.options import BackboneSource, WeightOptions
 
 _PACKAGES = {
     "bitsandbytes": "bitsandbytes",

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from locret.nearest import nearest
+from locret.base.nearest import nearest
 
 SCORERS, TASKS, STORES = "locret.scorers", "locret.tasks", "locret.stores"
 """Groups of entry points."""

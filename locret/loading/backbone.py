@@ -1,4 +1,4 @@
-"""From options to a backbone, its tokenizer and what decides which units stay; every failure is one sentence."""
+"""From options to a backbone and its tokenizer; every failure is one sentence."""
 
 from __future__ import annotations
 
@@ -19,20 +19,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from locret import backbone_names, hub, method_spec, scorers, shipped
+from locret import backbone_names, hub, shipped
 from locret.backbone.adapters import describe
+from locret.base.fields import shown
+from locret.base.files import read_json, shards
 from locret.distributed.sharding import load_sharded, whole
-from locret.field_values import shown
-from locret.files import read_json, shards
 from locret.heads.fingerprint import sample_sharded, sample_spread
-from locret.heads.heads import RetainingHeads
-from locret.heads.search import find_heads
-from locret.load_options import ADAPTER_CONFIG, CONFIG, BackboneSource, ScorerOptions
-from locret.scorers import Scorer
-from locret.weights import placement, quantisation
-from locret.weights.plan import plan_weights, sketch_of
+from locret.loading import placement, quantisation
+from locret.loading.options import ADAPTER_CONFIG, CONFIG, BackboneSource
+from locret.loading.plan import plan_weights, sketch_of
 
-AUTO_HEADS = "auto"
 _MOST = {
     "num_hidden_layers": 1000,
     "num_attention_heads": 2**14,
@@ -451,82 +447,6 @@ def _check_weights(folder: Path, sketch: nn.Module, gguf: str | None) -> None:
     described = sum(weight.numel() for weight in sketch.parameters())
     if described > _MOST_PER_BYTE * held:
         raise ValueError(f"its config.json describes {described:,} weights and its files hold {held:,} bytes")
-
-
-def chosen_heads(heads: str | None, model: str | None) -> str | None:
-    """Return the heads that `--heads` means: `auto` looks for some, and a warning says which it takes and why.
-
-    Args:
-        heads: What the user typed.
-        model: The backbone's folder or Hub id.
-
-    Raises:
-        ValueError: If there are none for this backbone, or it is not known which it is.
-        OSError: If the Hub refuses or cannot be reached.
-    """
-    if heads != AUTO_HEADS:
-        return heads
-    if model is None:
-        raise ValueError("--heads auto looks for heads of a backbone; give it with --model")
-    found = find_heads(model)
-    warnings.warn(f"--heads auto takes {found.heads}, {found.reason}", stacklevel=2)
-    return found.heads
-
-
-def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
-    """Load the heads, or make the scorer; return it with the policy it recommends, which may be empty.
-
-    Raises:
-        ValueError: If the heads are missing or broken, or there is no such scorer or option.
-        OSError: If the Hub refuses or cannot be reached.
-    """
-    if options.heads is None:
-        if options.scorer is None:
-            warnings.warn(
-                f"without trained heads the scorer {scorers.FALLBACK} decides which units stay; give heads for this "
-                "backbone with --heads, or another scorer with --scorer",
-                stacklevel=2,
-            )
-        spec = method_spec.parse(scorers.FALLBACK if options.scorer is None else options.scorer, "--scorer")
-        _check_is_scorer(spec)
-        scorer = scorers.make(spec, options.scorer_options)
-        return scorer, {"positions": scorer.positions, **spec.changes}
-    try:
-        heads = RetainingHeads.from_pretrained(options.heads, allow_other_base=options.allow_other_base)
-    except ValueError as error:
-        raise ValueError(f"--heads {options.heads}: {error}") from error
-    return heads, heads.config.policy or {}
-
-
-def _check_is_scorer(spec: method_spec.MethodSpec) -> None:
-    """Refuse a method of `locret-eval` that is no scorer, and say how it is written here.
-
-    Raises:
-        ValueError: With the flags that mean it.
-    """
-    instead = {
-        "locret": "means trained heads; give --heads, and say the rest by flags, such as --host-budget 1024 --recall 8",
-        "full": "keeps every unit; give a --budget of the prompt's length instead",
-        "infllm": "is a lookup; give --scorer streaming --recall-by infllm",
-        **dict.fromkeys(("omnikv", "quest"), f"is a lookup; give --host-budget all --recall N --recall-by {spec.name}"),
-    }
-    if spec.name in instead:
-        raise ValueError(f'--scorer "{spec}": {spec.name} {instead[spec.name]}')
-
-
-def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, config: Any) -> None:
-    """Refuse heads of another backbone, from its config alone.
-
-    Raises:
-        ValueError: If they differ; the message shows both sides.
-    """
-    if isinstance(scorer, Scorer):
-        scorer.check_backbone(config)
-        return
-    try:
-        scorer.check_matches(config)
-    except ValueError as error:
-        raise ValueError(f"--heads {options.heads}: {error}") from error
 
 
 @contextmanager

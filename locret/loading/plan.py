@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locret.load_options import WeightOptions
-from locret.weights import placement, quantisation
-from locret.weights.placement import DISK, HOST
-from locret.weights.shares import WeightCount
+from locret.loading import placement, quantisation
+from locret.loading.options import WeightOptions
+from locret.loading.placement import DISK, HOST
+from locret.loading.shares import WeightCount
 
 _BLOCK, _NESTED = 64, 256
 """Weights that share a scale in bitsandbytes' four bits, and scales that share one where they are quantised again."""

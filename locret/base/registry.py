@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from typing import Any, ClassVar, TypeVar
 
-from locret import method_spec
-from locret.field_values import check_fields, checked
-from locret.nearest import check_retired, nearest
+from locret.base import method_spec
+from locret.base.fields import check_fields, checked
+from locret.base.nearest import check_retired, nearest
 
 T = TypeVar("T")
 

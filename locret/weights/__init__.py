@@ -1,1 +1,0 @@
-"""How a backbone's weights come into memory: in which numbers, on which devices, in how many bytes."""
