@@ -59,7 +59,7 @@ ASSISTED = (
 )
 _NOT_CALLED = (
     "a RetentionCache is filled by locret.prefill, locret.generate and the generate method of its own model, not by "
-    "calling the model; make the cache in a line before model.generate, which has to know it"
+    "calling the model; where it was model.generate, import RetentionCache in a line before it"
 )
 _PER_ROW = {
     "pad": "pad",
@@ -206,7 +206,6 @@ class RetentionCache(Cache):
         self.watch: Watch | None = None
         """What looks at the attention of the answer in progress, if anybody wants to know."""
         self._peak = 0
-        route(model, self)
 
     @property
     def rows(self) -> int:
@@ -634,7 +633,6 @@ class RetentionCache(Cache):
         twin.carriers = {index: states.copy() for index, states in self.carriers.items()}
         twin.trails = {index: trail.copy() for index, trail in self.trails.items()}
         twin._show_states()
-        route(self.model, twin)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -702,7 +700,6 @@ class RetentionCache(Cache):
             part.layers.append(own)
         part._show_states()
         part._index_rows(rows)
-        route(self.model, part)
         return part
 
     def _index_rows(self, rows: Tensor) -> None:
@@ -878,3 +875,6 @@ class RetentionCache(Cache):
             layer.load(held, counters)
             if index in self.carriers:
                 self.carriers[index].load(states, counters, dtype)
+
+
+route(RetentionCache)
