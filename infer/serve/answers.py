@@ -220,7 +220,7 @@ class Answers:
                 if choice not in unfinished:  # it ended at a stop text, which the engine does not know
                     continue
                 if step.finish == "error":
-                    raise Refusal(503, step.message or "the engine failed; ask again")
+                    raise Refusal(503, f"the engine failed ({step.error}); ask again")
                 if choice not in begun:
                     begun[choice] = time.monotonic()
                     place.waiting, place.running = place.waiting - 1, place.running + 1

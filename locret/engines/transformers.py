@@ -1,8 +1,8 @@
-"""Contexts in transformers' continuous batching: many questions to many contexts at once, each context held once.
+"""Contexts in transformers: many questions to many contexts at once, each context held once.
 
-The units of a context lie in pages that all its questions share; ordinary prompts are answered beside them. Memory is
-allocated at the start and does not grow. Answers are those of `locret.generate`, but for penalties that the backbone's
-generation_config recommends, which are not applied here.
+All questions about a context share the rows that hold its units; ordinary prompts are answered beside them. Memory is
+allocated at the start and does not grow, and an answer has all that it may need before it begins. Answers are those of
+`locret.generate`, but for penalties that the backbone's generation_config recommends, which are not applied here.
 """
 
 # V vocabulary
@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import copy
 import logging
-import math
+import queue
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,8 +34,8 @@ from locret.backbone.adapters import Backbone, describe, find_decoder, unwrap
 from locret.backbone.instrument import exclusively
 from locret.backbone.rotary import fixed_reach, rotary_parameters, uses_long_factors
 from locret.base.fields import check_sampling, shown
-from locret.engines.continuous_batching import ContinuousBatching, Shared, Sizes, page_bytes, planned_bytes
 from locret.engines.prefix import Prefix
+from locret.engines.rows import NAME, Feed, Rows
 from locret.generation import check_finite_logits
 
 Finish = Literal["stop", "length", "error"]
@@ -44,7 +43,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class NoRoom(Exception):
-    """Running answers need all the pages there are: what was asked has to wait until one of them ends."""
+    """Running answers need all the memory there is: what was asked has to wait until one of them ends."""
 
 
 class NotRunning(ValueError):
@@ -92,65 +91,38 @@ class Written:
     """Natural log-probability of the token, if it was asked for."""
     top: tuple[tuple[int, float], ...] = ()
     """The likeliest tokens and their log-probabilities, the likeliest one first."""
-    message: str = ""
-    """What failed, in one sentence."""
+    error: Exception | None = None
+    """What failed."""
 
 
 @dataclass(eq=False)
 class _Held:
-    """A context and its pages; `shared` has none before the engine's thread has written them."""
+    """A context, and the rows that its units are in."""
 
-    prefix: Prefix | None
-    shared: Shared
-    pages: int
+    rows: list[int]
     users: int = 0
 
 
 @dataclass(eq=False)
 class _Request:
-    name: str
-    pages: int
     held: _Held | None
+    own: list[int]
+    """Rows of its own."""
+    rows: Tensor
+    """All that it may see, the context's first."""
+    pending: list[int]
+    """Tokens that are not in rows yet."""
+    left: int
+    """New tokens that it may still have."""
     end_ids: frozenset[int]
     sampling: Sampling
     on_token: Callable[[Written], None]
     processors: LogitsProcessorList
-    generator: torch.Generator | None = None
-    told: list[tuple[float, tuple[tuple[int, float], ...]]] = field(default_factory=list)
-    """Log-probabilities of each token, where they were asked for."""
-    sent: int = 0
-
-
-class _Batch:
-    """Collects the answers of `generate_batch`."""
-
-    def __init__(self, count: int) -> None:
-        self.answers: list[list[int]] = [[] for _ in range(count)]
-        self.failed = ""
-        self._left, self._ended = count, threading.Condition()
-
-    def write(self, number: int, written: Written) -> None:
-        if written.token is not None:
-            self.answers[number].append(written.token)
-        if written.finish is not None:
-            with self._ended:
-                self._left -= 1
-                self.failed = self.failed or written.message
-                self._ended.notify_all()
-
-    def wait(self, left: int, timeout: float | None = None) -> None:
-        """Wait until at most so many answers are left, or one has failed."""
-        with self._ended:
-            self._ended.wait_for(lambda: self._left <= left or self.failed, timeout)
-
-    def submitted(self, submit: Callable[[], Callable[[], None]]) -> Callable[[], None] | None:
-        """Return what cancels a question, or None after waiting for room."""
-        left = self._left
-        try:
-            return submit()
-        except NoRoom:
-            self.wait(left - 1, timeout=1)  # somebody else may have room made too
-            return None
+    done: int = 0
+    """Rows that are written."""
+    over: bool = False
+    """Whether it has ended or was cancelled; then nothing is told any more."""
+    generator: torch.Generator | None = field(default=None, repr=False)
 
 
 class PagedContexts:
@@ -162,10 +134,7 @@ class PagedContexts:
 
     Args:
         model: The backbone.
-        kv_bytes: Memory for contexts and answers, and for all that is allocated once beside them.
-        pages: Instead of it: pages for contexts and answers.
-        page_size: Units of one page. Contexts whose units are a multiple of it are shared as a whole; of others each
-            answer copies the last, unfinished page.
+        kv_bytes: Memory for contexts and answers.
         max_batch_tokens: Tokens that one forward pass takes; longer prompts take several.
         max_requests: Answers that one forward pass continues.
 
@@ -180,70 +149,45 @@ class PagedContexts:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        *,
-        kv_bytes: int | None = None,
-        pages: int | None = None,
-        page_size: int = 32,
-        max_batch_tokens: int = 512,
-        max_requests: int = 128,
+        self, model: nn.Module, *, kv_bytes: int, max_batch_tokens: int = 512, max_requests: int = 128
     ) -> None:
-        if (kv_bytes is None) == (pages is None):
-            raise ValueError("kv_bytes and pages are one setting; give one of them")
-        _check_at_least("page_size", page_size, 4)
         _check_at_least("max_requests", max_requests, 1)
         _check_at_least("max_batch_tokens", max_batch_tokens, max_requests)
         base: PreTrainedModel = unwrap(model)
         self.backbone = _ordinary(base)
-        sizes = partial(Sizes, page_size=page_size, max_batch_tokens=max_batch_tokens, max_requests=max_requests)
-        planned = partial(planned_bytes, self.backbone, base.dtype)
-        if pages is None:
-            assert kv_bytes is not None
-            pages = _most_pages(kv_bytes, lambda count: planned(sizes(pages=count)))
-        self._sizes = sizes(pages=pages)
-        _check_at_least("pages", pages, 3 + self._sizes.spare)
-        self.planned_bytes = planned(self._sizes)
-        """Bytes of all that is allocated once: pages, and the indices of a step."""
-        self._page_bytes = page_bytes(self.backbone, base.dtype, page_size)
-        decoder = find_decoder(base)
-        self._rotary = rotary_parameters(decoder)
-        room = (pages - 1 - self._sizes.spare) * page_size
-        self.longest = min(room, self.backbone.max_positions, fixed_reach(decoder) or room)
+        shape = self.backbone.check_alike("an engine")
+        self._row_bytes = self.backbone.num_layers * shape.num_kv_heads * shape.unit_dim * base.dtype.itemsize
+        self._count, decoder = kv_bytes // self._row_bytes, find_decoder(base)
+        _check_at_least("kv_bytes", kv_bytes, 2 * self._row_bytes)
+        self.planned_bytes = self._count * self._row_bytes
+        """Bytes that are allocated once."""
+        self.longest = min(self._count, self.backbone.max_positions, fixed_reach(decoder) or self._count)
         """Most positions that one answer can have: units, question and new tokens."""
-        self._vocab_size = int(base.config.get_text_config().vocab_size)
-        self._ends = base.generation_config.eos_token_id if base.generation_config is not None else None
+        self._max_tokens, self._max_requests = max_batch_tokens, max_requests
+        self._rotary, self._vocab_size = rotary_parameters(decoder), int(base.config.get_text_config().vocab_size)
+        ends = base.generation_config.eos_token_id if base.generation_config is not None else None
+        self._ends = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
         self._model = _second_tree(base)
-        self._names = count()
         self._lock = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
-        self._batches: int | None = None
-        self._reset()
-
-    def _reset(self) -> None:
+        self._rows: Rows | None = None
         self._held: OrderedDict[bytes, _Held] = OrderedDict()
-        self._running: dict[str, _Request] = {}
-        self._orders: deque[Callable[[ContinuousBatching], None]] = deque()
-        self._cancelled: list[_Request] = []
-        self._reserved = 0
+        self._running: list[_Request] = []
 
     # -- the life of the engine --------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Allocate the pages and begin to answer.
+        """Allocate the memory and begin to answer.
 
         Raises:
             ValueError: If it runs already, or there is not as much memory.
-            RuntimeError: If this version of transformers has moved what is needed.
         """
         with self._lock:
-            if self._lives():
+            if self._thread is not None and self._thread.is_alive():
                 raise ValueError("the engine runs already; stop it first")
-            self._reset()
-            self._stopping, self._batches = False, None
-            batching = self._allocated()
-            self._thread = threading.Thread(target=self._run, args=(batching,), name="locret-answers", daemon=True)
+            self._rows, self._stopping = Rows(self._model, self._count), False
+            self._thread = threading.Thread(target=self._run, name="locret-answers", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
@@ -254,32 +198,6 @@ class PagedContexts:
         if thread is not None and thread is not threading.current_thread():
             thread.join()
 
-    def _lives(self) -> bool:
-        """Whether there is a thread; those of a process that forked are not in the new one."""
-        return self._thread is not None and self._thread.is_alive()
-
-    @contextmanager
-    def _running_meanwhile(self) -> Iterator[None]:
-        """Let the engine run; whoever is the last to need what was started here stops it."""
-        with self._lock:
-            self._lock.wait_for(lambda: not (self._stopping and self._lives()))
-            if not self._lives():
-                self.start()
-                self._batches = 0
-            counted = self._batches is not None
-            if self._batches is not None:
-                self._batches += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                if counted and self._batches is not None:
-                    self._batches -= 1
-                    self._stopping = self._stopping or not self._batches
-                stops = counted and self._stopping
-            if stops:
-                self.stop()
-
     def __enter__(self) -> PagedContexts:
         self.start()
         return self
@@ -287,36 +205,18 @@ class PagedContexts:
     def __exit__(self, *_error: object) -> None:
         self.stop()
 
-    def _allocated(self) -> ContinuousBatching:
-        return ContinuousBatching(self._model, self._sizes, self._deliver, self._choose)
-
     @property
     def running(self) -> bool:
-        """Whether it answers: it was started, and has not been stopped or failed since."""
-        return not self._stopping and self._lives()
+        """Whether it answers: it was started, and has not been stopped since."""
+        return not self._stopping and self._thread is not None and self._thread.is_alive()
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of the pages that contexts and running answers have now, of which answers have all they may need."""
+        """Bytes that contexts and running answers have now, of which answers have all they may need."""
         with self._lock:
-            return self._page_bytes * (self._sizes.pages - self._free_pages())
+            return 0 if self._rows is None else self._row_bytes * (self._count - len(self._rows.free))
 
     # -- asking --------------------------------------------------------------------------------------------------------
-
-    def hold(self, prefix: Prefix) -> None:
-        """Take in a context, unless it is there; those that were asked least recently make room for it.
-
-        Raises:
-            NoRoom: If running answers use all there is.
-            NotRunning: If the engine does not run.
-            ValueError: If it could never be held, or is of another backbone.
-        """
-        self._check_runs()  # also before the lock, which nobody may ever give back in a process that was forked
-        self._check_prefix(prefix)
-        digest = prefix.digest  # takes a while for large units, hence not under the lock
-        with self._lock:
-            self._check_runs()
-            self._hold(prefix, digest, 0)
 
     def submit(
         self,
@@ -348,26 +248,19 @@ class PagedContexts:
             NotRunning: If the engine does not run.
             ValueError: If it could never be answered.
         """
-        self._check_runs()
-        ids, sampling, ends = [int(one) for one in ids], sampling or Sampling(), self._end_ids(end_ids)
-        units = self._check_question(ids, prefix, max_new_tokens, sampling)
-        rest = units % self._sizes.page_size
-        pages = math.ceil((rest + len(ids) + max_new_tokens) / self._sizes.page_size) + self._sizes.spare
-        digest = b"" if prefix is None else prefix.digest
+        ids, sampling = [int(one) for one in ids], sampling or Sampling()
+        self._check_question(ids, prefix, max_new_tokens, sampling)
+        ends = self._ends if end_ids is None else frozenset(end_ids)
+        digest = b"" if prefix is None else prefix.digest  # takes a while for large units, hence not under the lock
         with self._lock:
-            self._check_runs()
-            held = None
-            if prefix is None:
-                self._make_room(pages, None)
-            else:
-                held = self._hold(prefix, digest, pages)
-                held.users += 1
-            self._reserved += pages
-            name = f"{next(self._names)}"
-            request = _Request(name, pages, held, ends, sampling, on_token, _processors(sampling))
-            self._running[name] = request
-            shared = held.shared if held is not None else None
-            self._order(lambda batching: batching.add(name, [0] * units + ids, max_new_tokens, ends, shared))
+            if not self.running or self._rows is None:
+                raise NotRunning("the engine does not run; call start, or use it as a context manager")
+            held = self._room(prefix, digest, len(ids) + max_new_tokens)
+            own, units = self._rows.take(len(ids) + max_new_tokens), [] if held is None else held.rows
+            rows, processors = self._rows.index([*units, *own]), _processors(sampling)
+            request = _Request(held, own, rows, ids, max_new_tokens, ends, sampling, on_token, processors, len(units))
+            self._running.append(request)
+            self._lock.notify_all()
         return partial(self._cancel, request)
 
     def generate_batch(
@@ -390,70 +283,41 @@ class PagedContexts:
             The new token ids of each answer, the one that ended it included.
 
         Raises:
-            ValueError: If one of them could never be answered.
+            ValueError: If one of them could never be answered, or the backbone's logits are not finite.
             RuntimeError: If an answer failed.
-            ValueError: If the backbone's logits are not finite.
         """
         ends = None if end_ids is None else frozenset(end_ids)
-        with self._running_meanwhile():
-            return self._generate_batch(asked, max_new_tokens, ends, sampling)
-
-    def _generate_batch(
-        self,
-        asked: Sequence[tuple[Prefix | None, Sequence[int]]],
-        max_new_tokens: int,
-        ends: frozenset[int] | None,
-        sampling: Sampling | None,
-    ) -> list[list[int]]:
-        batch, cancels = _Batch(len(asked)), []
-        try:
-            for number, (prefix, ids) in enumerate(asked):
-                submit = partial(
-                    self.submit,
-                    ids,
-                    prefix,
-                    max_new_tokens=max_new_tokens,
-                    on_token=partial(batch.write, number),
-                    end_ids=ends,
-                    sampling=sampling,
-                )
-                while (cancel := batch.submitted(submit)) is None:
-                    pass
-                cancels.append(cancel)
-            batch.wait(0)
-        finally:
-            for cancel in cancels:
-                cancel()
-        if batch.failed:
-            kind, _, said = batch.failed.partition(": ")
-            raise ValueError(said) if kind == "ValueError" else RuntimeError(batch.failed)
-        return batch.answers
+        how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "end_ids": ends, "sampling": sampling}
+        answers: list[list[int]] = [[] for _ in asked]
+        told, waiting, cancels = queue.SimpleQueue[tuple[int, Written]](), deque(enumerate(asked)), []
+        left = len(asked)
+        with nullcontext() if self.running else self:
+            try:
+                while left:
+                    try:
+                        while waiting:
+                            nth, (prefix, ids) = waiting[0]
+                            on_token = partial(lambda nth, written: told.put((nth, written)), nth)
+                            cancels.append(self.submit(ids, prefix, on_token=on_token, **how))
+                            waiting.popleft()
+                    except NoRoom:
+                        pass  # until one has ended, of these or of others
+                    try:
+                        nth, written = told.get(timeout=1)
+                    except queue.Empty:
+                        continue
+                    if written.error is not None:
+                        raise written.error
+                    answers[nth].append(written.token or 0)
+                    left -= written.finish is not None
+            finally:
+                for cancel in cancels:
+                    cancel()
+        return answers
 
     # -- what is checked before anything is done -------------------------------------------------------------------
 
-    def _check_runs(self) -> None:
-        if not self.running:
-            raise NotRunning("the engine does not run; call start, or use it as a context manager")
-
-    def _check_prefix(self, prefix: Prefix) -> None:
-        shape = (prefix.units, self.backbone.num_kv_heads, self.backbone.head_dim)
-        shapes = {tuple(states.shape) for states in (*prefix.keys, *prefix.values)}
-        if len(prefix.keys) != self.backbone.num_layers or shapes != {shape} or prefix.vocab_size != self._vocab_size:
-            raise ValueError(
-                f"the context has {len(prefix.keys)} layers of units {sorted(shapes)} and {prefix.vocab_size} token "
-                f"ids, but the backbone has {self.backbone.num_layers} layers of {shape} and {self._vocab_size}; read "
-                "the text with this backbone"
-            )
-        # Files name the layers that rotate nothing as well, which follow from the backbone's type and shape.
-        rotary = {name: value for name, value in prefix.rotary.items() if name != "still"}
-        if prefix.model_type and (prefix.model_type, rotary) != (self.backbone.model_type, self._rotary):
-            raise ValueError(
-                f"the context was rotated as {prefix.model_type} {dict(prefix.rotary)}, but the backbone rotates as "
-                f"{self.backbone.model_type} {self._rotary}; read the text with this backbone"
-            )
-
-    def _check_question(self, ids: Sequence[int], prefix: Prefix | None, new: int, sampling: Sampling) -> int:
-        """Return the units in front of the question."""
+    def _check_question(self, ids: Sequence[int], prefix: Prefix | None, new: int, sampling: Sampling) -> None:
         if not ids:
             raise ValueError("there is no token to answer; give at least one that follows what was read")
         if wrong := [one for one in ids if not 0 <= one < self._vocab_size]:
@@ -469,171 +333,146 @@ class PagedContexts:
                 f"{units} units, {len(ids)} tokens and up to {new} new ones are {length} positions, more than the "
                 f"{self.longest} that one answer can have; ask for fewer new tokens, or give the engine more memory"
             )
-        return units
 
-    def _end_ids(self, given: Iterable[int] | None) -> frozenset[int]:
-        if given is None:
-            given = [] if self._ends is None else [self._ends] if isinstance(self._ends, int) else self._ends
-        return frozenset(given)
+    def _check_prefix(self, prefix: Prefix) -> None:
+        # Files name the layers that rotate nothing as well, which follow from the backbone's type and shape.
+        rotary = {name: value for name, value in prefix.rotary.items() if name != "still"}
+        backbone, kind = self.backbone, prefix.model_type or self.backbone.model_type
+        shape = {(prefix.units, backbone.num_kv_heads, backbone.head_dim)}
+        theirs = len(prefix.keys), {tuple(one.shape) for one in (*prefix.keys, *prefix.values)}, prefix.vocab_size, kind
+        ours = backbone.num_layers, shape, self._vocab_size, backbone.model_type
+        if theirs != ours or (prefix.model_type and rotary != self._rotary):
+            raise ValueError(
+                "the context was read with another backbone: layers, shapes of units, vocabulary, type and rotation "
+                f"are {theirs} {rotary} in it, and {ours} {self._rotary} here; read the text with this backbone"
+            )
 
-    # -- what is whose: counted here, under the lock, before the engine's thread does it -------------------------------
+    # -- what is whose: all under the lock -----------------------------------------------------------------------------
 
-    def _free_pages(self) -> int:
-        return self._sizes.pages - self._reserved - sum(held.pages for held in self._held.values())
-
-    def _hold(self, prefix: Prefix, digest: bytes, more: int) -> _Held:
-        """Take in a prefix so that `more` pages are free then."""
+    def _room(self, prefix: Prefix | None, digest: bytes, more: int) -> _Held | None:
+        """Take in a prefix so that `more` rows are free then; contexts that were asked least recently make room."""
+        assert self._rows is not None
         held = self._held.get(digest)
-        if held is not None:
-            self._make_room(more, held)
-        else:
-            pages = math.ceil(prefix.units / self._sizes.page_size)
-            self._make_room(pages + more, None)
-            held = self._held[digest] = _Held(prefix, Shared([], prefix.units), pages)
-            self._order(partial(_load, held))
+        wanted = more + (0 if held is not None or prefix is None else prefix.units)
+        idle = [(key, one) for key, one in self._held.items() if not one.users and one is not held]
+        if wanted - len(self._rows.free) > sum(len(one.rows) for _, one in idle):
+            raise NoRoom("running answers use all memory; ask again when one of them has ended")
+        for key, _ in idle:
+            if wanted <= len(self._rows.free):
+                break
+            self._rows.free += self._held.pop(key).rows
+        if prefix is None:
+            return None
+        if held is None:
+            held = self._held[digest] = _Held(self._rows.take(prefix.units))
+            self._rows.write(held.rows, prefix.keys, prefix.values)  # which no pass that runs looks at
         self._held.move_to_end(digest)
+        held.users += 1
         return held
-
-    def _make_room(self, pages: int, wanted: _Held | None) -> None:
-        """Evict contexts that nobody asks, the one that was asked least recently first."""
-        if pages > self._sizes.pages - (wanted.pages if wanted is not None else 0):
-            raise ValueError(f"{pages} pages are more than the {self._sizes.pages} there are; give more memory")
-        idle = [(digest, held) for digest, held in self._held.items() if not held.users and held is not wanted]
-        missing = pages - self._free_pages()
-        if missing > sum(held.pages for _, held in idle):
-            raise NoRoom("running answers use all pages; ask again when one of them has ended")
-        for digest, held in idle:
-            if missing <= 0:
-                return
-            missing -= held.pages
-            del self._held[digest]
-            self._order(partial(_unload, held))
-
-    def _order(self, order: Callable[[ContinuousBatching], None]) -> None:
-        self._orders.append(order)
-        self._lock.notify_all()
 
     def _cancel(self, request: _Request) -> None:
         with self._lock:
-            if self._running.pop(request.name, None) is not None:
-                # Its pages are its own until the engine's thread has taken them back.
-                self._cancelled.append(request)
-                self._order(lambda batching: batching.cancel(request.name))
+            request.over = True  # its rows are its own until the engine's thread has seen it
+            self._lock.notify_all()
+
+    def _give_back(self) -> None:
+        assert self._rows is not None
+        for request in [one for one in self._running if one.over]:
+            self._running.remove(request)
+            self._rows.free += request.own
+            if request.held is not None:
+                request.held.users -= 1
 
     # -- the engine's thread -------------------------------------------------------------------------------------------
 
-    def _run(self, batching: ContinuousBatching) -> None:
-        try:
-            while True:
-                with self._lock:
-                    self._lock.wait_for(lambda: self._orders or self._running or self._stopping)
-                    if self._stopping:
-                        return
-                    orders, self._orders = self._orders, deque()
-                    cancelled, self._cancelled = self._cancelled, []
-                try:
-                    self._work(batching, orders)
-                except Exception as error:
-                    _LOG.exception("continuous batching failed and begins anew")
-                    batching.close()
-                    self._fail(f"{type(error).__name__}: {error}")
-                    batching = self._allocated()
-                    continue
-                with self._lock:
-                    for request in cancelled:
-                        batching.forget(request.name)
-                        self._release(request)
-        finally:
-            batching.close()
-            self._fail("the engine was stopped", ended=True)
-
-    def _work(self, batching: ContinuousBatching, orders: Iterable[Callable[[ContinuousBatching], None]]) -> None:
-        for order in orders:
-            order(batching)
-        if not batching.step():
+    def _run(self) -> None:
+        while True:
             with self._lock:
-                stuck = self._running and not self._orders
-            if stuck:
-                raise RuntimeError(f"{len(self._running)} answers cannot go on")
-
-    def _release(self, request: _Request) -> None:
-        self._reserved -= request.pages
-        if request.held is not None:
-            request.held.users -= 1
-
-    def _fail(self, message: str, *, ended: bool = False) -> None:
-        """End all answers with an error, and forget all contexts."""
+                self._lock.wait_for(lambda: self._running or self._stopping)
+                self._give_back()
+                if self._stopping:
+                    break
+                requests = self._served()
+            try:
+                self._step(requests)
+            except Exception as error:
+                _LOG.exception("a pass failed, which ends its answers")
+                self._fail(error if isinstance(error, ValueError) else RuntimeError(f"{type(error).__name__}: {error}"))
+        self._fail(RuntimeError("the engine was stopped"))
         with self._lock:
-            failed = list(self._running.values())
-            self._reset()
-            if ended:
-                self._thread = None
-                self._lock.notify_all()
-        for request in failed:
-            self._tell(request, Written(None, "error", message=message))
+            self._rows, self._thread = None, None
+            self._held.clear()
 
-    def _deliver(self, name: str, tokens: Sequence[int], error: str | None, over: bool) -> None:
-        """Hand over what is new of an answer."""
-        request = self._running.get(name)
-        if request is None:
+    def _served(self) -> list[tuple[_Request, int]]:
+        """Return the requests of the next pass, and how many tokens of each: what answers comes first."""
+        room, found = self._max_tokens, []
+        for request in sorted(self._running, key=lambda one: len(one.pending) > 1)[: self._max_requests]:
+            if count := min(room, len(request.pending)):
+                found.append((request, count))
+                room -= count
+        return found
+
+    def _step(self, served: Sequence[tuple[_Request, int]]) -> None:
+        """Feed the next tokens of requests, and tell what they write."""
+        feeds = []
+        for request, count in served:
+            end, units = request.done + count, 0 if request.held is None else len(request.held.rows)
+            last = count == len(request.pending)
+            feeds.append(Feed(request.pending[:count], request.rows[:end], units, last))
+        if not feeds:
             return
-        new, request.sent = tokens[request.sent :], max(len(tokens), request.sent)
-        told = [(None, ())] * len(new) if request.sampling.top_logprobs is None else request.told[: len(new)]
-        del request.told[: len(new)]
-        written = [Written(token, None, *more) for token, more in zip(new, told, strict=True)]
-        if over:
-            with self._lock:
-                if self._running.pop(name, None) is None:
-                    return
-                self._release(request)
-            if error is not None:
-                written.append(Written(None, "error", message=error))
-            else:
-                written[-1] = replace(written[-1], finish="stop" if tokens[-1] in request.end_ids else "length")
-        for one in written:
-            self._tell(request, one)
+        assert self._rows is not None
+        logits_RV = self._rows.run(feeds)
+        check_finite_logits(self._model, logits_RV)
+        answering = [request for (request, _), feed in zip(served, feeds, strict=True) if feed.last]
+        chosen = [_chosen(request, row) for request, row in zip(answering, logits_RV, strict=True)]
+        for request, count in served:
+            request.done, request.pending = request.done + count, request.pending[count:]
+        for request, (token, more) in zip(answering, chosen, strict=True):
+            request.pending, request.left = [token], request.left - 1
+            finish: Finish | None = "stop" if token in request.end_ids else "length" if not request.left else None
+            self._tell(request, Written(token, finish, *more))
+        with self._lock:
+            self._give_back()
 
     def _tell(self, request: _Request, written: Written) -> None:
+        with self._lock:
+            if request.over:
+                return
+            request.over = written.finish is not None
+            if request.over:  # so that whoever is told of the end finds its memory free
+                self._give_back()
         try:
             request.on_token(written)
         except Exception:
             _LOG.exception("an answer's on_token raised, so that the answer ends")
             self._cancel(request)
 
-    def _choose(self, names: Sequence[str], logits_RV: Tensor) -> Tensor:
-        check_finite_logits(self._model, logits_RV)
-        tokens = logits_RV.argmax(-1)
-        for row, name in enumerate(names):
-            request = self._running.get(name)
-            if request is None:
-                continue
-            sampling = request.sampling
-            if sampling.temperature:
-                if request.generator is None:
-                    request.generator = torch.Generator(logits_RV.device)
-                    if sampling.seed is None:
-                        request.generator.seed()
-                    else:
-                        request.generator.manual_seed(sampling.seed)
-                scores = request.processors(torch.empty(1, 0, dtype=torch.long), logits_RV[row : row + 1])
-                tokens[row] = torch.multinomial(scores.softmax(-1), 1, generator=request.generator)[0, 0]
-            if sampling.top_logprobs is not None:
-                logprobs = logits_RV[row].log_softmax(-1)
-                best = logprobs.topk(sampling.top_logprobs)
-                top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-                request.told.append((logprobs[tokens[row]].item(), top))
-        return tokens
+    def _fail(self, error: Exception) -> None:
+        """End all answers with an error."""
+        with self._lock:
+            failed = list(self._running)
+        for request in failed:
+            self._tell(request, Written(None, "error", error=error))
 
 
-def _load(held: _Held, batching: ContinuousBatching) -> None:
-    assert held.prefix is not None
-    held.shared.pages.extend(batching.take(held.pages))
-    batching.write(held.shared.pages, held.prefix.keys, held.prefix.values)
-    held.prefix = None
-
-
-def _unload(held: _Held, batching: ContinuousBatching) -> None:
-    batching.give(held.shared.pages)
+def _chosen(request: _Request, logits_V: Tensor) -> tuple[int, tuple[Any, ...]]:
+    """Return the next token of a request, and its log-probability and the likeliest ones where they are asked for."""
+    sampling, token = request.sampling, int(logits_V.argmax())
+    if sampling.temperature:
+        if request.generator is None:
+            request.generator = torch.Generator(logits_V.device)
+            if sampling.seed is None:
+                request.generator.seed()
+            else:
+                request.generator.manual_seed(sampling.seed)
+        scores = request.processors(torch.empty(1, 0, dtype=torch.long), logits_V[None])
+        token = int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
+    if sampling.top_logprobs is None:
+        return token, ()
+    logprobs = logits_V.log_softmax(-1)
+    best = logprobs.topk(sampling.top_logprobs)
+    return token, (float(logprobs[token]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
 
 
 def _processors(sampling: Sampling) -> LogitsProcessorList:
@@ -653,22 +492,11 @@ def _check_at_least(setting: str, value: int, least: int) -> None:
         raise ValueError(f"{setting}={value} is too little; give at least {least}")
 
 
-def _most_pages(kv_bytes: int, planned: Callable[[int], int]) -> int:
-    """Return how many pages fit."""
-    least, most = 0, max(1, kv_bytes // max(1, planned(1) - planned(0)))
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if planned(middle) <= kv_bytes else (least, middle - 1)
-    if least < 4:
-        raise ValueError(f"kv_bytes={kv_bytes} holds {least} pages; give at least {planned(4)}")
-    return least
-
-
 def _ordinary(model: PreTrainedModel) -> Backbone:
     backbone = describe(model)
     if backbone.recurrent:
         raise ValueError(
-            f"layers of {backbone.model_type} carry a recurrent state, which no page of keys and values holds; answer "
+            f"layers of {backbone.model_type} carry a recurrent state, which keys and values do not hold; answer "
             "with locret.generate"
         )
     if not backbone.uniform:
@@ -689,7 +517,5 @@ def _second_tree(model: PreTrainedModel) -> PreTrainedModel:
     with exclusively(model):
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         tree = copy.deepcopy(model, shared)
-    # A window that no layer slides over would still make pages of another kind.
-    config = tree.config.get_text_config()
-    config.sliding_window = None
+    tree.set_attn_implementation(NAME)
     return tree.eval().requires_grad_(False)
