@@ -19,7 +19,7 @@ from locret.base import method_spec, plugins
 from locret.base.method_spec import MethodSpec
 from locret.base.nearest import check_retired, nearest
 from locret.cache.limits import check_pair
-from locret.policy.policy import FOLLOWING, RetentionPolicy
+from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy
 from locret.scorers import Scorer
 
 FULL, LOCRET, ORIGINAL = "full", "locret", "streaming-original"
@@ -147,7 +147,7 @@ def check_heard(own: Mapping[str, Any], methods: Collection[Method]) -> None:
         value = own.get(name)
         # The plain cache is fed in chunks where it is timed, and hears nothing of the rest.
         hearing = [method for method in methods if not method.plain or name == "chunk_size"]
-        if value in (None, getattr(RetentionPolicy, name)) or not hearing:
+        if value in (None, USUAL[name]) or not hearing:
             continue
         if all(name in method.sets for method in hearing):
             flag = f"--{name.replace('_', '-')}"
@@ -194,7 +194,7 @@ def _everything(policy: RetentionPolicy) -> RetentionPolicy:
 def _instead(policy: RetentionPolicy, changes: Mapping[str, Any]) -> RetentionPolicy:
     """Return another policy, which reads in the same chunks in the same way."""
     same = {name: getattr(policy, name) for name in _WITHOUT_EVICTION}
-    return RetentionPolicy(**{**same, "chunk_size": int(policy.chunk_size), **changes})
+    return RetentionPolicy(**{**same, "chunk_size": policy.chunk_size, **changes})
 
 
 def _of_lookup(spec: MethodSpec, where: str) -> Method:

@@ -283,7 +283,7 @@ def follow_line(policy: RetentionPolicy) -> str:
     """Return a line with the numbers that nobody gave, and what they are with more budget; empty if all were given."""
     parts = []
     for name in policy.following():
-        number, wanted = getattr(policy, name), getattr(policy, name).wanted
+        number, wanted = getattr(policy, name), policy.wanted[name][0]
         parts.append(f"{name} {number:,}" + (f" (else {wanted:,})" if number < wanted else ""))
     return f"not given, so from a budget of {policy.budget:,}: {', '.join(parts)}\n" if parts else ""
 

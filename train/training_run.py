@@ -155,7 +155,7 @@ class TrainingRun:
                 "--policy.head-budgets shares, whose shares are measured"
             )
         if policy.layer_shares is None:
-            self.run = replace(self.run, policy=replace(policy, layer_shares=shares))
+            self.run = replace(self.run, policy=policy.changed(layer_shares=shares))
             self.options["policy"] = self.run.policy.to_dict()
 
     def fetch(self) -> None:

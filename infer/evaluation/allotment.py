@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from locret.policy.budget import units_of_share
-from locret.policy.policy import Follows, RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import resolve
 
 _ANY_BUDGET = 2**62
@@ -30,13 +30,13 @@ class Allotment:
         Raises:
             ValueError: If numbers are out of range or contradict each other.
         """
-        own = dict(self.own)
+        own, wanted = dict(self.own), dict[str, tuple[int, int]]()
         if self.share is not None:
             own["budget"] = units_of_share(self.share, tokens)
-            if (given := own.get("stabilizers")) is not None:
+            if (given := own.pop("stabilizers", None)) is not None:
                 # Nobody knows the shortest prompt: its budget may be smaller than what is to be protected.
-                own["stabilizers"] = Follows.of(given, given, _ANY_BUDGET)
-        return resolve(own, self.recommended)
+                wanted["stabilizers"] = given, _ANY_BUDGET
+        return resolve(own, self.recommended, wanted)
 
     def record(self) -> dict[str, Any]:
         """Return what was asked, as it stands in results.json."""

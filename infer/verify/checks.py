@@ -8,7 +8,6 @@ import copy
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
@@ -106,7 +105,7 @@ def full_budget(subject: Subject) -> Iterator[Row]:
 def batch(subject: Subject) -> Iterator[Row]:
     tokens, by_place = subject.tokens, scorers.get("streaming", sinks=2)
     texts = [subject.ids[0], subject.ids[0].roll(tokens // 2)[: tokens - tokens // 5]]
-    small = replace(subject.roomy(), budget=subject.policy.budget, stabilizers=subject.policy.stabilizers)
+    small = subject.roomy().changed(budget=subject.policy.budget, stabilizers=subject.policy.stabilizers)
 
     def answered(policy: RetentionPolicy, *texts: Tensor) -> tuple[RetentionCache, Answer]:
         cache, width = RetentionCache(subject.model, by_place, policy), max(map(len, texts))
@@ -221,7 +220,7 @@ def eviction(subject: Subject) -> Iterator[Row]:
     if policy.recalls_blocks:
         raise NotHere(f"recall_by={policy.recall_by} recalls blocks while it reads, which is not replayed")
     yield _replayed(subject, policy)
-    other = replace(policy, positions="original" if policy.positions == "compact" else "compact")
+    other = policy.changed(positions="original" if policy.positions == "compact" else "compact")
     try:
         yield _replayed(subject, other)
     except ValueError as error:
@@ -271,7 +270,7 @@ def second_tier(subject: Subject) -> Iterator[Row]:
         gain = float(torch.cat(gains).mean())
         what = "logits of units that are recalled, above those of all in the second tier, in deviations"
         yield row(what, gain > 0, gain, "more than 0", "a query recalls what it would attend to the most")
-    whole = replace(subject.plain_policy, host_budget=EVERYTHING, recall=subject.tokens)
+    whole = subject.plain_policy.changed(host_budget=EVERYTHING, recall=subject.tokens)
     yield _replayed(subject, whole, everything=True)
 
 
@@ -339,7 +338,7 @@ def decode_budget(subject: Subject) -> Iterator[Row]:
         how = f"scorer {scorer.name}, recall_by={plain.recall_by}, head_budgets={plain.head_budgets}"
         raise NotHere(f"an answer is not bounded with {how}")
     bound = max(plain.decode_budget or 0, plain.budget + plain.local_len + interval)
-    policy = replace(plain, decode_budget=bound, decode_interval=interval)
+    policy = plain.changed(decode_budget=bound, decode_interval=interval)
     cache = subject.read(policy, new_tokens=3 * interval).cache
     subject.answer(cache, 3 * interval)
     kept, memory = kept_by_head(cache), cache.memory()

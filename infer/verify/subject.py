@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -97,7 +96,7 @@ class Subject:
         """The policy without what changes units by design, or how a text is read."""
         plain = RetentionPolicy()
         names = ("key_bits", "value_bits", "merge", "prefill_attention", "host_budget", "recall", "recall_by")
-        return replace(self.policy, **{name: getattr(plain, name) for name in names})
+        return self.policy.changed(**{name: getattr(plain, name) for name in names})
 
     def roomy(self, **changes: Any) -> RetentionPolicy:
         """Return the plain policy with room for the whole text, so that nothing is evicted."""
@@ -259,4 +258,4 @@ def fitted(policy: RetentionPolicy, tokens: int, given: Mapping[str, Any] | None
     if policy.decode_budget is not None:
         bound = max(policy.decode_budget * budget // policy.budget, budget + changes["local_len"] + 8)
         changes |= {"decode_budget": bound, "decode_interval": 4}
-    return replace(policy, **{**changes, **given})
+    return policy.changed(**{**changes, **given})

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
 def check_fields(instance: Any) -> None:
@@ -67,6 +67,38 @@ def checked_values(cls: type, values: Any, where: str) -> dict[str, Any]:
         return {name: checked(cls, name, value) for name, value in values.items()}
     except ValueError as error:
         raise ValueError(f"{where}.{error}") from None
+
+
+class Range(NamedTuple):
+    """From where to where a number may lie."""
+
+    least: float
+    most: float = math.inf
+
+
+def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], where: str = "") -> None:
+    """Check fields that a type alone does not bound; None is a field that nobody set.
+
+    Args:
+        instance: What has the fields.
+        ranges: By name, a `Range`, or a tuple of all values there are.
+        where: What a message begins with.
+
+    Raises:
+        ValueError: Naming the field, its value and what it may be.
+    """
+    for name, allowed in ranges.items():
+        value = getattr(instance, name)
+        text = f'{where}{name}="{value}"' if isinstance(value, str) else f"{where}{name}={value}"
+        if value is None:
+            continue
+        if not isinstance(allowed, Range):
+            if value not in allowed:
+                raise ValueError(f"{text} is unknown; choose one of {', '.join(map(str, allowed))}")
+        elif value < allowed.least:
+            raise ValueError(f"{text} is too small; it must be {allowed.least:,} or more")
+        elif value > allowed.most:
+            raise ValueError(f"{text} is too large; it must be {allowed.most:,} or less")
 
 
 def check_finite(options: Any) -> None:

@@ -9,7 +9,7 @@ that follow those of the first; scores, which travel with units, decide which of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from numbers import Integral
 from typing import NamedTuple
 
@@ -24,7 +24,7 @@ from locret.cache.export import check_one_row
 from locret.cache.layer import RetentionLayer
 from locret.cache.protected import Protected
 from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore
-from locret.policy.policy import Follows, RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import checked_rows, closed, moved
 from locret.policy.schedule import layer_budgets
 from locret.policy.selectors import (
@@ -279,14 +279,11 @@ def _check_by_score(cache: RetentionCache) -> None:
 
 def _resized(policy: RetentionPolicy, budget: int) -> RetentionPolicy:
     """Return a policy with another budget; the other numbers stay as far as they fit."""
-    stabilizers = int(policy.stabilizers) if policy.stabilizers < budget else budget // 4
-    return replace(
-        policy,
-        budget=budget,
-        chunk_size=int(policy.chunk_size),
-        stabilizers=Follows.of(stabilizers, stabilizers, budget),  # nobody gave them for this budget
-        local_len=min(policy.local_len, budget),
-    )
+    stabilizers = policy.stabilizers if policy.stabilizers < budget else budget // 4
+    wanted = {**policy.wanted, "stabilizers": (stabilizers, budget)}  # nobody gave them for this budget
+    given = {one.name: getattr(policy, one.name) for one in fields(policy) if one.name not in wanted}
+    given |= {"budget": budget, "chunk_size": policy.chunk_size, "local_len": min(policy.local_len, budget)}
+    return RetentionPolicy.following_from(given, wanted)
 
 
 def _with_budget(cache: RetentionCache, budget: int) -> RetentionCache:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -82,7 +81,7 @@ def with_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -
             "layer_shares, or heads that were trained with --layer-shares"
         )
     check_share_count(shares, layers)
-    return replace(policy, layer_shares=tuple(shares))
+    return policy.changed(layer_shares=tuple(shares))
 
 
 def _with_head_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -> RetentionPolicy:
@@ -99,7 +98,7 @@ def _with_head_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[i
         )
     ends = list(accumulate(heads))
     means = [sum(shares[end - own : end]) / own for end, own in zip(ends, heads, strict=True)]
-    return replace(policy, head_shares=tuple(shares), layer_shares=tuple(means))
+    return policy.changed(head_shares=tuple(shares), layer_shares=tuple(means))
 
 
 def check_named(policy: RetentionPolicy) -> None:

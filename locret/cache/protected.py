@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from locret.policy.policy import Follows, RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import Guarantee, Rows, Span
 from locret.policy.schedule import Schedule
 from locret.policy.selectors import Stay
@@ -74,7 +74,7 @@ class Protected:
         if not self.rows:
             return
         _check_rules(policy, [span for spans in self.rows for span in spans])
-        given = policy.when == "chunk" and not isinstance(policy.stabilizers, Follows)
+        given = policy.when == "chunk" and "stabilizers" not in policy.wanted
         beside = {"stabilizers": policy.stabilizers if given else 0, f"the units of merge={policy.merge}": slots}
         for nth, units in enumerate(self._layers):
             needed = max(one.needed(_LONG) for one in self._known[nth])

@@ -648,4 +648,4 @@ def _with_changes(policy: RetentionPolicy | None, recommended: dict[str, Any]) -
     """Return the policy of a scorer that was named with changes of its own, such as snapkv+pyramid."""
     if policy is None:
         return resolve({}, recommended)
-    return replace(policy, **{name: value for name, value in recommended.items() if name != "positions"})
+    return policy.changed(**{name: value for name, value in recommended.items() if name != "positions"})

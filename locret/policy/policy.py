@@ -2,60 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from locret.base.fields import check_fields, checked_values, shown
+from locret.base.fields import Range, check_fields, check_ranges, checked_values, shown
 from locret.base.nearest import check_retired
 from locret.policy.growth import check_shares
 
 if TYPE_CHECKING:
     from locret.lookups.infllm import InfLLM
 
-POSITIONS = ("compact", "original")
-MOMENTS = ("chunk", "prompt_end")
-TURNS = ("local", "text")
-LAYER_BUDGETS = ("uniform", "pyramid", "shares")
-MEMORIES = ("fixed", "linear", "sqrt", "square", "square_sqrt", "adaptive")
-HEAD_BUDGETS = ("uniform", "adaptive", "shares")
-HOST_ORDERS = ("score", "recency")
 EVERYTHING = "all"
 """A second tier that keeps all that is evicted."""
 BITS = (16, 8, 4, 3, 2)
 """Bits of a number; with 16 the units stay as they are."""
-_BITS_SHOWN = ", ".join(map(str, BITS))
 BLOCKS = "infllm"
 """The lookup that recalls blocks from a tier of its own."""
 NO_MERGER = "none"
 """The value of `merge` where evicted units are lost."""
-_BY_LAYER = ("square_sqrt", "adaptive")
 LEAST_CHUNK = 512
 """Tokens per forward pass that the smallest budget leaves: shorter chunks cost time and save little."""
+USUAL = {"stabilizers": 2500, "local_len": 100, "chunk_size": 3072, "min_chunk": 64, "decode_interval": 64}
+"""Numbers that follow from the budget where nobody gives them, each after those that it depends on: the reference's."""
+FOLLOWING = tuple(USUAL)
+_REFERENCE = 6000
+"""The budget that these belong to."""
 
-
-class Follows(int):
-    """A number that nobody gave: the reference's own, or less where the budget is below the reference's."""
-
-    wanted: int
-    """The reference's number."""
-    reference: int
-    """The reference's budget."""
-
-    @classmethod
-    def of(cls, value: int, wanted: int, reference: int) -> Follows:
-        """Return `value`, which knows what it follows from."""
-        number = cls(value)
-        number.wanted, number.reference = wanted, reference
-        return number
-
-    def __deepcopy__(self, memo: Any) -> int:
-        """Return a plain number: in plain data nothing follows."""
-        return int(self)
-
-
-def _default(value: int) -> Follows:
-    return Follows.of(value, value, 6000)
+Wanted = Mapping[str, tuple[int, int]]
+"""Numbers that nobody gave, by name: what each should be, and the budget that this belongs to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,8 +39,8 @@ class RetentionPolicy:
 
     A budget alone is enough: what is not given follows from it. The defaults belong to a budget of 6,000; below that,
     stabilizers that are not given are at most a quarter of the budget, local tokens at most the budget, and a chunk at
-    most the budget or 512 tokens. Given numbers are taken as they are. `dataclasses.replace` keeps the difference:
-    what was given stays, the rest follows the new budget.
+    most the budget or 512 tokens. Given numbers are taken as they are. `changed` keeps the difference: what was given
+    stays, the rest follows the new budget.
 
     Raises:
         ValueError: If a value is of another type or not finite, out of range, or two of them contradict each other.
@@ -80,19 +55,19 @@ class RetentionPolicy:
 
     budget: int = 6000
     """Cache units kept per layer and KV head once a chunk has been read (the paper's b, 6000)."""
-    chunk_size: int = _default(3072)
+    chunk_size: int = None  # type: ignore[assignment]
     """Prompt tokens per forward pass (the paper's B, 3072; with a smaller budget at most as many, or 512)."""
-    stabilizers: int = _default(2500)
+    stabilizers: int = None  # type: ignore[assignment]
     """Newest units of the cache kept unconditionally after every chunk but the last (n_s, 2500; of a smaller
     budget at most a quarter); 0 protects nothing. With when="prompt_end" nothing is evicted after those chunks."""
-    local_len: int = _default(100)
+    local_len: int = None  # type: ignore[assignment]
     """Last prompt tokens, read after the last eviction and never evicted while reading (n_loc, 100; with a smaller
     budget at most as many)."""
     positions: str = "compact"
     """Rotary position of a kept unit: its rank in the cache ("compact"), or its position in the text ("original")."""
     decode_budget: int | None = None
     """Units per KV head that a cache may hold while it generates; none: it grows by one for each token."""
-    decode_interval: int = _default(64)
+    decode_interval: int = None  # type: ignore[assignment]
     """Units evicted at once when generation reaches decode_budget."""
     when: str = "chunk"
     """Evict after every "chunk", in bounded memory; or once at "prompt_end", with memory that grows with the prompt."""
@@ -124,7 +99,7 @@ class RetentionPolicy:
     for layers that keep more of their old units). All but "fixed" need a prompt of known length."""
     decremental: bool = False
     """Make chunks smaller as memory grows, so that all chunks attend to as many units (IMDC)."""
-    min_chunk: int = _default(64)
+    min_chunk: int = None  # type: ignore[assignment]
     """Smallest chunk in tokens with decremental."""
     host_budget: int | str | None = None
     """Units per layer and KV head of a second tier in host memory: the best that eviction dropped, the rest is gone
@@ -156,154 +131,59 @@ class RetentionPolicy:
     """Fold evicted units into kept ones: "none", or a merger, loco:kernels=FOLDER (docs/budgets.md)."""
 
     def __post_init__(self) -> None:
-        following = {name: value for name in FOLLOWING if isinstance(value := getattr(self, name), Follows)}
+        self._complete({})
+
+    def _complete(self, known: Wanted) -> None:
+        """Fill in the numbers that are not given, which `known` may say, and check them all."""
+        wanted = {n: known.get(n, (usual, _REFERENCE)) for n, usual in USUAL.items() if getattr(self, n) is None}
+        object.__setattr__(self, "_wanted", wanted)
+        for name, (number, _) in wanted.items():
+            object.__setattr__(self, name, number)
         check_fields(self)
-        for name, value in following.items():
-            number = min([value.wanted, *_limits(self, name, small=self.budget < value.reference)])
-            object.__setattr__(self, name, Follows.of(number, value.wanted, value.reference))
-        for name in ("budget", "chunk_size", "local_len", "decode_interval"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is too small; it must be 1 or more")
-        if self.stabilizers < 0:
-            raise ValueError(f"stabilizers={self.stabilizers} is negative; use 0 to protect nothing")
-        if self.when == "chunk" and self.stabilizers > self.budget - 1:
-            raise ValueError(
-                f"stabilizers={self.stabilizers} leaves no room for scored units in budget={self.budget}; "
-                f"raise budget, lower stabilizers to at most {self.budget - 1}, or leave them out to follow the budget"
-            )
-        if self.when not in MOMENTS:
-            raise ValueError(f'when="{self.when}" is unknown; choose one of {", ".join(MOMENTS)}')
-        if self.turns not in TURNS:
-            raise ValueError(f'turns="{self.turns}" is unknown; choose one of {", ".join(TURNS)}')
-        if self.positions not in POSITIONS:
-            raise ValueError(f'positions="{self.positions}" is unknown; choose one of {", ".join(POSITIONS)}')
-        self._check_schedule()
-        self._check_tiers()
-        self._check_bits()
-        if self.recalls_blocks:
-            self._check_blocks()
-        if self.prefill_attention != "dense":
-            from locret import prefill_attention  # needs torch, which help and completion should not load
-
-            prefill_attention.get(self.prefill_attention)
-        self._check_merging()
-        if self.decode_budget is not None and self.decode_budget <= self.local_len + self.decode_interval:
-            raise ValueError(
-                f"decode_budget={self.decode_budget} cannot hold local_len={self.local_len} protected units and free "
-                f"decode_interval={self.decode_interval} at a time; raise decode_budget above their sum"
-            )
-
-    def _check_schedule(self) -> None:
-        if self.layer_budgets not in LAYER_BUDGETS:
-            raise ValueError(
-                f'layer_budgets="{self.layer_budgets}" is unknown; choose one of {", ".join(LAYER_BUDGETS)}'
-            )
+        for name, (number, reference) in wanted.items():
+            most = _limits(self, name, small=self.budget < reference)
+            object.__setattr__(self, name, min([number, *most]))
+        check_ranges(self, _RANGES)
         if self.layer_shares is not None:
             check_shares(self.layer_shares)
         if self.head_shares is not None:
             check_shares(self.head_shares, "head_shares", "KV head of every full-attention layer")
-        if self.head_budgets == "shares":
-            self._check_head_shares()
-        if self.head_budgets not in HEAD_BUDGETS:
-            raise ValueError(f'head_budgets="{self.head_budgets}" is unknown; choose one of {", ".join(HEAD_BUDGETS)}')
-        if not 0 <= self.head_floor <= 1:
-            raise ValueError(f"head_floor={self.head_floor} is not a share of the budget; give 0 to 1, such as 0.2")
-        if self.memory not in MEMORIES:
-            raise ValueError(f'memory="{self.memory}" is unknown; choose one of {", ".join(MEMORIES)}')
-        for name in ("pyramid_beta", "min_chunk"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} is too small; it must be 1 or more")
-        if self.memory != "fixed" and self.when == "prompt_end":
-            raise ValueError(
-                f'memory="{self.memory}" grows from chunk to chunk, but when="prompt_end" evicts once; '
-                'use when="chunk" or memory="fixed"'
-            )
-        if not self.decremental:
-            return
-        if self.memory == "fixed":
-            raise ValueError(
-                'decremental=True makes chunks smaller as memory grows, but memory="fixed" does not grow; '
-                "choose memory linear, sqrt or square"
-            )
-        if self.memory in _BY_LAYER:
-            raise ValueError(
-                f'decremental=True needs one memory size for all layers, but memory="{self.memory}" differs by layer; '
-                "choose memory linear, sqrt or square"
-            )
-        if self.min_chunk > self.chunk_size:
-            raise ValueError(
-                f"min_chunk={self.min_chunk} is larger than the average chunk, chunk_size={self.chunk_size}; "
-                "lower min_chunk or raise chunk_size"
-            )
-
-    def _check_head_shares(self) -> None:
-        if self.layer_budgets != "uniform":
-            raise ValueError(
-                f'head_budgets="shares" shares out the layers too, so layer_budgets="{self.layer_budgets}" has no '
-                "effect; leave layer_budgets out"
-            )
-        # Small heads hold fewer units than the newest ones that these two keep in every head.
-        for name in ("when", "decode_budget"):
-            if (value := getattr(self, name)) not in ("chunk", None):
-                raise ValueError(
-                    f'{name}={value!r} keeps the newest units of every KV head, for which head_budgets="shares" leaves '
-                    f'some no room; leave {name} out, or use head_budgets="uniform"'
-                )
-
-    def _check_tiers(self) -> None:
-        if self.host_by not in HOST_ORDERS:
-            raise ValueError(f'host_by="{self.host_by}" is unknown; choose one of {", ".join(HOST_ORDERS)}')
-        if self.recall < 0:
-            raise ValueError(f"recall={self.recall} is negative; use 0 to recall nothing")
+        for clash, sentence in _CLASHES:
+            if clash(self):
+                raise ValueError(sentence.format(**vars(self), most=self.budget - 1))
         if self.recalls_blocks:
-            return
-        if self.host_budget is None:
-            if self.recall:
-                raise ValueError(
-                    f"recall={self.recall} needs a second tier to recall from; give host_budget, such as 1024 or "
-                    f'"{EVERYTHING}"'
-                )
-            return
-        if isinstance(self.host_budget, str) and self.host_budget != EVERYTHING:
-            raise ValueError(f'host_budget="{self.host_budget}" is neither a number of units nor "{EVERYTHING}"')
-        if isinstance(self.host_budget, int) and self.host_budget < 1:
-            raise ValueError(f"host_budget={self.host_budget} is too small; leave it out for no second tier")
-        if not self.recall:
-            raise ValueError(f"host_budget={self.host_budget} keeps units that nothing recalls; give recall, such as 8")
-        if isinstance(self.host_budget, int) and self.recall > self.host_budget:
-            raise ValueError(
-                f"recall={self.recall} is more than host_budget={self.host_budget} can hold; lower recall, or raise "
-                "host_budget"
-            )
-        if self.head_budgets != "uniform":
-            raise ValueError(
-                f'head_budgets="{self.head_budgets}" gives heads different numbers of units, which a second tier '
-                'cannot follow; use head_budgets="uniform", or leave host_budget out'
-            )
+            self.blocks()
+            for name, allowed in _OF_BLOCKS.items():
+                if (value := getattr(self, name)) not in allowed:
+                    raise ValueError(
+                        f"recall_by={self.recall_by} has a rule of its own for {name}, so {name}={value} contradicts "
+                        f"it; leave {name} out"
+                    )
+        if self.prefill_attention != "dense":
+            from locret import prefill_attention  # needs torch, which help and completion should not load
 
-    def _check_bits(self) -> None:
-        for name in ("key_bits", "value_bits"):
-            if getattr(self, name) not in BITS:
-                raise ValueError(f"{name}={getattr(self, name)} is no size of a code; choose one of {_BITS_SHOWN}")
-        for name in ("exact_recent", "exact_layers"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}={getattr(self, name)} is negative; use 0 for none")
-        if not self.exact_bits and self.recalls_blocks:
-            raise ValueError(
-                f'recall_by="{self.recall_by}" gives blocks away as they are, but key_bits={self.key_bits} and '
-                f"value_bits={self.value_bits}; use 16 bits, or another recall_by"
-            )
-        if not self.exact_bits and self.merge != NO_MERGER:
-            raise ValueError(
-                f'merge="{self.merge}" changes kept units, but key_bits={self.key_bits} and value_bits='
-                f"{self.value_bits} round every unit once; use 16 bits, or leave merge out"
-            )
-        if not self.exact_bits and self.head_budgets != "uniform":
-            raise ValueError(
-                f'head_budgets="{self.head_budgets}" gives heads different numbers of units, which are held as they '
-                f"are, but key_bits={self.key_bits} and value_bits={self.value_bits}; use 16 bits, or "
-                'head_budgets="uniform"'
-            )
+            prefill_attention.get(self.prefill_attention)
+
+    @classmethod
+    def following_from(cls, given: Mapping[str, Any], wanted: Wanted) -> RetentionPolicy:
+        """Return the policy of given numbers, where those that nobody gave should be as `wanted` says."""
+        values = {field.name: field.default for field in fields(RetentionPolicy)} | dict(given)
+        if unknown := values.keys() - {field.name for field in fields(RetentionPolicy)}:
+            raise TypeError(f"{min(unknown)} is no field of RetentionPolicy")
+        policy = object.__new__(RetentionPolicy)
+        vars(policy).update(values)
+        policy._complete(wanted)
+        return policy
+
+    def changed(self, **numbers: Any) -> RetentionPolicy:
+        """Return the policy with other numbers, from which follows anew what nobody gave."""
+        given = {one.name: getattr(self, one.name) for one in fields(RetentionPolicy) if one.name not in self.wanted}
+        return self.following_from({**given, **numbers}, self.wanted)
+
+    @property
+    def wanted(self) -> Wanted:
+        """The numbers that nobody gave; they follow from those given, as far as these leave what they should be."""
+        return vars(self)["_wanted"]  # type: ignore[no-any-return]
 
     @property
     def exact_bits(self) -> bool:
@@ -334,40 +214,6 @@ class RetentionPolicy:
         from locret import lookups  # needs torch, which help and completion should not load
 
         return lookups.in_blocks(self.recall_by, self.budget)
-
-    def _check_blocks(self) -> None:
-        """Refuse what the method that recalls blocks has a rule of its own for."""
-        self.blocks()
-        fixed = {
-            "host_budget": (None, EVERYTHING),
-            "recall": (0,),
-            "positions": ("compact",),
-            "when": ("chunk",),
-            "layer_budgets": ("uniform",),
-            "head_budgets": ("uniform",),
-            "memory": ("fixed",),
-            "decode_budget": (None,),
-            "prefill_attention": ("dense",),
-            "merge": (NO_MERGER,),
-        }
-        for name, allowed in fixed.items():
-            value = getattr(self, name)
-            if value not in allowed:
-                raise ValueError(
-                    f"recall_by={self.recall_by} has a rule of its own for {name}, so {name}={value} contradicts it; "
-                    f"leave {name} out"
-                )
-
-    def _check_merging(self) -> None:
-        if self.merge != NO_MERGER and self.host_budget is not None:
-            raise ValueError(
-                f"merge={self.merge} makes up for units that are lost, but host_budget={self.host_budget} keeps them, "
-                "and what is recalled would count twice; leave one of them out"
-            )
-
-    def __deepcopy__(self, memo: Any) -> RetentionPolicy:
-        """Return itself, which cannot change: a copy would forget which numbers nobody gave."""
-        return self
 
     @property
     def needs_length(self) -> bool:
@@ -403,11 +249,10 @@ class RetentionPolicy:
             raise ValueError(
                 f"{where}: the numbers that nobody gave are {shown(following)}; they can be {', '.join(FOLLOWING)}"
             )
-        for name in following:
-            if name in given:
-                given[name] = Follows.of(given[name], given[name], given.get("budget", cls.budget))
+        budget = given.get("budget", cls.budget)
+        wanted = {name: (given.pop(name), budget) for name in following if name in given}
         try:
-            return cls(**given)
+            return cls.following_from(given, wanted)
         except ValueError as error:
             raise ValueError(" ".join(f"{where}: {error}".split())) from None
 
@@ -416,37 +261,146 @@ class RetentionPolicy:
         return asdict(self)
 
     def following(self) -> list[str]:
-        """Return the names of the numbers that nobody gave and that have an effect; they follow from those given."""
+        """Return the names of the numbers that nobody gave and that have an effect."""
         idle = self.idle()
-        return [name for name in FOLLOWING if isinstance(getattr(self, name), Follows) and name not in idle]
+        return [name for name in self.wanted if name not in idle]
 
     def idle(self) -> dict[str, str]:
         """Return the names of the numbers that change nothing here, each with the setting that would let it."""
+        host = "host-budget as a number of units" if self.host_budget else "host-budget"
+        # At a prompt's end 0 stabilizers say what is so anyway.
+        evicting = (self.when == "chunk" or not self.stabilizers) and not self.recalls_blocks
         needed = {
             "min_chunk": (self.decremental, "decremental"),
             "decode_interval": (self.decode_budget is not None, "decode-budget"),
             "pyramid_beta": (self.layer_budgets == "pyramid", "layer-budgets pyramid"),
             "layer_shares": (self.layer_budgets == "shares", "layer-budgets shares"),
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
-            "rounding": (not self.exact_bits, "key-bits"),
-            "exact_recent": (not self.exact_bits, "key-bits"),
-            "exact_layers": (not self.exact_bits, "key-bits"),
-            "host_by": (
-                isinstance(self.host_budget, int),
-                "host-budget as a number of units" if self.host_budget else "host-budget",
-            ),
+            **dict.fromkeys(("rounding", "exact_recent", "exact_layers"), (not self.exact_bits, "key-bits")),
+            "host_by": (isinstance(self.host_budget, int), host),
             "recall_by": (self.recall > 0 or self.recalls_blocks, "recall"),
-            "stabilizers": (  # at a prompt's end 0 says what is so anyway
-                (self.when == "chunk" or not self.stabilizers) and not self.recalls_blocks,
-                "recall-by exact" if self.recalls_blocks else "when chunk",
-            ),
+            "stabilizers": (evicting, "recall-by exact" if self.recalls_blocks else "when chunk"),
         }
         return {name: setting for name, (used, setting) in needed.items() if not used}
 
 
-FOLLOWING = ("stabilizers", "local_len", "chunk_size", "min_chunk", "decode_interval")
-"""Fields that follow from the budget, each after those that it depends on."""
+_RANGES: Mapping[str, Any] = {
+    **dict.fromkeys(("budget", "chunk_size", "local_len", "decode_interval", "pyramid_beta", "min_chunk"), Range(1)),
+    **dict.fromkeys(("stabilizers", "recall", "exact_recent", "exact_layers"), Range(0)),
+    "head_floor": Range(0, 1),
+    "positions": ("compact", "original"),
+    "when": ("chunk", "prompt_end"),
+    "turns": ("local", "text"),
+    "layer_budgets": ("uniform", "pyramid", "shares"),
+    "head_budgets": ("uniform", "adaptive", "shares"),
+    "memory": ("fixed", "linear", "sqrt", "square", "square_sqrt", "adaptive"),
+    "host_by": ("score", "recency"),
+    **dict.fromkeys(("key_bits", "value_bits"), BITS),
+}
+"""What each number may be by itself."""
 
+_CLASHES: tuple[tuple[Callable[[RetentionPolicy], bool], str], ...] = (
+    (
+        lambda own: own.when == "chunk" and own.stabilizers >= own.budget,
+        "stabilizers={stabilizers} leaves no room for scored units in budget={budget}; raise budget, lower stabilizers "
+        "to at most {most}, or leave them out to follow the budget",
+    ),
+    (
+        lambda own: own.head_budgets == "shares" and own.layer_budgets != "uniform",
+        'head_budgets="shares" shares out the layers too, so layer_budgets="{layer_budgets}" has no effect; leave '
+        "layer_budgets out",
+    ),
+    # Small heads hold fewer units than the newest ones that these two keep in every head.
+    (
+        lambda own: own.head_budgets == "shares" and (own.when != "chunk" or own.decode_budget is not None),
+        'when="{when}" and decode_budget={decode_budget} keep the newest units of every KV head, for which '
+        'head_budgets="shares" leaves some no room; leave both out, or use head_budgets="uniform"',
+    ),
+    (
+        lambda own: own.memory != "fixed" and own.when == "prompt_end",
+        'memory="{memory}" grows from chunk to chunk, but when="prompt_end" evicts once; use when="chunk" or '
+        'memory="fixed"',
+    ),
+    (
+        lambda own: own.decremental and own.memory == "fixed",
+        'decremental=True makes chunks smaller as memory grows, but memory="fixed" does not grow; choose memory '
+        "linear, sqrt or square",
+    ),
+    (
+        lambda own: own.decremental and own.memory in ("square_sqrt", "adaptive"),
+        'decremental=True needs one memory size for all layers, but memory="{memory}" differs by layer; choose memory '
+        "linear, sqrt or square",
+    ),
+    (
+        lambda own: own.decremental and own.min_chunk > own.chunk_size,
+        "min_chunk={min_chunk} is larger than the average chunk, chunk_size={chunk_size}; lower min_chunk or raise "
+        "chunk_size",
+    ),
+    (
+        lambda own: bool(own.recall) and not own.has_host,
+        f'recall={{recall}} needs a second tier to recall from; give host_budget, such as 1024 or "{EVERYTHING}"',
+    ),
+    (
+        lambda own: (
+            own.host_budget is not None
+            and (own.host_budget != EVERYTHING if isinstance(own.host_budget, str) else own.host_budget < 1)
+        ),
+        f'host_budget={{host_budget}} is neither a number of units nor "{EVERYTHING}"; leave it out for no second tier',
+    ),
+    (
+        lambda own: own.host_budget is not None and not own.recall and not own.recalls_blocks,
+        "host_budget={host_budget} keeps units that nothing recalls; give recall, such as 8",
+    ),
+    (
+        lambda own: isinstance(own.host_budget, int) and own.recall > own.host_budget,
+        "recall={recall} is more than host_budget={host_budget} can hold; lower recall, or raise host_budget",
+    ),
+    (
+        lambda own: own.has_host and own.head_budgets != "uniform" and not own.recalls_blocks,
+        'head_budgets="{head_budgets}" gives heads different numbers of units, which a second tier cannot follow; use '
+        'head_budgets="uniform", or leave host_budget out',
+    ),
+    (
+        lambda own: own.recalls_blocks and not own.exact_bits,
+        'recall_by="{recall_by}" gives blocks away as they are, but key_bits={key_bits} and value_bits={value_bits}; '
+        "use 16 bits, or another recall_by",
+    ),
+    (
+        lambda own: own.merge != NO_MERGER and not own.exact_bits,
+        'merge="{merge}" changes kept units, but key_bits={key_bits} and value_bits={value_bits} round every unit '
+        "once; use 16 bits, or leave merge out",
+    ),
+    (
+        lambda own: own.head_budgets != "uniform" and not own.exact_bits,
+        'head_budgets="{head_budgets}" gives heads different numbers of units, which are held as they are, but '
+        'key_bits={key_bits} and value_bits={value_bits}; use 16 bits, or head_budgets="uniform"',
+    ),
+    (
+        lambda own: own.merge != NO_MERGER and own.host_budget is not None,
+        "merge={merge} makes up for units that are lost, but host_budget={host_budget} keeps them, and what is "
+        "recalled would count twice; leave one of them out",
+    ),
+    (
+        lambda own: own.decode_budget is not None and own.decode_budget <= own.local_len + own.decode_interval,
+        "decode_budget={decode_budget} cannot hold local_len={local_len} protected units and free "
+        "decode_interval={decode_interval} at a time; raise decode_budget above their sum",
+    ),
+)
+"""What excludes what, and why."""
+
+_OF_BLOCKS: Mapping[str, tuple[Any, ...]] = {
+    "host_budget": (None, EVERYTHING),
+    "recall": (0,),
+    "positions": ("compact",),
+    "when": ("chunk",),
+    "layer_budgets": ("uniform",),
+    "head_budgets": ("uniform",),
+    "memory": ("fixed",),
+    "decode_budget": (None,),
+    "prefill_attention": ("dense",),
+    "merge": (NO_MERGER,),
+}
+"""What the method that recalls blocks has rules of its own for."""
 
 _RETIRED: dict[str, Any] = {"ledger": 0, "refit": False}
 """Fields that files of earlier versions have, and the values that changed nothing."""

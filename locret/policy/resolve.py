@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any
 
-from locret.policy.policy import FOLLOWING, Follows, RetentionPolicy
+from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy, Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,17 +15,14 @@ class PolicyFlags(RetentionPolicy):
     """The numbers of a policy as options: those that may follow from others are None unless they are given."""
 
     budget: int = None  # type: ignore[assignment]
-    chunk_size: int = None  # type: ignore[assignment]
-    stabilizers: int = None  # type: ignore[assignment]
-    local_len: int = None  # type: ignore[assignment]
-    decode_interval: int = None  # type: ignore[assignment]
-    min_chunk: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         """Check nothing yet: what is recommended is still missing, and `resolve` checks."""
 
 
-def resolve(own: Mapping[str, Any], recommended: Mapping[str, Any]) -> RetentionPolicy:
+def resolve(
+    own: Mapping[str, Any], recommended: Mapping[str, Any], wanted: Wanted = MappingProxyType({})
+) -> RetentionPolicy:
     """Return the policy: what the user chose, else what is recommended, else the defaults.
 
     Recommended numbers belong to the recommended budget. Below it, those that follow from a budget (see
@@ -34,17 +32,17 @@ def resolve(own: Mapping[str, Any], recommended: Mapping[str, Any]) -> Retention
         own: Numbers that the user chose, or that follow from what the user chose; None where one is left open
             (but a decode_budget of None is a choice: no bound).
         recommended: Numbers of the heads or a preset; may be empty.
+        wanted: Numbers that follow from the budget otherwise than by what is recommended.
 
     Raises:
         ValueError: If numbers are out of range or contradict each other, or a file that is named is no good.
     """
     reference = RetentionPolicy(**recommended)
-    settings = {field.name: getattr(reference, field.name) for field in fields(RetentionPolicy)}
-    for name in FOLLOWING:
-        if not isinstance(wanted := settings[name], Follows):
-            settings[name] = Follows.of(wanted, wanted, reference.budget)
     given = {name: value for name, value in own.items() if value is not None or name == "decode_budget"}
-    policy = RetentionPolicy(**{**settings, **given})
+    following = {name: (getattr(reference, name), reference.budget) for name in FOLLOWING if name not in given}
+    following |= {name: pair for name, pair in reference.wanted.items() if name in following} | wanted
+    settings = {field.name: getattr(reference, field.name) for field in fields(RetentionPolicy)} | given
+    policy = RetentionPolicy.following_from({n: v for n, v in settings.items() if n not in following}, following)
     if policy.prefill_attention != RetentionPolicy.prefill_attention:
         from locret import prefill_attention  # needs torch, which help and completion should not load
 
@@ -67,7 +65,7 @@ def check_used(own: Mapping[str, Any], policies: Collection[RetentionPolicy]) ->
     for field in fields(RetentionPolicy):
         value = own.get(field.name)
         missing = [policy.idle().get(field.name) for policy in policies]
-        if value is not None and value != field.default and missing and all(missing):
+        if value is not None and value != USUAL.get(field.name, field.default) and missing and all(missing):
             flag = f"--{field.name.replace('_', '-')}"
             raise ValueError(f"{flag} {value} changes nothing without --{missing[0]}; add that, or drop {flag}")
 

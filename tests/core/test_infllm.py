@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -331,7 +330,7 @@ def test_a_scorer_of_its_own_is_refused() -> None:
 def test_numbers_that_nobody_gave_follow() -> None:
     policy = RetentionPolicy(recall_by="infllm", budget=256)
     assert (policy.chunk_size, policy.local_len, policy.stabilizers) == (policy.blocks().numbers[0], 1, 0)
-    assert replace(policy, budget=6000).chunk_size == 512
+    assert policy.changed(budget=6000).chunk_size == 512
 
 
 def test_it_is_a_method_of_every_command() -> None:

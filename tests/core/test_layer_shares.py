@@ -147,7 +147,7 @@ def test_head_shares_come_from_the_heads_or_are_asked_for(model: nn.Module) -> N
     with pytest.raises(ValueError, match="shares out the layers too"):
         RetentionPolicy(**NUMBERS, head_budgets="shares", layer_budgets="pyramid")
     for more in ({"when": "prompt_end"}, {"decode_budget": 99}):
-        with pytest.raises(ValueError, match="keeps the newest units of every KV head"):
+        with pytest.raises(ValueError, match="keep the newest units of every KV head"):
             RetentionPolicy(**NUMBERS, head_budgets="shares", **more)
     with pytest.raises(ValueError, match="are no shares; give a number above 0 for every KV head"):
         RetentionPolicy(**NUMBERS, head_budgets="shares", head_shares=(0.0, 1.0))

@@ -27,10 +27,10 @@ from locret.policy.schedule import plan
          "raise budget, lower stabilizers to at most 99, or leave them out to follow the budget"),
         ({"chunk_size": 0}, "chunk_size=0 is too small"),
         ({"local_len": 0}, "local_len=0 is too small"),
-        ({"stabilizers": -1}, "stabilizers=-1 is negative; use 0 to protect nothing"),
+        ({"stabilizers": -1}, "stabilizers=-1 is too small; it must be 0 or more"),
         ({"positions": "absolute"}, 'positions="absolute" is unknown; choose one of compact, original'),
         ({"head_budgets": "ragged"}, 'head_budgets="ragged" is unknown; choose one of uniform, adaptive'),
-        ({"head_floor": 1.5}, "head_floor=1.5 is not a share of the budget; give 0 to 1, such as 0.2"),
+        ({"head_floor": 1.5}, "head_floor=1.5 is too large; it must be 1 or less"),
         ({"decode_budget": 164, "local_len": 100, "decode_interval": 64}, "decode_budget=164 cannot hold local_len=1"),
     ],
 )  # fmt: skip
@@ -175,17 +175,24 @@ def test_stabilizers_are_no_matter_where_everything_is_selected_at_the_prompts_e
         replace(policy, when="chunk")
 
 
-def test_a_copy_with_another_budget_keeps_what_was_given_and_follows_with_the_rest() -> None:
-    small = replace(RetentionPolicy(), budget=1024)
+def test_another_budget_keeps_what_was_given_and_follows_with_the_rest() -> None:
+    small = RetentionPolicy().changed(budget=1024)
     assert small == RetentionPolicy(budget=1024)
-    assert replace(small, budget=6000) == RetentionPolicy()
-    assert replace(RetentionPolicy(budget=1024, stabilizers=7), budget=6000).stabilizers == 7
+    assert small.changed(budget=6000) == RetentionPolicy()
+    assert RetentionPolicy(budget=1024, stabilizers=7).changed(budget=6000).stabilizers == 7
     with pytest.raises(ValueError, match="stabilizers=2500 leaves no room for scored units in budget=1024; raise "):
-        replace(RetentionPolicy(stabilizers=2500), budget=1024)
+        RetentionPolicy(stabilizers=2500).changed(budget=1024)
     saved = RetentionPolicy.from_dict(RetentionPolicy().to_dict(), "policy")
     assert saved.following() == []
     with pytest.raises(ValueError, match="stabilizers=2500 leaves no room"):
-        replace(saved, budget=1024)
+        saved.changed(budget=1024)
+
+
+def test_a_number_taken_from_another_policy_is_the_one_that_it_shows() -> None:
+    small = RetentionPolicy(budget=64)
+    assert small.stabilizers == 16
+    assert RetentionPolicy(budget=1024, stabilizers=small.stabilizers).stabilizers == 16
+    assert replace(small, budget=1024).stabilizers == 16
 
 
 def test_numbers_that_follow_are_plain_in_plain_data() -> None:
@@ -194,4 +201,4 @@ def test_numbers_that_follow_are_plain_in_plain_data() -> None:
     assert yaml.safe_load(yaml.safe_dump(asdict(policy))) == policy.to_dict()
     for copied in (pickle.loads(pickle.dumps(policy)), copy.copy(policy), copy.deepcopy(policy)):
         assert copied.following() == policy.following()
-        assert replace(copied, budget=6000) == RetentionPolicy()
+        assert copied.changed(budget=6000) == RetentionPolicy()

@@ -422,9 +422,9 @@ def test_half_precision_backbones_are_read_and_answered(dtype: torch.dtype) -> N
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"key_bits": 5}, "key_bits=5 is no size of a code; choose one of 16, 8, 4, 3, 2"),
-        ({"value_bits": 1}, "value_bits=1 is no size of a code"),
-        ({"key_bits": 4, "exact_recent": -1}, "exact_recent=-1 is negative; use 0 for none"),
+        ({"key_bits": 5}, "key_bits=5 is unknown; choose one of 16, 8, 4, 3, 2"),
+        ({"value_bits": 1}, "value_bits=1 is unknown"),
+        ({"key_bits": 4, "exact_recent": -1}, "exact_recent=-1 is too small; it must be 0 or more"),
         ({"exact_layers": -2, "value_bits": 4}, "exact_layers=-2 is negative"),
         ({"key_bits": 4, "head_budgets": "adaptive"}, 'use 16 bits, or head_budgets="uniform"'),
         ({"key_bits": 4, "merge": "loco"}, "key_bits=4 and value_bits=16 round every unit once; use 16 bits, or leave"),

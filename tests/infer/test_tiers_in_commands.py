@@ -140,7 +140,7 @@ def test_an_answer_is_measured_with_both_tiers(capsys: pytest.CaptureFixture[str
             "--host-by recency changes nothing without --host-budget as a number of units; add that, or drop --host-by",
         ),
         (["--host-budget", "64", "--recall", "4", "--recall-by", "exakt"], 'lookup "exakt" is unknown'),
-        (["--host-budget", "1K", "--recall", "4"], 'host_budget="1K" is neither a number of units nor "all"'),
+        (["--host-budget", "1K", "--recall", "4"], 'host_budget=1K is neither a number of units nor "all"'),
         (["--host-budget", "1000000000000", "--recall", "4"], "bytes of host memory, but this machine has"),
         (["--key-bits", "4", "--exact-layers", "3"], "exact_layers=3 leaves none of 5 layers for key_bits=4 and"),
         (["--merge", "foo"], 'merge "foo" is unknown; did you mean loco?'),
