@@ -48,7 +48,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         ranks = held.enter_context(joined("locret-train", way_out=_GO_ON))
         with ranks.together():
             folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
-            rows = find_local(data.dataset, data_dir=data.data_dir, split=data.split, streaming=data.streaming)
+            rows = find_local(data.dataset, data_dir=data.data_dir)
             local = backbone.local_folder() is not None and rows is not None
             if launch.is_main_process() and not run.dry_run:
                 held.enter_context(locked(folder, f"--output {run.output}"))
@@ -136,8 +136,7 @@ def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int
     import yaml
 
     print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
-    shown = "streamed" if training.data.streaming else "an unknown number of" if rows is None else rows
-    print(f"\n# {shown} rows")
+    print(f"\n# {'an unknown number of' if rows is None else rows} rows")
     print("\n".join(f"# {line}" for line in _plan(training, process)))
     return 0
 

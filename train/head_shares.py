@@ -21,7 +21,7 @@ from locret.conversation.likelihood import ids_of
 from locret.conversation.templates import leading_special_ids
 from locret.conversation.transcript import Transcript
 from locret.data import real
-from locret.data.training.text_rows import REQUEST
+from locret.data.training.rows import REQUEST
 from locret.labels.many_answers import labels_of_answers
 
 TOKENS, PASSAGES = 1024, 12

@@ -14,7 +14,6 @@ def label_notes(loss: LossOptions) -> dict[str, Any]:
     """Return the definition of the labels."""
     queries = {
         "last": "the answer's tokens",
-        "all": "the tokens of every later answer",
         "each": "the tokens of the answers to all questions, each asked by itself",
     }[loss.answers]
     if loss.label_source == "reconstruction":

@@ -33,6 +33,9 @@ _RETIRED = {
     "devices": None,
     "host_memory": None,
     "gate": "locret",
+    "streaming": False,
+    "shuffle_buffer": 1000,
+    "max_row_bytes": 4_900_000,
 }
 """Options that runs of earlier versions have, and the values that changed nothing."""
 

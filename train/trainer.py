@@ -216,7 +216,6 @@ class Trainer:
                 example.answer_ids,
                 self.loss,
                 max_prompt_tokens=self.max_prompt_tokens,
-                earlier_answers=example.earlier_answers,
                 asked=example.asked,
                 backward=backward,
             )

@@ -13,8 +13,6 @@ from typing import Any, Literal, get_args, get_type_hints
 from locret.base.fields import check_finite, check_license, checked
 from locret.base.nearest import check_retired, nearest
 from locret.cli.command import parse_options
-from locret.data.training.json_rows import MAX_ROW_BYTES
-from locret.data.training.row_order import SHUFFLE_BUFFER
 from locret.labels import kinds
 from locret.loading.options import BackboneSource
 from locret.policy.policy import RetentionPolicy
@@ -79,17 +77,11 @@ class DataOptions:
     """Leave out shorter rows, in tokens of prompt and answer."""
     max_tokens: int | None = None
     """Leave out longer rows, in tokens of prompt and answer."""
-    max_row_bytes: int = MAX_ROW_BYTES
-    """A longer row of a local JSON file is a bad row."""
     max_prompt_tokens: int = 10240
     """First prompt tokens to train on; labels come from the whole row (original)."""
-    streaming: bool = False
-    """Read rows as they come, for sets larger than memory or disk; a bad row is found only when its turn comes."""
-    shuffle_buffer: int = SHUFFLE_BUFFER
-    """With --streaming, rows among which the next one is drawn."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "min_tokens", "max_tokens", "max_row_bytes", "max_prompt_tokens", "shuffle_buffer")
+        _check_positive(self, "min_tokens", "max_tokens", "max_prompt_tokens")
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"--min-tokens {self.min_tokens} is above --max-tokens {self.max_tokens}; no row fits")
 
@@ -134,10 +126,9 @@ class LossOptions(Loss):
     label_source: Literal["answer", "reconstruction"] = "answer"
     """Whose attention labels a text: that of the row's answer (Locret, Eq. 2), or that of the text's own repetition
     after a short request, which needs no answers (KVzip, arXiv 2505.23416) and twice the context."""
-    answers: Literal["last", "all", "each"] = "last"
-    """Which answers label a row's text: the last one; of several turns, each one what stands before it (all); of rows
-    with a document and its questions, the largest label of all answers, each question asked by itself of the document,
-    which is read once (each)."""
+    answers: Literal["last", "each"] = "last"
+    """Which answers label a row's text: the last one; or, of rows with a document and its questions, the largest label
+    of all answers, each question asked by itself of the document, which is read once (each)."""
 
     def __post_init__(self) -> None:
         check_finite(self)

@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
 _PLACES = ("device_map", "max_memory", "offload_folder", "shard", "shard_offload", "shard_offload_dir")
-_FREE = (*_PLACES, "data_dir", "skip_bad_rows", "max_row_bytes", "eval_every", *RunOptions.__dataclass_fields__)
+_FREE = (*_PLACES, "data_dir", "skip_bad_rows", "eval_every", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
@@ -219,8 +219,6 @@ class TrainingRun:
             data_dir=data.data_dir,
             split=data.split,
             revision=data.dataset_revision,
-            streaming=data.streaming,
-            max_row_bytes=data.max_row_bytes,
         )
         self.stream = TrainingStream(
             rows,
@@ -234,14 +232,11 @@ class TrainingRun:
             answers=self.loss.answers,
             source=data.dataset,
             reconstruct=self.loss.label_source == "reconstruction",
-            shuffle_buffer=data.shuffle_buffer,
             rank=ranks.data_rank,
             world=ranks.data_size,
         )
-        beginning = self.stream.state()
-        next(self.stream)
-        self.stream.restore(beginning)
-        if not data.skip_bad_rows and not data.streaming:
+        self.stream.check_first()
+        if not data.skip_bad_rows:
             self.stream.check_rows()
         self._hold_out(self.optimizer.gradient_accumulation * ranks.data_size)
 
@@ -249,11 +244,13 @@ class TrainingRun:
         asked, steps = self.validation.eval_rows, self.optimizer.steps
         self.held_out = hold_out(self.stream, asked, steps * rows_per_step)
         found = len(self.held_out)
-        if asked and (found < asked or not self.stream.has_more()):
-            raise ValueError(
-                f"--eval-rows {asked} leaves nothing to train on: --dataset {self.data.dataset} has {found} rows that "
-                "can be read; lower it, or use --eval-rows 0"
-            )
+        if asked:
+            try:
+                self.stream.check_first()
+            except ValueError as error:
+                raise ValueError(
+                    f"--eval-rows {asked} leaves nothing to train on ({error}); lower it, or use --eval-rows 0"
+                ) from None
         if not found and self.validation.eval_every is not None:
             raise ValueError(
                 f"--eval-every {self.validation.eval_every} evaluates on held-out rows, and there are none; give "
@@ -387,7 +384,7 @@ class TrainingRun:
             if accelerator.is_main_process:
                 self._report_dropped()
         seconds = time.perf_counter() - started
-        summary = {**record, "dropped_rows": self.stream.dropped, "seconds": seconds, "stopped": stopped or None}
+        summary = {**record, "dropped_rows": self.stream.report.counts, "seconds": seconds, "stopped": stopped or None}
         if not stopped:
             start = "untrained heads" if self.backbone.init_from is None else "the heads of --init-from"
             words, warning = comparison(record, trainer.before, trainer.chance(), start)

@@ -28,8 +28,8 @@ def hold_out(stream: TrainingStream, asked: int | None, trained: int) -> list[Tr
     """
     if asked is not None:
         return stream.hold_out(asked)[0]
-    unread = 0 if stream.size is None else stream.size - trained
-    if stream.size is None or unread < AUTO_ROWS:
+    unread = stream.size - trained
+    if unread < AUTO_ROWS:
         return []
     found, looked = stream.hold_out(AUTO_ROWS, min(_LOOKED_AT, unread))
     # Where rows are left out, training reads more of them; twice as many as it seems to need is enough.

@@ -1,9 +1,8 @@
-"""Rows of training data as tokens: the prompt as inference reads it, and the answers in it."""
+"""Rows of training data as tokens: the prompt as inference reads it, and the answers to it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from locret.conversation.templates import encode, leading_special_ids, render
@@ -70,47 +69,3 @@ def tokenise_questions(
     if not length:
         raise ValueError("the template writes the question before the document, so it cannot be asked by itself")
     return pairs[0][0][:length], [(prompt_ids[length:], answer_ids) for prompt_ids, answer_ids in pairs]
-
-
-def earlier_answers(
-    tokenizer: PreTrainedTokenizerBase, row: Row, template: str, prompt_ids: Sequence[int]
-) -> tuple[tuple[int, int], ...]:
-    """Where a prompt holds answers to earlier turns: first and past-the-end position of each, in order.
-
-    An answer begins where the prompt for it would have ended and runs to the end of its turn; where the template writes
-    an answer otherwise once more turns follow, to the end of its text. A token across a boundary is of what follows.
-
-    Args:
-        tokenizer: Gives the chat template.
-        row: The conversation.
-        template: One of `TEMPLATES`.
-        prompt_ids: The prompt's ids, as `tokenise_row` returned them.
-
-    Raises:
-        ValueError: If the chat template refuses some of the turns, or leaves an earlier answer out.
-    """
-    answered = [i for i, message in enumerate(row.messages) if message.role == "assistant" and message.content.strip()]
-    answered = [i for i in answered if any(message.role == "user" for message in row.messages[:i])]
-    if not answered:
-        return ()
-    special = [] if template == "chat" else leading_special_ids(tokenizer)
-    whole = render(tokenizer, row.messages, template)
-
-    def position(characters: int) -> int:
-        ids = special + encode(tokenizer, whole[:characters])
-        return next((i for i, (one, other) in enumerate(zip(ids, prompt_ids, strict=False)) if one != other), len(ids))
-
-    found = []
-    for turn in answered:
-        before, answer = row.messages[:turn], row.messages[turn].content
-        start = len(os.path.commonprefix([render(tokenizer, before, template), whole]))
-        rendered = render(tokenizer, before, template, answer)
-        if whole.startswith(rendered):
-            end = len(rendered)
-        else:
-            text = answer.strip()
-            end = whole.find(text, start) + len(text)
-            if end < start + len(text):
-                raise ValueError(f"--template {template} leaves out the answer of turn {turn}; use --answers last")
-        found.append((position(start), position(end)))
-    return tuple((first, last) for first, last in found if first < last)

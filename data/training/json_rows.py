@@ -1,39 +1,33 @@
-"""Rows of JSON files, found by one scan and read when asked for, each with the file and line where it begins.
+"""Rows of JSON files, found by one scan and read when asked for.
 
 The one reader of training rows and of published benchmarks, with one error. A row that cannot be read stops nothing but
-itself: it keeps its number, and says what is wrong when it is loaded. Memory holds where rows lie (32 bytes a row),
-never the rows.
+itself: it keeps its number, and says what is wrong when it is loaded. Memory holds where rows lie (24 bytes a row),
+never the rows; `datasets` would hold a list whole, and refuse all rows of a file for one.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import lzma
 import mmap
 import re
 import shutil
 import tempfile
 import zipfile
-import zlib
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any
 
 SUFFIXES = (".json", ".jsonl")
 MAX_ROW_BYTES = 4_900_000
 """Just under 5 MB: 1.2 million tokens of English."""
-# BadZipFile aside, each compression has an error of its own; NotImplementedError and RuntimeError: a method or a flag
-# of encryption that no published archive has.
-_DAMAGED_ZIP = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, RuntimeError, ValueError, OSError)
+_MARK = b"\xef\xbb\xbf"
+_NOTHING = _MARK + b" \t\r\n[]"
 _STRUCTURE = re.compile(rb'["\[\]{},]')
-
-
-TABLE_ERRORS = (ValueError, TypeError, NotImplementedError, RuntimeError, OSError, KeyError)
-"""What reading a damaged table raises: pyarrow's errors are kinds of these (damaged pages are OSErrors)."""
 
 
 class BadRow(ValueError):
@@ -58,17 +52,9 @@ class Entry:
     number: int
     """Its index in the data set, from 0."""
     where: str
-    """Where it stands: "rows.jsonl:17 (row 16 from 0)", or "row 16 (counted from 0)" where there are no lines."""
+    """Where it stands: "rows.jsonl: row 16 (counted from 0)"."""
     load: Callable[[], Mapping[str, Any]]
     """Reads it; raises BadRow."""
-
-
-class Span(NamedTuple):
-    """Where a row lies: bytes `start` to `end` of the file, beginning on `line`, counted from 1."""
-
-    start: int
-    end: int
-    line: int
 
 
 class JsonRows(Sequence[Mapping[str, Any]]):
@@ -83,43 +69,34 @@ class JsonRows(Sequence[Mapping[str, Any]]):
         OSError: If one cannot be read.
     """
 
-    def __init__(self, files: Sequence[str | Path], *, max_row_bytes: int) -> None:
-        self._files, self._max_row_bytes = [str(file) for file in files], max_row_bytes
-        self._numbers, self._starts, self._ends, self._lines = (array("q") for _ in range(4))
+    def __init__(self, files: Sequence[str], max_row_bytes: int = MAX_ROW_BYTES) -> None:
+        self._files, self._max_row_bytes = list(files), max_row_bytes
+        places = array("q")
         for number, file in enumerate(self._files):
-            for start, end, line in spans(file):
-                self._numbers.append(number)
-                self._starts.append(start)
-                self._ends.append(end)
-                self._lines.append(line)
-        self._selected: Sequence[int] = range(len(self._starts))
+            for start, end in spans(file):
+                places.extend((number, start, end))
+        self._places = places
+        self._chosen = range(len(places) // 3)
 
-    def select(self, indices: Sequence[int]) -> JsonRows:
-        """Return some of the rows; the index is shared."""
-        chosen = object.__new__(JsonRows)
-        chosen.__dict__.update(self.__dict__)
-        chosen._selected = [self._selected[index] for index in indices]
-        return chosen
+    def part(self, first: int, end: int) -> JsonRows:
+        """Return some of the rows; what is known of the files is shared."""
+        some = copy(self)
+        some._chosen = self._chosen[first:end]
+        return some
 
     def __len__(self) -> int:
-        return len(self._selected)
+        return len(self._chosen)
 
-    @overload
-    def __getitem__(self, index: int) -> Mapping[str, Any]: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Mapping[str, Any]]: ...
-    def __getitem__(self, index: int | slice) -> Mapping[str, Any] | Sequence[Mapping[str, Any]]:
+    def __getitem__(self, index: Any) -> Any:
         """Read a row; raises BadRow if it cannot be."""
-        if isinstance(index, slice):
-            return self.select(range(len(self))[index])
         return self.entry(index).load()
 
     def entry(self, index: int) -> Entry:
         """Return a row and where it stands, without reading it."""
-        row = self._selected[index]
-        span = Span(self._starts[row], self._ends[row], self._lines[row])
-        file = self._files[self._numbers[row]]
-        return _entry(index, file, file, span, self._max_row_bytes)
+        row = 3 * self._chosen[index]
+        number, start, end = self._places[row : row + 3]
+        file = self._files[number]
+        return _entry(index, file, file, (start, end), self._max_row_bytes)
 
 
 def stream_entries(files: Sequence[str | Path], *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Entry]:
@@ -137,13 +114,39 @@ def stream_entries(files: Sequence[str | Path], *, max_row_bytes: int = MAX_ROW_
     for named in map(str, files):
         if named.endswith(".parquet"):
             for row in _table(named):
-                yield Entry(number, f"{named}: row {number} (counted from 0)", lambda row=row: row)  # type: ignore[misc]
+                yield Entry(number, placed(named, number), lambda row=row: row)  # type: ignore[misc]
                 number += 1
             continue
         with _on_disk(named) as file:
             for span in spans(file, named):
                 yield _entry(number, named, file, span, max_row_bytes)
                 number += 1
+
+
+def placed(named: str, number: int) -> str:
+    """Return what names a row of a file or data set."""
+    return f"{named}: row {number} (counted from 0)"
+
+
+@contextmanager
+def one_sentence(named: str, way_out: str) -> Iterator[None]:
+    """Turn whatever a reader of archives or tables raises, which has no end, into one sentence.
+
+    Raises:
+        ValueError: For damage.
+        OSError: If the operating system refuses.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        # A damaged offset of an archive is an invalid argument; the errors of Arrow have no number.
+        if isinstance(cause, FileNotFoundError) or getattr(cause, "errno", None) not in (None, errno.EINVAL):
+            raise OSError(f"{named} cannot be read ({cause}); check its path and permissions") from None
+        reason = " ".join(str(cause).split())[:300] or type(cause).__name__
+        raise ValueError(f"{named} cannot be read ({reason}); {way_out}") from None
 
 
 @contextmanager
@@ -155,38 +158,28 @@ def _on_disk(named: str) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / Path(member).name
-        try:
-            with zipfile.ZipFile(archive) as files, files.open(member) as packed, copy.open("wb") as unpacked:
-                shutil.copyfileobj(packed, unpacked)
-        except KeyError:
-            raise ValueError(f"{archive} has no file {member} inside; check that it is the published archive") from None
-        except _DAMAGED_ZIP as error:
-            # A damaged offset is an invalid argument of seek.
-            if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
-                raise OSError(f"{named} cannot be read ({error.strerror}); check its permissions") from None
-            raise ValueError(f"{archive} is not an intact zip archive ({error}); fetch it again") from None
+        with (
+            one_sentence(named, "check that it is the published archive, or fetch it again"),
+            zipfile.ZipFile(archive) as files,
+            files.open(member) as packed,
+            copy.open("wb") as unpacked,
+        ):
+            shutil.copyfileobj(packed, unpacked)
         yield str(copy)
 
 
 def _table(path: str) -> Iterator[dict[str, Any]]:
     import datasets
 
-    try:
+    with one_sentence(path, "fetch it again"):
         yield from datasets.load_dataset("parquet", data_files=path, split="train", streaming=True)
-    except FileNotFoundError:
-        raise OSError(f"{path} cannot be read (no such file); check the path") from None
-    except PermissionError as error:
-        raise OSError(f"{path} cannot be read ({error.strerror}); check its permissions") from None
-    # Damage is an ArrowInvalid, an OSError without a number, an OverflowError or an error of datasets' own.
-    except Exception as error:
-        raise ValueError(f"{path} is not Parquet ({' '.join(str(error).split())[:200]}); fetch it again") from None
 
 
-def spans(file: str, named: str = "") -> Iterator[Span]:
-    """Yield where the rows of a file lie, in bounded memory: the elements of a list, or lines that are not blank.
+def spans(file: str, named: str = "") -> Iterator[tuple[int, int]]:
+    """Yield first and past-the-end byte of the rows of a file: the elements of a list, or lines that are not blank.
 
     Args:
-        file: Its path.
+        file: Its path, which is never held in memory.
         named: What messages call it; the path if empty.
 
     Raises:
@@ -196,12 +189,10 @@ def spans(file: str, named: str = "") -> Iterator[Span]:
     named = named or file
     try:
         with open(file, "rb") as stream:
-            if not stream.read(4096).strip(b"\xef\xbb\xbf \t\r\n[]"):
-                stream.seek(0)
-                if not stream.read().strip(b"\xef\xbb\xbf \t\r\n[]"):
-                    raise ValueError(f"{named} is empty; it needs at least one row")
+            if not any(block.strip(_NOTHING) for block in iter(lambda: stream.read(4096), b"")):
+                raise ValueError(f"{named} is empty; it needs at least one row")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                start = 3 if content[:3] == b"\xef\xbb\xbf" else 0
+                start = len(_MARK) if content[:3] == _MARK else 0
                 first = re.compile(rb"\S").search(content, start)
                 is_list = not file.endswith(".jsonl") and first is not None and first.group() == b"["
                 yield from _elements(content, first.start() + 1) if is_list and first else _filled_lines(content, start)
@@ -209,29 +200,18 @@ def spans(file: str, named: str = "") -> Iterator[Span]:
         raise OSError(f"{named} cannot be read ({error.strerror or error}); check its permissions") from None
 
 
-def _filled_lines(content: mmap.mmap, start: int) -> Iterator[Span]:
-    size, line = len(content), 0
-    while start < size:
-        line += 1
+def _filled_lines(content: mmap.mmap, start: int) -> Iterator[tuple[int, int]]:
+    while start < len(content):
         newline = content.find(b"\n", start)
-        end = size if newline < 0 else newline
-        if content[start : start + 64].split(b"\n")[0].strip() or content[start:end].strip():
-            yield Span(start, end, line)
+        end = len(content) if newline < 0 else newline
+        if content[start : min(end, start + 64)].strip() or content[start:end].strip():
+            yield start, end
         start = end + 1
 
 
-def _elements(content: mmap.mmap, start: int) -> Iterator[Span]:
+def _elements(content: mmap.mmap, start: int) -> Iterator[tuple[int, int]]:
     """Cut a list at the commas that lie in none of its elements; what lies between may be anything."""
-    depth, line, counted, size = 0, 1, 0, len(content)
-
-    def element(begin: int, end: int) -> Span:
-        nonlocal line, counted
-        text = content[begin : min(end, begin + 4096)]
-        begin += len(text) - len(text.lstrip())  # the line of the element, not of the comma before it
-        line, counted = line + content[counted:begin].count(b"\n"), begin
-        return Span(begin, end, line)
-
-    at = start
+    depth, at, size = 0, start, len(content)
     while found := _STRUCTURE.search(content, at):
         mark, at = found.group(), found.end()
         if mark == b'"':
@@ -240,17 +220,17 @@ def _elements(content: mmap.mmap, start: int) -> Iterator[Span]:
             depth += 1
         elif mark == b",":
             if depth == 0:
-                yield element(start, found.start())
+                yield start, found.start()
                 start = at
         elif depth:
             depth -= 1
         else:
             if content[start : found.start()].strip():
-                yield element(start, found.start())
+                yield start, found.start()
             start = at
             break
     if content[start:size].strip():  # the list is cut off, or something follows it
-        yield element(start, size)
+        yield start, size
 
 
 def _string_end(content: mmap.mmap, start: int) -> int:
@@ -266,17 +246,15 @@ def _string_end(content: mmap.mmap, start: int) -> int:
     return len(content)
 
 
-def _entry(number: int, named: str, file: str, span: Span, max_row_bytes: int) -> Entry:
-    where = f"{named}:{span.line} (row {number} from 0)"
+def _entry(number: int, named: str, file: str, span: tuple[int, int], max_row_bytes: int) -> Entry:
+    where, (start, end) = placed(named, number), span
 
     def load() -> Mapping[str, Any]:
-        size = span.end - span.start
-        if size > max_row_bytes:
-            allowed = f"{max_row_bytes:,} are allowed (--max-row-bytes when training)"
-            raise BadRow(where, "row too long", f"has {size:,} bytes where {allowed}")
+        if end - start > max_row_bytes:
+            raise BadRow(where, "row too long", f"has {end - start:,} bytes where {max_row_bytes:,} are allowed")
         with open(file, "rb") as stream:
-            stream.seek(span.start)
-            return _parsed(where, stream.read(size))
+            stream.seek(start)
+            return _parsed(where, stream.read(end - start))
 
     return Entry(number, where, load)
 

@@ -20,7 +20,7 @@ ROLES = {
     "chatgpt": "assistant",
     "system": "system",
 }
-ANSWER_COLUMNS = ("answer", "response", "completion")
+REQUEST = "Repeat the text above."
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,6 @@ class Row:
         """Text of the last message before the answer: the whole prompt of a single-turn row."""
         return self.messages[-1].content
 
-    def chat(self) -> list[dict[str, str]]:
-        """The messages as a chat template takes them."""
-        return [message._asdict() for message in self.messages]
-
 
 @dataclass(frozen=True)
 class Schema:
@@ -48,7 +44,7 @@ class Schema:
 
     name: str
     columns: str
-    matches: Callable[[set[str]], bool]
+    needed: set[str]
     turns: Callable[[Mapping[str, Any], str], list[Message]]
     """From a record, and where it stands."""
     asked: Callable[[Mapping[str, Any], str], tuple[tuple[str, str], ...]] | None = None
@@ -67,7 +63,7 @@ def detect_schema(columns: Iterable[str], source: str) -> Schema:
     """
     found = list(columns)
     for schema in SCHEMAS:
-        if schema.matches(set(found)):
+        if schema.needed <= set(found):
             return schema
     accepted = "; ".join(f"{schema.name}: {schema.columns}" for schema in SCHEMAS)
     raise ValueError(
@@ -103,33 +99,42 @@ def read_row(record: Mapping[str, Any], schema: Schema, *, where: str, answer_ne
     return Row(messages, turns[end].content if answers else "", asked)
 
 
+def reconstruction(row: Row) -> Row:
+    """Return a row that gives the same text, asks for it and answers with it; the row's own answer is not used.
+
+    What a model looks at while it repeats its text is what any question may need (KVzip, arXiv 2505.23416, which lets
+    it repeat a text piece by piece; here once and whole). The turns of a conversation become one text; a system message
+    stays what it is, and questions that are asked apart from a document are left out.
+    """
+    system = tuple(message for message in row.messages if message.role == "system")
+    text = "\n\n".join(message.content for message in row.messages if message.role != "system")
+    if row.asked:
+        text = text.removesuffix(f"\n{row.asked[-1][0]}")
+    return Row((*system, Message("user", f"{text}\n\n{REQUEST}")), text)
+
+
 def _text(record: Mapping[str, Any], where: str, field: str) -> str:
     """The field as text; a null or absent one is empty, as `input` is on LongAlpaca's long rows."""
     return text_of(record, where, field, may_be_missing=True)
 
 
-def _single_turn(prompt: str, answer: str) -> list[Message]:
-    return [Message("user", prompt), Message("assistant", answer)]
+def _one_turn(separator: str, *fields: str) -> Callable[[Mapping[str, Any], str], list[Message]]:
+    """Return how fields, of which the last is the answer, become one turn and its answer."""
+
+    def turns(record: Mapping[str, Any], where: str) -> list[Message]:
+        *asked, answer = (_text(record, where, name) for name in fields)
+        if "document" in fields:
+            _document(record, where)
+        return [Message("user", separator.join(part for part in asked if part.strip())), Message("assistant", answer)]
+
+    return turns
 
 
-def _joined(separator: str, *parts: str) -> str:
-    return separator.join(part for part in parts if part.strip())
-
-
-def _alpaca_turns(record: Mapping[str, Any], where: str) -> list[Message]:
-    return _single_turn(
-        _joined("\n", _text(record, where, "instruction"), _text(record, where, "input")),
-        _text(record, where, "output"),
-    )
-
-
-def _document_turns(record: Mapping[str, Any], where: str) -> list[Message]:
+def _document(record: Mapping[str, Any], where: str) -> str:
     document = _text(record, where, "document")
     if not document.strip():
         raise BadRow(where, "empty context", "has an empty field 'document'")
-    # Document first: a retaining head is trained to keep what a later question needs.
-    prompt = _joined("\n\n", document, _text(record, where, "question"))
-    return _single_turn(prompt, _text(record, where, "answer"))
+    return document
 
 
 def _questions(record: Mapping[str, Any], where: str) -> tuple[tuple[str, str], ...]:
@@ -144,17 +149,10 @@ def _questions(record: Mapping[str, Any], where: str) -> tuple[tuple[str, str], 
 
 def _shared_turns(record: Mapping[str, Any], where: str) -> list[Message]:
     """Return the turns of a document with its last question: what a row is where questions are not asked apart."""
-    document, system = _text(record, where, "document"), _text(record, where, "system")
-    if not document.strip():
-        raise BadRow(where, "empty context", "has an empty field 'document'")
+    document, system = _document(record, where), _text(record, where, "system")
     question, answer = _questions(record, where)[-1]
     before = [Message("system", system)] if system.strip() else []
-    return [*before, *_single_turn(f"{document}\n{question}", answer)]
-
-
-def _prompt_turns(record: Mapping[str, Any], where: str) -> list[Message]:
-    answer = next(column for column in ANSWER_COLUMNS if column in record)
-    return _single_turn(_text(record, where, "prompt"), _text(record, where, answer))
+    return [*before, Message("user", f"{document}\n{question}"), Message("assistant", answer)]
 
 
 def _list_turns(field: str, role_key: str, content_key: str) -> Callable[[Mapping[str, Any], str], list[Message]]:
@@ -187,47 +185,36 @@ def _message(turn: Mapping[str, Any], where: str, field: str, role_key: str, con
 
 # The first that fits wins: a data set with `messages` often carries `prompt` too, as a copy.
 SCHEMAS = (
-    Schema(
-        "messages",
-        "messages (list of role, content)",
-        lambda columns: "messages" in columns,
-        _list_turns("messages", "role", "content"),
-    ),
+    Schema("messages", "messages (list of role, content)", {"messages"}, _list_turns("messages", "role", "content")),
     Schema(
         "ShareGPT",
         "conversations (list of from, value)",
-        lambda columns: "conversations" in columns,
+        {"conversations"},
         _list_turns("conversations", "from", "value"),
     ),
     Schema(
         "shared document",
         "document, questions (list of question, answer), optional system",
-        lambda columns: columns >= {"document", "questions"},
+        {"document", "questions"},
         _shared_turns,
         _questions,
     ),
+    # Document first: a retaining head is trained to keep what a later question needs.
     Schema(
         "Anti-Haystack",
         "document, question, answer",
-        lambda columns: columns >= {"document", "question", "answer"},
-        _document_turns,
+        {"document", "question", "answer"},
+        _one_turn("\n\n", "document", "question", "answer"),
     ),
     Schema(
         "LongAlpaca",
         "instruction, output, optional input",
-        lambda columns: columns >= {"instruction", "output"},
-        _alpaca_turns,
+        {"instruction", "output"},
+        _one_turn("\n", "instruction", "input", "output"),
     ),
-    Schema(
-        "prompt/answer",
-        f"prompt, and one of {', '.join(ANSWER_COLUMNS)}",
-        lambda columns: "prompt" in columns and bool(columns & set(ANSWER_COLUMNS)),
-        _prompt_turns,
+    *(
+        Schema(f"prompt/{answer}", f"prompt, {answer}", {"prompt", answer}, _one_turn("", "prompt", answer))
+        for answer in ("answer", "response", "completion")
     ),
-    Schema(
-        "text",
-        "text, for --label-source reconstruction",
-        lambda columns: "text" in columns,
-        lambda record, where: [Message("user", _text(record, where, "text"))],
-    ),
+    Schema("text", "text, for --label-source reconstruction", {"text"}, _one_turn("", "text", "")),
 )

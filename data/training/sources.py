@@ -2,29 +2,32 @@
 
 LongAlpaca, LongAlign and Anti-Haystack are those of the paper's Section 4.1 and its data ablation; LongAlpaca-16k is
 the part of LongAlpaca that fits into 16K tokens. Each is pinned to the newest commit of its repository that was known
-when this was written; `--dataset-revision` overrides it. JSON files are read by `json_rows`, row by row;
-all else goes through `datasets`.
+when this was written; `--dataset-revision` overrides it. JSON files are read by `json_rows`, row by row; all else goes
+through `datasets`, which keeps tables on the disk.
 """
 
 from __future__ import annotations
 
-import difflib
 import logging
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Union
 
-from locret.data.training.json_rows import MAX_ROW_BYTES, SUFFIXES, TABLE_ERRORS, Entry, JsonRows, stream_entries
-from locret.data.training.row_order import Rows, StreamedRows, numbered
+from locret.base.nearest import nearest
+from locret.data.training.json_rows import SUFFIXES, BadRow, Entry, JsonRows, one_sentence
 
 if TYPE_CHECKING:
-    from datasets import IterableDataset
+    from datasets import Dataset
 
 logger = logging.getLogger(__name__)
+
+Rows = Union["Dataset", Sequence[Mapping[str, Any]]]
+_SCHEMA_ROWS = 100
+"""Rows whose keys together are the columns of a data set that does not list them."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +53,10 @@ ALIASES = {
         ("data/train-00000-of-00001.parquet", "data/train-00000-of-00001.jsonl"),
     ),
 }
-BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+ENDINGS = (*SUFFIXES, ".parquet")
 
 
-def load_rows(
-    dataset: str,
-    *,
-    data_dir: str | None = None,
-    split: str = "train",
-    revision: str | None = None,
-    streaming: bool = False,
-    max_row_bytes: int = MAX_ROW_BYTES,
-) -> Rows:
+def load_rows(dataset: str, *, data_dir: str | None = None, split: str = "train", revision: str | None = None) -> Rows:
     """Find the rows of a training set.
 
     Args:
@@ -70,227 +65,151 @@ def load_rows(
         data_dir: Folder with a local copy: of a named set in its published layout, else of the file `dataset`.
         split: Split to read, in the syntax of `datasets` (`train[:100]`). A single file is all `train`.
         revision: Commit, branch or tag on the Hub. A named set is pinned to the commit in `ALIASES` if None.
-        streaming: Read rows as they come, in bounded memory and without a copy on disk.
-        max_row_bytes: Longer rows of local JSON files cannot be read.
 
     Returns:
-        The rows as published, at least one unless they are streamed. `locret.data.training.rows` reads their schema.
+        The rows as published, at least one. `locret.data.training.rows` reads their schema.
 
     Raises:
         ValueError: Unknown name (the nearest are listed), no such file, split or Hub data set, a file that is empty or
             cannot be parsed.
         OSError: If the Hub cannot be reached, or a file cannot be read.
     """
-    local = find_local(dataset, data_dir=data_dir, split=split, streaming=streaming)
-    alias = _alias(dataset)
-    if local is not None:
+    local = find_local(dataset, data_dir=data_dir)
+    if local is None:
+        rows = _load_hub(dataset, split, revision)
+    else:
         if revision is not None:
             logger.warning("--dataset-revision %s is ignored: --dataset %s is read from %s", revision, dataset, local)
-        rows = _load_local(local, dataset, split, streaming, max_row_bytes)
-    elif alias is not None:
-        published = ALIASES[alias]
-        rows = _load_hub(published.repo, dataset, split, revision or published.revision, streaming)
-    else:
-        rows = _load_hub(dataset, dataset, split, revision, streaming)
-    if not isinstance(rows, StreamedRows) and not len(rows):
+        rows = _load_local(local, dataset, split)
+    if not len(rows):
         raise ValueError(f"--dataset {dataset}: split {split!r} has no rows; choose another split or another data set")
     return rows
 
 
-def find_local(
-    dataset: str, *, data_dir: str | None = None, split: str = "train", streaming: bool = False
-) -> Path | None:
+def columns_of(rows: Rows) -> list[str]:
+    """Return the names of the columns: those of a table, or the keys of the first rows together.
+
+    Raises:
+        BadRow: If no row among the first can be read.
+    """
+    if (listed := getattr(rows, "column_names", None)) is not None:
+        return list(listed)
+    found: dict[str, None] = {}
+    problem = None
+    for index in islice(range(len(rows)), _SCHEMA_ROWS):
+        try:
+            found.update(dict.fromkeys(entry_of(rows, index).load()))
+        except BadRow as error:
+            problem = problem or error
+    if problem is not None and not found:
+        raise problem
+    return list(found)
+
+
+def entry_of(rows: Rows, index: int) -> Entry:
+    """Return a row and where it stands, without reading it."""
+    if isinstance(rows, JsonRows):
+        return rows.entry(index)
+    where = f"row {index} (counted from 0)"
+
+    def load() -> Mapping[str, Any]:
+        try:
+            return rows[index]  # type: ignore[no-any-return]
+        except UnicodeDecodeError as error:  # Arrow stores text without checking it
+            raise BadRow(where, "invalid UTF-8", f"holds text that is not UTF-8 ({error.reason})") from None
+
+    return Entry(index, where, load)
+
+
+def find_local(dataset: str, *, data_dir: str | None = None) -> Path | None:
     """Return the local file or folder that `load_rows` will read, or None for the Hub; nothing is read or fetched.
 
     Raises:
-        ValueError: For a name that is unknown, a file that is missing, or rows that cannot be selected.
+        ValueError: For a name that is unknown, or a file that is missing.
     """
     if not dataset.strip():
         raise ValueError(f"--dataset is empty; give {', '.join(ALIASES)}, a Hub id or a file")
-    if streaming and "[" in split:
-        raise ValueError(f"--split {split} selects rows, which --streaming cannot; drop one of them")
-    return _local_path(dataset, _alias(dataset), data_dir)
-
-
-def _alias(dataset: str) -> str | None:
-    """The alias meant by a name: its own, in any case, or the Hub id behind it."""
-    for alias, published in ALIASES.items():
-        if dataset.lower() in (alias.lower(), published.repo.lower()):
-            return alias
-    return None
-
-
-def _local_path(dataset: str, alias: str | None, data_dir: str | None) -> Path | None:
-    """The local file or folder to read, or None for the Hub."""
+    alias = _alias(dataset)
     if data_dir is not None:
         return _in_data_dir(dataset, alias, Path(os.path.expanduser(data_dir)))
     path = Path(os.path.expanduser(dataset))
     if alias is None and path.exists():
         return path
-    if alias is not None or _is_hub_id(dataset):
+    if alias is not None or (re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", dataset) and path.suffix not in ENDINGS):
         return None
-    if path.suffix in BUILDERS or len(path.parts) > 1:
+    if path.suffix in ENDINGS or len(path.parts) > 1:
         raise ValueError(f"--dataset {dataset}: no such file or folder; check the path")
-    nearest = difflib.get_close_matches(dataset.lower(), [alias.lower() for alias in ALIASES], n=2, cutoff=0.5)
-    meant = [alias for alias in ALIASES if alias.lower() in nearest]
-    hint = f"did you mean {' or '.join(meant)}? Known names: " if meant else "known names: "
+    near = nearest(dataset, ALIASES)
+    hint = f"did you mean {' or '.join(near)}? Known names: " if near else "known names: "
     raise ValueError(
         f"--dataset {dataset}: no data set of that name; {hint}{', '.join(ALIASES)}, a Hub id (owner/name), "
-        f"or a path ending in {', '.join(BUILDERS)}"
+        f"or a path ending in {', '.join(ENDINGS)}"
     )
 
 
-def _is_hub_id(dataset: str) -> bool:
-    """Whether `owner/name` can only be a Hub id, not a path with a known ending."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", dataset) is not None and Path(dataset).suffix not in BUILDERS
+def _alias(dataset: str) -> str | None:
+    """The alias meant by a name: its own, in any case, or the Hub id behind it."""
+    meant = (one for one, known in ALIASES.items() if dataset.lower() in (one.lower(), known.repo.lower()))
+    return next(meant, None)
 
 
 def _in_data_dir(dataset: str, alias: str | None, folder: Path) -> Path:
     if not folder.is_dir():
         raise ValueError(f"--data-dir {folder} is not a folder; give the folder that holds the data set's files")
-    if alias is None:
-        candidates = [folder / dataset]
-    else:
+    candidates = [dataset]
+    if alias is not None:
         published = ALIASES[alias]
         names = (".", published.repo, published.repo.split("/")[1], alias, alias.lower().replace("-", "_"))
-        candidates = [folder / name / file for name in names for file in published.files]
+        candidates = [os.path.normpath(f"{name}/{file}") for name in names for file in published.files]
     for candidate in candidates:
-        if candidate.exists():
-            return candidate
-    looked_for = ", ".join(dict.fromkeys(str(candidate.relative_to(folder)) for candidate in candidates))
+        if (folder / candidate).exists():
+            return folder / candidate
     raise ValueError(
-        f"--data-dir {folder} holds no copy of --dataset {dataset}; looked for {looked_for}; "
+        f"--data-dir {folder} holds no copy of --dataset {dataset}; looked for {', '.join(dict.fromkeys(candidates))}; "
         "put the published file there or leave out --data-dir to read the Hub"
     )
 
 
-def _load_local(path: Path, dataset: str, split: str, streaming: bool, max_row_bytes: int) -> Rows:
-
-    if path.is_dir() and (path / "state.json").exists():
-        saved = _load_saved(path, dataset)
-        return _streamed(saved.to_iterable_dataset(), dataset) if streaming else saved
-    files = sorted(file for file in path.rglob("*") if file.suffix in BUILDERS) if path.is_dir() else [path]
-    if not files:
-        raise ValueError(f"--dataset {dataset}: folder {path} holds no {', '.join(BUILDERS)} file; check the path")
-    for file in files:
-        _check_readable(file, dataset)
-    if path.suffix not in BUILDERS and not path.is_dir():
-        raise ValueError(
-            f"--dataset {dataset}: the ending {path.suffix!r} is not known; convert the file to {', '.join(BUILDERS)}"
-        )
-    if all(file.suffix in SUFFIXES for file in files):
-        by_split = {"train": [str(path)]} if path.is_file() else _files_by_split(path, dataset)
-        return _select_json(by_split, dataset, split, streaming, max_row_bytes)
-    arguments = {"path": str(path)} if path.is_dir() else {"path": "parquet", "data_files": str(path)}
-    return _generate(dataset, split=split, streaming=streaming, **arguments)
-
-
-def _load_saved(path: Path, dataset: str) -> Any:
-    """`load_from_disk`, its many exceptions turned into one sentence."""
+def _load_local(path: Path, dataset: str, split: str) -> Rows:
     import datasets
 
-    try:
-        return datasets.load_from_disk(str(path))
-    except (*TABLE_ERRORS, AttributeError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"--dataset {dataset}: {path} cannot be read ({reason}); save the data set again") from None
+    with one_sentence(f"--dataset {dataset}: {path}", "check the file and the split"):
+        if (path / "state.json").exists():
+            return datasets.load_from_disk(str(path))
+        files = {"train": [str(path)]}
+        if path.is_dir():
+            # Splits come from file names (test.jsonl) or the README, else all is train.
+            found = datasets.load_dataset_builder(str(path)).config.data_files or {}
+            files = {str(name): [str(file) for file in files] for name, files in found.items()}
+        endings = {Path(file).suffix for named in files.values() for file in named}
+        if not endings <= set(ENDINGS):
+            raise ValueError(f"its ending is not known; convert it to {', '.join(ENDINGS)}")
+        if not endings <= set(SUFFIXES):
+            return datasets.load_dataset("parquet", data_files=files, split=split)
+        rows = {name: JsonRows(paths) for name, paths in files.items()}
+        sizes = {name: len(found) for name, found in rows.items()}
+        first, *others = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        if others:
+            raise ValueError(f"--split {split} joins parts; name one, such as train[:100]")
+        return rows[first.splitname].part(first.from_, first.to)
 
 
-def _files_by_split(folder: Path, dataset: str) -> dict[str, list[str]]:
-    """What `datasets` makes of a folder: splits come from file names (test.jsonl) or its README, else all is train."""
+def _load_hub(dataset: str, split: str, revision: str | None) -> Rows:
     import datasets
 
+    alias = _alias(dataset)
+    repo = dataset if alias is None else ALIASES[alias].repo
+    revision = revision or (None if alias is None else ALIASES[alias].revision)
     try:
-        found = datasets.load_dataset_builder(str(folder)).config.data_files
-    except (ValueError, datasets.exceptions.DatasetNotFoundError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"--dataset {dataset}: cannot be read ({reason}); name one of its files") from None
-    return {str(split): [str(file) for file in files] for split, files in (found or {}).items()}
-
-
-def _select_json(
-    files: dict[str, list[str]], dataset: str, split: str, streaming: bool, max_row_bytes: int
-) -> JsonRows | StreamedRows:
-    import datasets
-
-    if streaming:
-        if split not in files:
-            raise ValueError(f"--dataset {dataset}: there is no split {split!r}; choose one of {', '.join(files)}")
-        return StreamedRows(partial(stream_entries, files[split], max_row_bytes=max_row_bytes))
-    rows = {name: JsonRows(paths, max_row_bytes=max_row_bytes) for name, paths in files.items()}
-    try:
-        parts = datasets.ReadInstruction.from_spec(split).to_absolute(
-            {name: len(found) for name, found in rows.items()}
-        )
-    except (ValueError, AssertionError) as error:
-        reason = " ".join(str(error).split())
-        raise ValueError(f"--dataset {dataset}: cannot be read ({reason}); check the file and the split") from None
-    if len(parts) > 1:
-        raise ValueError(f"--split {split} joins {len(parts)} parts; name one, such as train[:100]")
-    return rows[parts[0].splitname].select(range(parts[0].from_, parts[0].to))
-
-
-def _check_readable(file: Path, dataset: str) -> None:
-    try:
-        with file.open("rb") as stream:
-            content = stream.read(4096).strip()
-    except OSError as error:
-        raise OSError(f"--dataset {dataset}: {file} cannot be read ({error.strerror}); check its permissions") from None
-    if content in (b"", b"[]"):
-        raise ValueError(f"--dataset {dataset}: {file} is empty; it needs at least one row")
-
-
-def _generate(dataset: str, *, streaming: bool, **arguments: Any) -> Rows:
-    """`load_dataset` on local files, its many exceptions turned into one sentence."""
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(**arguments, streaming=streaming)
-    except datasets.exceptions.DatasetGenerationError as error:
-        cause = " ".join(str(error.__cause__ or error).split())
-        raise ValueError(f"--dataset {dataset}: the file cannot be parsed ({cause}); mend or re-export it") from None
-    except TABLE_ERRORS as error:  # a split that does not exist, or a Parquet file that is none
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        reason = " ".join(str(error).split())
-        raise ValueError(f"--dataset {dataset}: cannot be read ({reason}); check the file and the split") from None
-    return _streamed(rows, dataset) if streaming else rows
-
-
-def _load_hub(repo: str, dataset: str, split: str, revision: str | None, streaming: bool) -> Rows:
-    import datasets
-
-    try:
-        rows = datasets.load_dataset(repo, split=split, revision=revision, streaming=streaming)
+        return datasets.load_dataset(repo, split=split, revision=revision)
     except datasets.exceptions.DatasetNotFoundError as error:
         raise ValueError(
             f"--dataset {dataset}: the Hub has no data set {repo} at revision {revision or 'main'} that you may read "
             f"({error}); check the name and --dataset-revision, log in with `hf auth login`, or pass --data-dir"
         ) from None
-    except ValueError as error:
-        raise ValueError(f"--dataset {dataset}: {' '.join(str(error).split())}") from None
-    except OSError as error:
-        raise OSError(
+    except (ValueError, OSError) as error:
+        kind = ValueError if isinstance(error, ValueError) else OSError
+        raise kind(
             f"--dataset {dataset}: {repo} could not be fetched from the Hub ({' '.join(str(error).split())}); "
             "try again, or pass --data-dir with a local copy"
         ) from error
-    return _streamed(rows, dataset) if streaming else rows
-
-
-def _streamed(rows: IterableDataset, dataset: str) -> StreamedRows:
-    return StreamedRows(partial(_entries, rows, dataset))
-
-
-def _entries(rows: IterableDataset, dataset: str) -> Iterator[Entry]:
-    """The rows of a streamed table. One that cannot be read ends the stream: there is no way to what follows it."""
-    number = -1
-    try:
-        for number, row in enumerate(rows):
-            yield Entry(number, numbered(number), partial(dict, row))
-    except TABLE_ERRORS as error:
-        if isinstance(error, OSError) and error.errno is not None:
-            raise
-        reason = " ".join(str(error).split())
-        raise ValueError(
-            f"--dataset {dataset}: cannot be read after {number + 1} rows ({reason}); leave out --streaming"
-        ) from None

@@ -22,8 +22,8 @@ from typing import Any
 
 from locret import shipped
 from locret.base.files import write_text
+from locret.data.training.rows import REQUEST
 
-REQUEST = "Repeat the text above."
 CUES = (
     'What does the text say about "{}"?',
     "What does the text say about {}?",
@@ -32,6 +32,8 @@ CUES = (
 )
 _SENTENCE = (40, 320)
 """Characters of a sentence that is asked for: shorter ones are headings, longer ones tables."""
+_SENTENCES = 3
+"""Of each piece that are asked for."""
 _LEAST = 200
 """Characters of a file that is read."""
 _MOST_ASKED = 6
@@ -58,21 +60,16 @@ class TextRowsOptions:
     """Rows to write."""
     characters: str = "1600-7000"
     """Least and most characters of a piece, drawn evenly on a logarithmic scale."""
-    sentences: int = 3
-    """Sentences of each piece that are asked for."""
     seed: int = 0
     """Same seed and texts, same rows."""
 
     def __post_init__(self) -> None:
-        for name, least in (("rows", 1), ("sentences", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} {getattr(self, name)} is too small; give {least} or more")
+        if self.rows < 1:
+            raise ValueError(f"--rows {self.rows} is too small; give 1 or more")
         if not 0 < self.until <= 1:
             raise ValueError(f"--until {self.until} is not a share of a file; give more than 0, up to 1")
         if not Path(shipped.find(self.texts)).is_dir():
             raise ValueError(f"--texts {self.texts} is not a folder; give one with .txt, .md or .rst files")
-        if Path(self.output).suffix != ".jsonl":
-            raise ValueError(f"--output {self.output} has another ending than .jsonl; rename it")
         self.lengths()
 
     def lengths(self) -> tuple[int, int]:
@@ -103,14 +100,13 @@ def unmarked(text: str) -> str:
     return flat(_MARKS.sub(lambda found: found[1] or found[2] or "", text))
 
 
-def sentences(text: str) -> list[str]:
+def _sentences(text: str) -> list[str]:
     """Return the sentences of a text that can be asked for."""
-    least, most = _SENTENCE
     parts = (flat(part) for part in re.split(r"(?<=[.!?])\s+(?=[A-Z\"'(])", text))
-    return [part for part in parts if least <= len(part) <= most and part[0].isalpha()]
+    return [part for part in parts if _SENTENCE[0] <= len(part) <= _SENTENCE[1] and part[0].isalpha()]
 
 
-def asked_for(sentence: str, draw: random.Random) -> dict[str, str]:
+def _asked_for(sentence: str, draw: random.Random) -> dict[str, str]:
     """Return a question that names two to four words of a sentence, with the sentence as its answer."""
     words, count = sentence.split(), draw.randint(2, 4)
     first = draw.randrange(max(1, len(words) - count))
@@ -120,8 +116,7 @@ def asked_for(sentence: str, draw: random.Random) -> dict[str, str]:
 
 def people_asked(piece: str, questions: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Return the questions whose answers stand in a piece of their text, from beginning to end."""
-    text = unmarked(piece)
-    found = []
+    text, found = unmarked(piece), []
     for one in questions:
         answer = unmarked(one["answer"])
         if len(answer.split()) > 3 and answer in text:
@@ -138,12 +133,12 @@ def text_rows(options: TextRowsOptions) -> Iterator[dict[str, Any]]:
         ValueError: If there is no text long enough, or a file of questions is not what it should be.
     """
     draw, root = random.Random(options.seed), Path(shipped.find(options.texts))
-    left_out = set(_names(options.leave_out))
     files = {
         path.relative_to(root).as_posix(): path
         for path in sorted(root.rglob("*"))
         if path.suffix in (".txt", ".md", ".rst") and path.stat().st_size >= _LEAST
     }
+    left_out = set(_names(options.leave_out))
     if unknown := sorted(left_out - set(files)):
         raise ValueError(f"--leave-out {unknown[0]} is not a file of --texts {options.texts}; give its path in it")
     questions = _questions(options, files)
@@ -168,12 +163,12 @@ def text_rows(options: TextRowsOptions) -> Iterator[dict[str, Any]]:
         piece = text[start : start + size].strip()
         people = people_asked(piece, questions.get(name, ()))
         draw.shuffle(people)
-        told = sentences(piece)
+        told = _sentences(piece)
         draw.shuffle(told)
         piece = flat(piece) if index % 2 else piece
         if not piece:
             continue
-        asked = [*people[:_MOST_ASKED], *(asked_for(sentence, draw) for sentence in told[: options.sentences])]
+        asked = [*people[:_MOST_ASKED], *(_asked_for(sentence, draw) for sentence in told[:_SENTENCES])]
         if index % 3 == 2 or not asked:
             asked = [{"question": REQUEST, "answer": piece}]
         yield {"document": piece, "questions": asked}
@@ -185,18 +180,15 @@ def _questions(options: TextRowsOptions, files: dict[str, Path]) -> dict[str, li
         for number, line in enumerate(Path(file).read_text(encoding="utf-8").splitlines(), start=1):
             try:
                 one = json.loads(line)
-                name = str(one["context"])
-                if not all(isinstance(one[key], str) for key in ("question", "answer")):
-                    raise TypeError("question and answer are not both text")
+                if not all(isinstance(one[key], str) for key in ("context", "question", "answer")):
+                    raise TypeError("they are not all text")
+                if one["context"] not in files:
+                    raise ValueError(f"{one['context']} is not in --texts {options.texts}")
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(
                     f"--questions {file}:{number} is not an object with context, question and answer ({error}); mend it"
                 ) from None
-            if name not in files:
-                raise ValueError(
-                    f"--questions {file}:{number} is about {name}, which is not in --texts {options.texts}; mend it"
-                )
-            found.setdefault(name, []).append(one)
+            found.setdefault(one["context"], []).append(one)
     return found
 
 

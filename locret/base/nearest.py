@@ -39,6 +39,7 @@ _RETIRED = (
     *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
     *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
     *("option --devices", "option --host-memory", "option --gate"),
+    *("option --streaming", "option --shuffle-buffer", "option --max-row-bytes"),
     *("task multivalue", "task variable_tracking", "task two_stage"),
     *("task option lookalikes", "option --density", "option --lookalikes"),
     *("modifier +d2o", "modifier +kvmerger", "modifier +refit"),

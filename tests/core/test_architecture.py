@@ -92,7 +92,7 @@ def test_imports_point_down() -> None:
 def test_an_import_that_points_up_is_seen() -> None:
     assert objection("locret.backbone.rotary", "locret.cache.cache.RetentionCache") == "backbone is below cache"
     assert objection("data.tasks", "infer.command.main") == "data is below infer, or beside it"
-    assert {"locret.policy.policy.RetentionPolicy", "data.training.row_order.SHUFFLE_BUFFER"} <= set(
+    assert {"locret.policy.policy.RetentionPolicy", "locret.labels.kinds"} <= set(
         imported(FILES["train.training_options"])
     )
 

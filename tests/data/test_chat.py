@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from locret.conversation.templates import ORIGINAL_SYSTEM, Message, encode, leading_special_ids, render
 from locret.conversation.text_stream import token_stream
 from locret.conversation.transcript import Transcript
-from locret.data.training.chat import earlier_answers, tokenise_row
+from locret.data.training.chat import tokenise_row
 from locret.data.training.rows import Row
 
 CHATML = (
@@ -54,7 +54,7 @@ def texts(tokenizer, row, template):
 @pytest.mark.parametrize("template", [CHATML, LLAMA2])
 def test_prompt_and_answer_together_are_the_templates_own_tokens(template):
     tokenizer = make_tokenizer(template)
-    chat = ROW.chat()
+    chat = [message._asdict() for message in ROW.messages]
     prompt_ids, answer_ids = tokenise_row(tokenizer, ROW, "chat")
     whole = tokenizer.apply_chat_template([*chat, {"role": "assistant", "content": ROW.answer}], return_dict=False)
     assert prompt_ids == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
@@ -129,17 +129,6 @@ def test_leading_special_ids_are_those_the_tokenizer_adds():
     assert leading_special_ids(make_tokenizer(bos=False)) == []
 
 
-def test_a_missing_chat_template_is_named():
-    sentence = "^--template chat: the tokenizer has no chat template; use --template original or --template none$"
-    with pytest.raises(ValueError, match=sentence):
-        Transcript(make_tokenizer(template=None), "chat")
-
-
-def test_an_unknown_template_is_named():
-    with pytest.raises(ValueError, match="^--template llama: no template of that name; choose one of chat, original"):
-        Transcript(make_tokenizer(), "llama")
-
-
 def test_a_template_without_a_system_role_says_so_and_the_message_opens_the_users_turn():
     tokenizer, turns = make_tokenizer(LLAMA2), [Message("system", "Be kind."), Message("user", "Who?")]
     with pytest.raises(ValueError, match=r"refuses turns of system, user \(no system role\); use --template original"):
@@ -158,46 +147,3 @@ def test_a_template_that_repeats_the_users_text_cannot_be_streamed():
     twice = "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match="writes the user's text 2 times, so a document cannot be streamed"):
         Transcript(make_tokenizer(twice), "chat").around(None)
-
-
-REWRITES = (  # an answer is written with a thinking block only where it is the last turn
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if loop.last and m.role == 'assistant' %}<think>\n{% endif %}"
-    "{{ m.content }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-TURNS = Row(
-    tuple(map(Message, ["user", "assistant"] * 2 + ["user"], ["Who?", "It was me.", "Me?", "the cat", "Who was it?"])),
-    "the cats",
-)
-
-
-@pytest.mark.parametrize(
-    ("template", "chat", "expected"),
-    [
-        ("chat", CHATML, ["It was me.<|im_end|>\n", "the cat<|im_end|>\n"]),
-        ("chat", LLAMA2, [" It was me. </s>", " the cat </s>"]),
-        ("chat", THINKING, ["It was me.<|im_end|>\n", "the cat<|im_end|>\n"]),
-        ("chat", REWRITES, ["It was me.", "the cat"]),
-        ("original", None, [" It was me.\n### ", " the cat\n### "]),
-        ("none", None, ["\nIt was me.", "\nthe cat"]),
-    ],
-)
-def test_earlier_answers_are_found_with_the_end_of_their_turns(template, chat, expected):
-    tokenizer = make_tokenizer(chat)
-    prompt_ids, _ = tokenise_row(tokenizer, TURNS, template)
-    spans = earlier_answers(tokenizer, TURNS, template, prompt_ids)
-    assert [tokenizer.decode(prompt_ids[first:end]) for first, end in spans] == expected
-
-
-def test_an_answer_no_user_asked_for_and_an_empty_one_are_no_earlier_answers():
-    tokenizer = make_tokenizer()
-    for role, text in [("assistant", "Hello."), ("user", "Who?")]:
-        row = Row((Message(role, text), Message("assistant", " "), Message("user", "Who was it?")), "It was me.")
-        assert earlier_answers(tokenizer, row, "chat", tokenise_row(tokenizer, row, "chat")[0]) == ()
-
-
-def test_a_template_that_drops_earlier_answers_is_told():
-    tokenizer = make_tokenizer(
-        "{% for m in messages %}{% if m.role == 'user' or loop.last %}{{ m.content }} {% endif %}{% endfor %}"
-    )
-    with pytest.raises(ValueError, match="^--template chat leaves out the answer of turn 1; use --answers last$"):
-        earlier_answers(tokenizer, TURNS, "chat", tokenise_row(tokenizer, TURNS, "chat")[0])

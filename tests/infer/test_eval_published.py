@@ -151,7 +151,7 @@ def test_bad_rows_are_named_and_left_out_only_when_asked(evaluate: Any, ours: Pa
     line = ("--tasks", "infinitebench/passkey", "--methods", "full", "--data-dir", ours, "--output", out)
     code, _, err = evaluate(*line)
     assert code == 2
-    assert "passkey.jsonl:2 (row 1 from 0) has an empty field 'answer'" in err
+    assert "passkey.jsonl: row 1 (counted from 0) has an empty field 'answer'" in err
     assert "--skip-bad-rows" in err
     assert not out.exists()
     code, _, err = evaluate(*line, "--skip-bad-rows")

@@ -69,7 +69,7 @@ def test_a_bad_turn_is_named_and_left_out_on_request_only(tmp_path: Path) -> Non
     path = published(tmp_path / "data", "ABC")
     path.write_text(path.read_text().replace('"user_choice": "B"', '"user_choice": "D"'))
     arguments = ["--tasks", "sirllm/rock", "--methods", "locret", "--data-dir", str(tmp_path / "data")]
-    with pytest.raises(ValueError, match=r"dominant_rock.jsonl:2 .* holds 'D' in field 'user_choice'"):
+    with pytest.raises(ValueError, match=r"dominant_rock.jsonl: row 1 .* holds 'D' in field 'user_choice'"):
         run(tmp_path / "out", *arguments)
     (record,) = run(tmp_path / "out", *arguments, "--skip-bad-rows", "true")
     assert record["targets"] == ["BA"]

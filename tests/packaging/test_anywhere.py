@@ -76,7 +76,7 @@ def test_every_install_works_in_every_folder(
     assert foreign == []
     readme = (clone / "README.md").read_text()
     assert answer == re.findall(r"^print\(.*\)  # (.*)$", readme, re.MULTILINE)
-    assert "--sentences" in anywhere.run("-m", "locret.data.training.text_rows", "--help")
+    assert "--characters" in anywhere.run("-m", "locret.data.training.text_rows", "--help")
     script = ["-m", "locret.infer.command"] if install == "checkout" else ["locret-infer"]
     shown = anywhere.run(*script, "--config", "recipes/infer/tiny.yaml", "--print_config")
     assert "heads: checkpoints/tiny-heads" in shown

@@ -72,8 +72,7 @@ def test_a_row_is_its_document_and_what_each_question_adds() -> None:
 
 
 def test_reconstruction_repeats_the_document_alone() -> None:
-    from locret.data.training.reconstruction import REQUEST, reconstruction
-    from locret.data.training.rows import detect_schema, read_row
+    from locret.data.training.rows import REQUEST, detect_schema, read_row, reconstruction
 
     row = reconstruction(read_row(ROW, detect_schema(ROW, "rows"), where="row 0", answer_needed=False))
     assert row == Row((Message("user", f"{DOCUMENT}\n\n{REQUEST}"),), DOCUMENT)
@@ -127,7 +126,6 @@ def test_the_command_trains_on_them(
     assert plan["memory_bytes"]["document"] % (2 * 4 * held) == 0 < plan["memory_bytes"]["document"]
     for given, more, expected in [
         (paths, ["--answers=each"], "are in the LongAlpaca schema, with one answer each; write document and questions"),
-        (both, ["--answers=all"], "--answers all is for turns that follow each other"),
         (
             both,
             ["--policy.budget=32", "--policy.head_budgets=shares"],

@@ -104,7 +104,7 @@ def test_labels_from_reconstruction_need_no_answers(
     paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The run is the one on rows that ask for the text and answer with it, written by hand."""
-    from locret.data.training.reconstruction import REQUEST
+    from locret.data.training.rows import REQUEST
 
     texts = [row["instruction"] for row in json.loads(paths[1].read_text())]
     (tmp_path / "texts.json").write_text(json.dumps([{"text": text} for text in texts]))

@@ -50,11 +50,8 @@ BAD_OPTIONS = [
     (["--max-tokens=10"], "no row can be trained on (6 longer than --max-tokens 10); choose another data set"),
     (["--min-tokens=100"], "no row can be trained on (6 shorter than --min-tokens 100); choose another data set"),
     (["--min-tokens=10", "--max-tokens=9"], "--min-tokens 10 is above --max-tokens 9; no row fits"),
-    (
-        ["--streaming", "--split=train[:3]"],
-        "--split train[:3] selects rows, which --streaming cannot; drop one of them",
-    ),
-    (["--answers=all", "--label-source=reconstruction"], "--answers all changes nothing with --label-source"),
+    (["--answers=each", "--label-source=reconstruction"], "--answers each changes nothing with --label-source"),
+    (["--streaming"], "was retired; release"),
     (["--adapter=no/such/adapter"], "--adapter no/such/adapter cannot be put on --model"),
     (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
     (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint or a run"),
@@ -74,8 +71,8 @@ def test_a_bad_option_is_one_sentence_and_leaves_nothing(
 BAD_ROWS = [
     ("[]", "is empty; it needs at least one row"),
     ('[{"body": "a"}]', "columns 'body' fit no known schema"),
-    ('[{"instruction": "a", "output": ""}]', "rows.json:1 (row 0 from 0) has no answer"),
-    ('[{"instruction": "", "output": "a"}]', "rows.json:1 (row 0 from 0) has an empty prompt"),
+    ('[{"instruction": "a", "output": ""}]', "rows.json: row 0 (counted from 0) has no answer"),
+    ('[{"instruction": "", "output": "a"}]', "rows.json: row 0 (counted from 0) has an empty prompt"),
     (json.dumps([{"instruction": "a", "output": "the house " * 1500}]), "longer than the context of 2048 tokens"),
 ]
 
@@ -211,7 +208,7 @@ def test_a_bad_last_row_is_refused_before_anything_is_written(
         train_arguments((paths[0], tmp_path / "rows.json"), tmp_path / "run", "--steps=1", "--skip-bad-rows=false"),
     )
     assert code == 2
-    assert "rows.json:1 (row 5 from 0) has no answer" in message
+    assert "rows.json: row 5 (counted from 0) has no answer" in message
     assert "--skip-bad-rows" in message
     assert not (tmp_path / "run").exists()
 

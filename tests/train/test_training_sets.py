@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -73,21 +72,20 @@ def test_a_bad_line_stops_training_with_file_and_line(
     code, message = refused(
         capsys, train_arguments((paths[0], rows), tmp_path / "run", "--steps=2", "--skip-bad-rows=false")
     )
-    assert (code, f"{rows}:2 (row 1 from 0) " in message) == (2, True), message
+    assert (code, f"{rows}: row 1 (counted from 0) " in message) == (2, True), message
     assert message.endswith("or pass --skip-bad-rows to leave out such rows")
 
 
-@pytest.mark.parametrize("streaming", [[], ["--streaming"]], ids=["indexed", "streamed"])
 def test_bad_lines_are_left_out_and_reported(
-    paths: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, streaming: list[str]
+    paths: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(b"\n".join([GOOD, *BAD_LINES.values(), GOOD]))
-    assert train((paths[0], rows), tmp_path / "run", "--steps=3", *streaming) == 0
+    assert train((paths[0], rows), tmp_path / "run", "--steps=3") == 0
     report = json.loads((tmp_path / "run" / "dropped_rows.json").read_text())
-    assert (report["read"], report["used"], report["rows"]) == (9, 2, None if streaming else 9)
+    assert (report["read"], report["used"], report["rows"]) == (9, 2, 9)
     assert report["dropped"] == {
-        reason: {"count": 1, "first_rows": [f"{rows}:{row + 1} (row {row} from 0)"]}
+        reason: {"count": 1, "first_rows": [f"{rows}: row {row} (counted from 0)"]}
         for row, reason in enumerate(BAD_LINES, start=1)
     }
     assert "rows left out of 9 read: " in caplog.text
@@ -95,48 +93,3 @@ def test_bad_lines_are_left_out_and_reported(
     assert RetainingHeads.from_pretrained(tmp_path / "run").config.training["dropped_rows"] == dict.fromkeys(
         BAD_LINES, 1
     )  # type: ignore[index]
-
-
-@pytest.mark.slow
-def test_a_streamed_run_that_is_resumed_ends_as_one_that_was_not(paths: tuple[Path, Path], tmp_path: Path) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps(row) for row in json.loads(paths[1].read_text())))
-    options = ["--streaming", "--shuffle-buffer=3", "--save-every=2", "--keep-checkpoints=9", "--steps=9"]
-    assert train((paths[0], rows), tmp_path / "whole", *options) == 0
-    checkpoint = tmp_path / "whole" / "checkpoint-4"
-    assert train((paths[0], rows), tmp_path / "resumed", *options, f"--resume={checkpoint}") == 0
-    assert equal(weights(tmp_path / "whole"), weights(tmp_path / "resumed"))
-    reports = [json.loads((tmp_path / name / "dropped_rows.json").read_text()) for name in ("whole", "resumed")]
-    assert reports[0] == reports[1]
-    assert reports[0]["read"] == 6
-
-
-def turns(*texts: str) -> dict[str, Any]:
-    return {
-        "messages": [{"role": ["user", "assistant"][index % 2], "content": text} for index, text in enumerate(texts)]
-    }
-
-
-@pytest.mark.slow
-def test_every_answer_of_a_conversation_labels_on_request(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    two = turns("The number of Oslo is 314. What is it?", "It is 314.", "Who asks?", "The house.")
-    rows.write_text(json.dumps(two))
-    for answers in ("last", "all"):
-        assert train((paths[0], rows), tmp_path / answers, f"--answers={answers}", "--steps=2", "--warmup-steps=0") == 0
-    assert not equal(weights(tmp_path / "last"), weights(tmp_path / "all"))
-    label = RetainingHeads.from_pretrained(tmp_path / "all").config.label
-    assert label is not None
-    assert label["reduction"] == "maximum over the tokens of every later answer and the query heads of the group"
-    # With a single turn there is nothing more to label.
-    rows.write_text(json.dumps(turns("The number of Oslo is 314. What is it?", "It is 314.")))
-    for answers in ("last", "all"):
-        arguments = [f"--answers={answers}", "--steps=2", "--warmup-steps=0", "--overwrite"]
-        assert train((paths[0], rows), tmp_path / answers, *arguments) == 0
-    assert equal(weights(tmp_path / "last"), weights(tmp_path / "all"))
-    code, message = refused(
-        capsys, train_arguments((paths[0], rows), tmp_path / "last", "--resume", "--answers=all", "--steps=4")
-    )
-    assert (code, "--answers was 'last' and is now 'all'" in message) == (2, True), message

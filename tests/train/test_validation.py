@@ -23,9 +23,9 @@ def many(paths: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> 
     return paths[0], write_rows(tmp_path_factory.mktemp("many") / "rows.json", rows=40)
 
 
-def stream(paths: tuple[Path, Path], streaming: bool = False) -> TrainingStream:
-    rows = load_rows(str(paths[1]), streaming=streaming)
-    return TrainingStream(rows, AutoTokenizer.from_pretrained(paths[0]), seed=3, max_length=None, shuffle_buffer=4)
+def stream(paths: tuple[Path, Path]) -> TrainingStream:
+    rows = load_rows(str(paths[1]))
+    return TrainingStream(rows, AutoTokenizer.from_pretrained(paths[0]), seed=3, max_length=None)
 
 
 def records(output: Path) -> list[dict[str, Any]]:
@@ -39,16 +39,14 @@ def test_chance_is_what_random_scores_get() -> None:
         assert top_overlap(scores, labels).item() == pytest.approx(chance_overlap(tokens), abs=0.01)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_held_out_rows_never_come_up_and_the_others_keep_their_order(many: tuple[Path, Path], streaming: bool) -> None:
-    plain, ours = stream(many, streaming), stream(many, streaming)
+def test_held_out_rows_never_come_up_and_the_others_keep_their_order(many: tuple[Path, Path]) -> None:
+    plain, ours = stream(many), stream(many)
     held_out = {example.row for example in ours.hold_out(5)[0]}
     assert len(held_out) == 5
     epochs = [next(plain).row for _ in range(80)]
     expected = [row for row in epochs if row not in held_out]
     assert [next(ours).row for _ in range(70)] == expected
-    if not streaming:
-        assert held_out == set(epochs[35:40])  # those that the first epoch meets last
+    assert held_out == set(epochs[35:40])  # those that the first epoch meets last
 
 
 def test_a_stream_resumes_only_with_the_same_rows_held_out(many: tuple[Path, Path]) -> None:

@@ -1,0 +1,280 @@
+"""Files give their rows however they are written, a bad row stops only itself, and every schema is one Row."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import mutations
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from locret.conversation.templates import Message
+from locret.data.training.json_rows import BadRow, JsonRows, stream_entries
+from locret.data.training.rows import REQUEST, Row, detect_schema, read_row, reconstruction
+from locret.data.training.sources import ALIASES, load_rows
+
+ROWS = [{"prompt": f"question {index}", "answer": f"answer {index}"} for index in range(7)]
+TEXT = st.text(st.sampled_from('a"\\{}[],:\n é\u4e2d'), max_size=12)  # all that could mislead a search for a row's end
+VALUES = st.recursive(TEXT | st.none() | st.integers(), lambda inner: st.lists(inner, max_size=3), max_leaves=5)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def outcome(entry: Any) -> Any:
+    try:
+        return entry.load()
+    except BadRow as error:
+        return error.reason
+
+
+# -- files -----------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=80)
+@given(
+    rows=st.lists(st.dictionaries(TEXT, VALUES, max_size=3), min_size=1, max_size=6).filter(any),
+    form=st.sampled_from(["list", "indented", "marked", "lines", "blank lines"]),
+)
+def test_a_file_gives_what_json_gives_however_it_is_written(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[Any], form: str
+) -> None:
+    path = tmp_path_factory.getbasetemp() / f"rows.json{'l' * ('lines' in form)}"
+    if "lines" in form:
+        path.write_bytes({"lines": "\r\n", "blank lines": "\n\n \n"}[form].join(map(json.dumps, rows)).encode())
+    else:
+        text = json.dumps(rows, indent=2 if form == "indented" else None, ensure_ascii=False)
+        path.write_text(text, encoding="utf-8-sig" if form == "marked" else "utf-8")
+    assert list(JsonRows([str(path)])) == rows == [entry.load() for entry in stream_entries([path])]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("rows.jsonl", b'{"a": 1}\n{"a": "caf\xe9"}\n{"a": 3}', [{"a": 1}, "invalid UTF-8", {"a": 3}]),
+        ("rows.json", b'[{"a": 1}, {"a": "caf\xe9"}, {"a": 3}]', [{"a": 1}, "invalid UTF-8", {"a": 3}]),
+        ("rows.json", b'[{"a": 1}, [2], "x", null]', [{"a": 1}, "wrong type", "wrong type", "wrong type"]),
+        ("rows.jsonl", b'{"a": 1}\n{"a": \n{"a": 3}', [{"a": 1}, "not JSON", {"a": 3}]),
+        ("rows.json", b'[{"a": 1}, {"a": }, {"a": 3}]', [{"a": 1}, "not JSON", {"a": 3}]),
+        ("rows.json", b'[{"a": 1}, {"a": "cut of', [{"a": 1}, "not JSON"]),
+        ("rows.json", b'[{"a": 1}, {"a": 2}] and more', [{"a": 1}, {"a": 2}, "not JSON"]),
+        ("rows.json", b'[{"a": 1}, {"a": "' + b"x" * 200 + b'"}, {"a": 3}]', [{"a": 1}, "row too long", {"a": 3}]),
+    ],
+)
+def test_a_row_that_cannot_be_read_stops_only_itself(
+    tmp_path: Path, name: str, content: bytes, expected: list[Any]
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    rows = JsonRows([str(tmp_path / name)], max_row_bytes=100)
+    assert [outcome(rows.entry(index)) for index in range(len(rows))] == expected
+    assert list(map(outcome, stream_entries([tmp_path / name], max_row_bytes=100))) == expected
+    assert rows.entry(1).where == f"{tmp_path / name}: row 1 (counted from 0)"
+
+
+def archive() -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as files:
+        files.writestr("data/rows.jsonl", "\n".join(map(json.dumps, ROWS)))
+    return buffer.getvalue()
+
+
+def table() -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    buffer = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), buffer)
+    return buffer.getvalue()
+
+
+FILES = {
+    "rows.jsonl": lambda: "\n".join(map(json.dumps, ROWS)).encode(),
+    "rows.json": lambda: json.dumps(ROWS, indent=1).encode(),
+    "rows.zip": archive,
+    "rows.parquet": table,
+}
+
+
+def read(path: Path) -> list[Any]:
+    named = f"{path}!data/rows.jsonl" if path.suffix == ".zip" else path
+    return [outcome(entry) for entry in stream_entries([named])]
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_damaged_files_of_rows_are_refused_in_one_sentence_or_read(tmp_path_factory: Any, data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(FILES)))
+    folder = tmp_path_factory.mktemp("damaged")  # datasets remembers a file by its name
+    assert read(mutations.put(folder, name, FILES[name]())) == ROWS
+    path = mutations.put(folder, f"x{name}", mutations.bytes_of(data.draw, FILES[name]()))
+    mutations.loaded_or_refused(lambda: read(path))
+    if path.suffix != ".zip":
+        mutations.loaded_or_refused(lambda: len(load_rows(str(path))))
+
+
+# -- data sets -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rows.json", "rows.jsonl", "rows.parquet", "folder", "saved"])
+def test_local_data_of_every_kind_give_their_rows(tmp_path: Path, name: str) -> None:
+    import datasets
+
+    path = tmp_path / name
+    if name == "saved":
+        datasets.Dataset.from_list(ROWS).save_to_disk(path)
+    elif name == "folder":
+        mutations.put(path / "more", "train.jsonl", FILES["rows.jsonl"]())
+        mutations.put(path, "test.jsonl", b'{"prompt": "held back"}')
+        assert list(load_rows(str(path), split="test")) == [{"prompt": "held back"}]
+    else:
+        path.write_bytes(FILES[name]())
+        assert list(load_rows(str(path), split="train[:2]")) == ROWS[:2]
+        assert list(load_rows(name, data_dir=str(tmp_path))) == ROWS
+    assert list(load_rows(str(path))) == ROWS
+
+
+def test_a_column_that_is_null_for_megabytes_may_hold_text_later(tmp_path: Path) -> None:
+    long_rows = [{"instruction": "x" * 100_000, "output": "y", "input": None} for _ in range(110)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, [*long_rows, {"instruction": "a", "output": "b", "input": "c"}])))
+    assert [load_rows(str(path))[row]["input"] for row in (0, -1)] == [None, "c"]
+
+
+REFUSED = [
+    ("LongAlpca", {}, r"no data set of that name; did you mean LongAlpaca or LongAlpaca-16k or LongAlign"),
+    (
+        "squad",
+        {},
+        r"no data set of that name; known names: LongAlpaca, LongAlpaca-16k, LongAlign, Anti-Haystack, a Hub",
+    ),
+    ("no/such.json", {}, "no such file or folder; check the path"),
+    (" ", {}, "--dataset is empty; give LongAlpaca"),
+    ("empty.json", {}, "empty.json is empty; it needs at least one row"),
+    ("rows.csv", {}, r"its ending is not known; convert it to .json, .jsonl, .parquet"),
+    ("nothing", {}, r"cannot be read \(.*doesn't contain any data files\); check the file"),
+    (
+        "rows.json",
+        {"split": "test"},
+        r"rows.json cannot be read \(Unknown split \"test\".*\); check the file and the split",
+    ),
+    ("rows.json", {"split": "train[7:]"}, r"split 'train\[7:\]' has no rows"),
+    ("broken", {}, r"broken cannot be read \(.*\); check the file and the split"),
+    ("LongAlign", {"data_dir": "."}, r"holds no copy of --dataset LongAlign; looked for long.jsonl, .*; put the"),
+    ("LongAlign", {"data_dir": "nowhere"}, r"^--data-dir nowhere is not a folder; give the folder"),
+]
+
+
+@pytest.mark.parametrize(("dataset", "more", "sentence"), REFUSED, ids=[f"{one[0]} {one[1]}" for one in REFUSED])
+def test_what_cannot_be_loaded_says_why_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: str, more: Any, sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = {"empty.json": b" [] \n", "rows.csv": b"a,b", "rows.json": FILES["rows.json"](), "broken/state.json": b"{}"}
+    for name, content in files.items():
+        mutations.put((tmp_path / name).parent, Path(name).name, content)
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(ValueError, match=sentence) as caught:
+        load_rows(dataset, **more)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_revision_that_does_nothing_is_warned_about_and_named_sets_are_pinned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_rows(str(mutations.put(tmp_path, "rows.json", FILES["rows.json"]())), revision="abc")
+    assert "--dataset-revision abc is ignored" in caplog.text
+    assert all(len(published.revision) == 40 for published in ALIASES.values())
+
+
+# -- schemas ---------------------------------------------------------------------------------------------------------
+
+QUESTION_AND_ANSWER = Row((Message("user", "Who?"),), "Me.")
+CHAT = [("system", "Be kind."), ("user", "Hi."), ("assistant", "Hello."), ("user", "Who?"), ("assistant", "Me.")]
+
+
+def row_of(record: dict[str, Any]) -> Row:
+    return read_row(record, detect_schema(record, "rows.json"), where="rows.jsonl:3")
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"instruction": "Who?", "output": "Me.", "input": None, "file": None},
+        {"instruction": "Who?", "output": "Me."},
+        {"id": "1", "conversations": [{"from": "human", "value": "Who?"}, {"from": "gpt", "value": "Me."}]},
+        {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}], "prompt": "copy"},
+        {"messages": {"role": ["user", "assistant"], "content": ["Who?", "Me."]}},
+        {"prompt": "Who?", "answer": "Me."},
+        {"prompt": "Who?", "completion": "Me."},
+    ],
+)
+def test_every_schema_gives_prompt_and_answer(record: dict[str, Any]) -> None:
+    assert row_of(record) == QUESTION_AND_ANSWER
+
+
+def test_texts_stand_before_what_is_asked_of_them() -> None:
+    assert row_of({"instruction": "Add.", "input": "1 2", "output": "3"}).messages[0].content == "Add.\n1 2"
+    found = row_of({"document": "A text.", "question": "Who?", "answer": "Me."})
+    assert found.messages[0].content == "A text.\n\nWho?"
+    messages = [{"role": role, "content": text} for role, text in [*CHAT, ("user", "Thanks.")]]
+    assert row_of({"messages": messages}) == Row(tuple(Message(*turn) for turn in CHAT[:4]), "Me.")
+
+
+def test_a_text_that_is_its_own_answer_is_one_text_and_a_system_message_stays() -> None:
+    text = "Hi.\n\nHello.\n\nWho?"
+    row = reconstruction(Row(tuple(Message(*turn) for turn in CHAT[:4]), "Me."))
+    assert row == Row((Message("system", "Be kind."), Message("user", f"{text}\n\n{REQUEST}")), text)
+    shared = {"document": "A text.", "questions": [{"question": "Who?", "answer": "Me."}]}
+    assert reconstruction(row_of(shared)) == Row((Message("user", f"A text.\n\n{REQUEST}"),), "A text.")
+    record = {"text": "Who?"}
+    assert read_row(record, detect_schema(record, ""), where="", answer_needed=False) == Row(
+        (Message("user", "Who?"),), ""
+    )
+
+
+def test_unknown_columns_list_what_was_found_and_what_is_accepted() -> None:
+    with pytest.raises(
+        ValueError, match="--dataset rows.json: columns 'body', 'label' fit no known schema; rename them"
+    ) as e:
+        detect_schema(["body", "label"], "rows.json")
+    assert all(
+        one in str(e.value) for one in ("messages (list", "document, question", "instruction, output", "text, for")
+    )
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "sentence"),
+    [
+        ({"instruction": "Who?", "output": None}, "no answer", "has no answer (LongAlpaca schema, instruction, output"),
+        ({"instruction": "Who?", "input": "x"} | {"output": " \n"}, "no answer", "has no answer (LongAlpaca schema"),
+        ({"messages": [{"role": "user", "content": "Who?"}]}, "no answer", "has no answer (messages schema"),
+        ({"text": "Who?"}, "no answer", "has no answer (text schema, text, for --label-source reconstruction)"),
+        ({"document": " ", "question": "Who?", "answer": "Me."}, "empty context", "has an empty field 'document'"),
+        ({"prompt": "a\ud83d", "answer": "Me."}, "invalid UTF-8", "has half a surrogate pair at character 1 of field"),
+        ({"prompt": "", "answer": "Me."}, "empty prompt", "has an empty prompt (prompt/answer schema"),
+        ({"prompt": 7, "answer": "Me."}, "wrong type", "has a field 'prompt' of type int where text is needed"),
+        (
+            {"messages": {"role": "user", "content": "Who?"}},
+            "wrong type",
+            "'messages' that is not a list of role/content",
+        ),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "unknown role", "has the role 'tool' in field 'messages'"),
+        ({"document": "a", "questions": []}, "wrong type", "has a field 'questions' without a question"),
+        ({"document": "a", "questions": [{"question": "What?"}]}, "no answer", "has a question without text or answer"),
+    ],
+)
+def test_an_unusable_row_names_row_field_and_way_out(record: dict[str, Any], reason: str, sentence: str) -> None:
+    with pytest.raises(BadRow) as caught:
+        row_of(record)
+    message = str(caught.value)
+    assert message.startswith("rows.jsonl:3 has ")
+    assert sentence in message
+    assert message.endswith("or pass --skip-bad-rows to leave out such rows")
+    assert caught.value.reason == reason

@@ -1,0 +1,162 @@
+"""The stream of training examples: its order, the boundary of prompt and answer, bad rows, and going on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from embedded import tiny_tokenizer
+
+from locret.data.training.stream import PLACES, TrainingStream, load_rows
+
+TOKENIZER = tiny_tokenizer()
+ROWS = [{"prompt": "the house " * (index + 1), "answer": "Oslo"} for index in range(7)]
+BAD = {"prompt": "the house", "answer": ""}
+
+
+def stream_of(rows: Any = ROWS, **options: Any) -> TrainingStream:
+    return TrainingStream(rows, TOKENIZER, **{"seed": 1, "max_length": 100, **options})
+
+
+def take(stream: TrainingStream, count: int) -> list[Any]:
+    return [(one.row, one.prompt_ids.tolist(), one.answer_ids.tolist()) for one in itertools.islice(stream, count)]
+
+
+def rows_of(stream: TrainingStream, count: int) -> list[int]:
+    return [example.row for example in itertools.islice(stream, count)]
+
+
+def test_an_example_is_the_prompt_and_what_the_answer_adds() -> None:
+    example = next(stream_of(ROWS[:1]))
+    assert TOKENIZER.decode(example.prompt_ids[0]) == "<bos> <user> the house <eos> <assistant>"
+    assert TOKENIZER.decode(example.answer_ids[0]) == "Oslo <eos>"
+    assert next(stream_of(ROWS[:1], template="none")).answer_ids.shape == (1, 2)
+
+
+def test_every_epoch_is_another_permutation_of_all_rows_that_the_seed_decides() -> None:
+    stream = stream_of()
+    epochs = [rows_of(stream, 7) for _ in range(3)]
+    assert all(sorted(epoch) == list(range(7)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert rows_of(stream_of(), 7) == epochs[0] != rows_of(stream_of(seed=2), 7)
+    assert epochs[0] == [0, 1, 6, 4, 2, 3, 5]  # the order of earlier versions, whose runs go on
+
+
+@pytest.mark.parametrize("done", [0, 3, 7, 10])
+def test_a_restored_stream_goes_on_where_the_state_was_taken(done: int) -> None:
+    made = [stream_of([*ROWS, BAD], skip_bad_rows=True) for _ in range(3)]
+    expected = take(made[0], done + 9)[done:]
+    take(made[1], done)
+    made[2].restore(json.loads(json.dumps(made[1].state())))
+    assert take(made[2], 9) == expected
+    assert made[2].report.to_dict() == made[0].report.to_dict()
+
+
+def test_a_state_of_another_stream_is_refused() -> None:
+    state = stream_of().state()
+    for name, changed in [("seed", {"seed": 2}), ("max_length", {"max_length": 50}), ("rows", {"rows": ROWS[1:]})]:
+        with pytest.raises(ValueError, match=f"^--resume: the checkpoint's stream was made with {name}=.*use the same"):
+            stream_of(**changed).restore(state)
+    others = [{**row, "answer": "x"} for row in ROWS]
+    with pytest.raises(ValueError, match="--resume: the checkpoint's stream was made with first_row="):
+        stream_of(others).restore(state)
+    stream_of(others).restore({name: value for name, value in state.items() if name != "first_row"})  # of 0.0.x
+
+
+def test_processes_together_read_what_one_process_reads() -> None:
+    made = [stream_of([*ROWS, BAD], skip_bad_rows=True, rank=rank, world=3) for rank in range(3)]
+    shared = [take(stream, 4) for stream in made]
+    alone = take(stream_of([*ROWS, BAD], skip_bad_rows=True), 12)
+    assert [shared[index % 3][index // 3] for index in range(12)] == alone
+    assert made[0].state() == made[1].state() == made[2].state()
+
+
+def test_rows_are_tokenised_only_when_their_turn_comes_and_all_are_checked_on_request() -> None:
+    order = rows_of(stream_of(), 7)
+    rows = [BAD if index == order[3] else row for index, row in enumerate(ROWS)]
+    stream = stream_of(rows)
+    assert rows_of(stream, 3) == order[:3]
+    with pytest.raises(ValueError, match=rf"row {order[3]} \(counted from 0\) has no answer"):
+        next(stream)
+    with pytest.raises(ValueError, match=rf"row {order[3]} \(counted from 0\) has no answer"):
+        stream_of(rows).check_rows()
+
+
+def test_rows_left_out_are_counted_by_reason_with_the_first_places() -> None:
+    long = [{"prompt": "the house " * 30, "answer": "Oslo"}, {"prompt": "Oslo", "answer": "the house " * 30}]
+    stream = stream_of(
+        [ROWS[0], *[BAD] * 30, *long, {"prompt": " ", "answer": "Oslo"}], max_length=20, skip_bad_rows=True
+    )
+    assert rows_of(stream, 2) == [0, 0]
+    report = stream.report.to_dict()
+    assert (report["read"], report["used"], stream.state()["epoch"]) == (34, 1, 1)  # each once, whatever the epoch
+    assert {reason: found["count"] for reason, found in report["dropped"].items()} == {
+        "no answer": 30,
+        "longer than the context": 1,
+        "answer longer than the context": 1,
+        "empty prompt": 1,
+    }
+    assert len(report["dropped"]["no answer"]["first_rows"]) == PLACES
+    with pytest.raises(ValueError, match=r"row 0 .* together longer than the context of 20 tokens; shorten the row"):
+        next(stream_of(long[:1], max_length=20))
+    with pytest.raises(ValueError, match=r"^--dataset \(rows\): no row can be trained on \(2 no answer\); choose"):
+        next(stream_of([BAD] * 2, skip_bad_rows=True))
+
+
+def test_rows_outside_the_wanted_lengths_are_no_bad_rows() -> None:
+    lengths = {row: len(prompt[0]) + len(answer[0]) for row, prompt, answer in take(stream_of(), 7)}
+    low, high = sorted(lengths.values())[1], sorted(lengths.values())[4]
+    stream = stream_of(min_tokens=low, max_tokens=high)
+    assert sorted(rows_of(stream, 4)) == [row for row in range(7) if low <= lengths[row] <= high]
+    take(stream, 1)
+    assert stream.report.counts == {f"shorter than --min-tokens {low}": 1, f"longer than --max-tokens {high}": 2}
+
+
+def test_columns_are_those_of_the_first_rows_together_even_if_some_are_bad(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{\n{"instruction": "Who?"}\n{"instruction": "Who?", "output": "Me."}')
+    stream = stream_of(load_rows(str(tmp_path / "rows.jsonl")), skip_bad_rows=True)
+    assert stream.schema.name == "LongAlpaca"
+    assert rows_of(stream, 2) == [2, 2]
+    assert stream.report.counts == {"not JSON": 1, "no answer": 1}
+    (tmp_path / "bad.jsonl").write_text("{\n[")
+    with pytest.raises(ValueError, match=r"no row can be read; .*bad.jsonl: row 0 \(counted from 0\) is not a JSON"):
+        stream_of(load_rows(str(tmp_path / "bad.jsonl")))
+
+
+def test_text_of_a_table_that_is_not_utf8_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    offsets = pa.array([0, 9, 13, 17], pa.int32()).buffers()[1]
+    prompts = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"the housecaf\xe9Oslo"))
+    pq.write_table(pa.table({"prompt": prompts, "answer": ["a", "b", "c"]}), tmp_path / "rows.parquet")
+    stream = stream_of(load_rows(str(tmp_path / "rows.parquet")), skip_bad_rows=True)
+    assert sorted(rows_of(stream, 2)) == [0, 2]
+    take(stream, 1)
+    assert stream.report.counts == {"invalid UTF-8": 1}
+
+
+@pytest.mark.parametrize(
+    ("setting", "sentence"),
+    [
+        ({"template": "alpaca"}, "--template alpaca: no template of that name"),
+        ({"rank": 2, "world": 2}, "rank=2 is not a process of world=2"),
+        ({"rows": []}, "there are no rows"),
+        ({"rows": [{"body": "x"}]}, "columns 'body' fit no known schema"),
+        ({"answers": "each"}, "are in the prompt/answer schema, with one answer each; write document and questions"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_at_once(setting: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        stream_of(**setting)
+
+
+def test_the_text_comes_first_then_the_request_then_the_text_again() -> None:
+    example = next(stream_of([{"text": "The door is red."}], reconstruct=True))
+    prompt, answer = (TOKENIZER.decode(ids[0]) for ids in (example.prompt_ids, example.answer_ids))
+    assert prompt == "<bos> <user> The door is red.\n\nRepeat the text above. <eos> <assistant>"
+    assert answer == "The door is red. <eos>"
