@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from locret.backbone.adapters import find_decoder, input_device, unwrap
+from locret.backbone.computation import computation, different_computation
 from locret.backbone.forward import run_decoder
 from locret.backbone.passes import keeping_step
 from locret.cache.cache import RetentionCache
@@ -109,6 +110,13 @@ def check_usable(model: nn.Module, cache: RetentionCache) -> None:
             "the cache was made for another model than the one it is used with; make one with "
             "RetentionCache(model, ...), or load it with load_cache(path, model, ...)"
         )
+    now = computation(model)
+    if cache.seen and (found := different_computation(cache.computation or now, now)):
+        raise ValueError(
+            f"the cache was read by a model that computed something else ({found}); set it back, adapters too, or read "
+            "the text again"
+        )
+    cache.computation = now
     if model.training and getattr(unwrap(model), "is_gradient_checkpointing", False):
         raise ValueError(
             "the model is being trained with gradient checkpointing, which uses no cache; call model.eval()"

@@ -199,6 +199,8 @@ class RetentionCache(Cache):
         """(B,) by how much rotary positions of each row lag behind `next_position`, where rows differ."""
         self.digest: Tensor | None = None
         """(B,) fingerprint of the token ids that were read; None where they are unknown."""
+        self.computation: dict[str, Any] | None = None
+        """What the backbone computed besides its weights when it was read; see `locret.backbone.computation`."""
         self.protected: Rows = ()
         """Spans that stay whatever their scores, of each row or of all rows alike; see `protect`."""
         self.suspect: Tensor | None = None

@@ -26,6 +26,7 @@ from locret.backbone.adapters import (
     sharers_of,
     unwrap,
 )
+from locret.backbone.computation import computation, different_computation
 from locret.backbone.recurrence import state_shapes
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.base.fields import checked_values, shown
@@ -96,6 +97,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
         "policy": cache.policy.to_dict(),
         "following": cache.policy.following(),
         "weights": any_fingerprint(cache.model),
+        "computation": cache.computation or computation(cache.model),
         "vocab_size": unwrap(cache.model).config.get_text_config().vocab_size,
         "rotary": rotary_parameters(find_decoder(cache.model)) | cache.unrotated(),
         "scorer": _identity(cache),
@@ -269,6 +271,15 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
         raise ValueError(f"how its keys are rotated is {shown(rotary)}; save the cache again")
     if found := different_rotation(rotary, rotary_parameters(find_decoder(cache.model))):
         raise ValueError(f"its keys were rotated in another way ({found}); load the backbone with that configuration")
+    cache.computation = computation(cache.model)
+    recorded = state.get("computation", {})  # nor do they say this
+    if not isinstance(recorded, dict) or not all(isinstance(values, list) for values in recorded.values()):
+        raise ValueError(f"what its backbone computes is {shown(recorded)}; save the cache again")
+    if found := different_computation(recorded, cache.computation):
+        raise ValueError(
+            f"it was made by a model that computes something else ({found}); load that one, with its adapter, or read "
+            "the text again"
+        )
     ours, theirs = any_fingerprint(cache.model), state.get("weights")
     # What is before a colon says in which form the weights are held.
     if ours is None or theirs is None or ours.rpartition(":")[0] != str(theirs).rpartition(":")[0]:

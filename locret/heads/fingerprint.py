@@ -7,12 +7,14 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from locret.backbone.adapters import sharers_of, unwrap
+from locret.backbone.computation import inactive_adapters
 from locret.backbone.head_ranks import HeadRanks, is_spread, samples_of_spread
 
 _SAMPLES = 16
@@ -43,7 +45,7 @@ def weight_fingerprint(model: nn.Module) -> str | None:
     weights by tensor parallelism get that of the whole; all have to ask for the first time.
 
     Args:
-        model: A backbone; an adapter's weights count too.
+        model: A backbone; the weights of an adapter that is in force count too.
 
     Returns:
         64 hexadecimal digits; None if weights are not there to be read as they were saved: on the meta device (but for
@@ -51,7 +53,7 @@ def weight_fingerprint(model: nn.Module) -> str | None:
         sampled by `sample_sharded`.
     """
     digest = hashlib.sha256()
-    for one in _samples_of(model):
+    for one in _active_samples(model):
         if one is None or not one.plain or one.values.dtype not in _EXACT:
             return None
         values = one.values.to(torch.bfloat16).view(torch.int16)
@@ -68,7 +70,7 @@ def any_fingerprint(model: nn.Module) -> str | None:
     if exact := weight_fingerprint(model):
         return exact
     digest, forms = hashlib.sha256(), set()
-    for one in _samples_of(model):
+    for one in _active_samples(model):
         if one is None:
             return None
         forms.add(str(one.values.dtype).removeprefix("torch."))
@@ -102,6 +104,15 @@ def sample_spread(model: nn.Module) -> None:
             _Sample(name, tuple(weight.shape), _values(weight.data, ranks if is_spread(weight) else None), plain=True)
             for name, weight in sorted(base.named_parameters())
         ]
+
+
+def _active_samples(model: nn.Module) -> Iterator[_Sample | None]:
+    """Yield what counts but for adapters that are not in force."""
+    without = inactive_adapters(model)
+    for one in _samples_of(model):
+        parts = one.name.split(".") if one else []
+        if not any(pair in without for pair in pairwise(parts)):
+            yield one
 
 
 def _samples_of(model: nn.Module) -> Iterator[_Sample | None]:
