@@ -33,6 +33,9 @@ MOST_NEIGHBOURS = 64
 """Their features are held with every cache."""
 PAPER_WIDTH = 1024
 """d_R (Locret, section 4.1)."""
+MOST_RECOMMENDED = 2**20
+"""Whoever takes a stranger's heads is promised bounded memory, so their numbers are bounded."""
+_FILE = re.compile(r"[/\\]|patterns=")
 NOTES = ("base_model", "base_model_revision", "base_weights", "label", "policy", "training", "evaluation", "license")
 """The fields that `RetainingHeads.annotate` may set: facts about the heads that their weights do not show."""
 
@@ -140,7 +143,16 @@ class HeadsConfig:
         if self.policy is not None:
             object.__setattr__(self, "policy", without_retired(self.policy))
         # Whether the numbers agree is known only with those that the user gives.
-        checked_values(RetentionPolicy, self.policy or {}, "policy")
+        for name, value in checked_values(RetentionPolicy, self.policy or {}, "policy").items():
+            if type(value) is int and value > MOST_RECOMMENDED:
+                raise ValueError(
+                    f"policy: {name}={shown(value)} is no bound that heads may recommend, which is "
+                    f"{MOST_RECOMMENDED:,} or less; give it yourself if you mean it"
+                )
+            if isinstance(value, str) and _FILE.search(value):
+                raise ValueError(
+                    f"policy: {name}={shown(value)} names a file, which heads may not recommend; give it yourself"
+                )
 
     def _check_shapes(self) -> None:
         if self.shapes is None:

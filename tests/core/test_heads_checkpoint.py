@@ -105,6 +105,11 @@ def test_config_json_holds_dimensions_and_provenance(saved):
         ({"layers": [0, 2]}, r"layers=\[0, 2\] must be ascending indices below num_hidden_layers=2"),
         ({"policy": 5}, "has policy=5, which is not of type dict"),
         ({"policy": "small"}, "has policy='small', which is not of type dict"),
+        ({"policy": {"budget": 10**15}}, "policy: budget=1000000000000000 is no bound that heads may recommend"),
+        (
+            {"policy": {"prefill_attention": "minference:patterns=a.json"}},
+            "names a file, which heads may not recommend",
+        ),
         ({"hidden_dim": 12.5}, "has hidden_dim=12.5, which is not of type int"),
         ({"hidden_dim": float("inf")}, "has hidden_dim=inf, which is not of type int"),
         ({"num_hidden_layers": True}, "has num_hidden_layers=True, which is not of type int"),
