@@ -47,11 +47,10 @@ class _StaticLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        end = self.fill + key_states.shape[-2]
-        self.keys[:, :, self.fill : end] = key_states
-        self.values[:, :, self.fill : end] = value_states
-        self.fill = end
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        start, self.fill = self.fill, self.fill + key_states.shape[-2]
+        self.keys[:, :, start : self.fill] = key_states
+        self.values[:, :, start : self.fill] = value_states
+        return self.keys[:, :, : self.fill], self.values[:, :, : self.fill]
 
     def get_seq_length(self) -> int:
         return self.fill
@@ -65,40 +64,27 @@ class _StaticLayer(CacheLayerMixin):
 
 @torch.no_grad()
 def read_static(
-    model: PreTrainedModel, ids: Tensor, budget: int, chunk_size: int, local_len: int, new_tokens: int = 0
+    model: PreTrainedModel, ids: Tensor, budget: int, chunk_size: int, local_len: int, new_tokens: int
 ) -> tuple[Cache, Tensor]:
     """Read (1, N) ids in chunks; after each chunk the cache is cut back to `budget` slots, for free.
 
     Returns:
         The cache, with room for `new_tokens` more, and (1, vocabulary) logits of the last token.
     """
-    slots = budget + max(chunk_size, local_len + new_tokens)
+    slots, end = budget + max(chunk_size, local_len + new_tokens), max(0, ids.shape[1] - local_len)
     layers = [_StaticLayer(slots) for _ in range(model.config.num_hidden_layers)]
-    cache, decoder, end = Cache(layers=layers), model.get_decoder(), max(0, ids.shape[1] - local_len)
+    cache = Cache(layers=layers)
     with _plain_attention(model):
-        for start in range(0, end, chunk_size):
-            tokens = ids[:, start : min(start + chunk_size, end)]
-            decoder(input_ids=tokens, position_ids=_positions(cache, tokens), past_key_values=cache, use_cache=True)
+        for tokens in ids[:, :end].split(chunk_size, dim=1) if end else ():
+            model.get_decoder()(**_inputs(cache, tokens))
             for layer in layers:
                 layer.fill = min(layer.fill, budget)
-        tokens = ids[:, end:]
-        output = model(
-            input_ids=tokens,
-            position_ids=_positions(cache, tokens),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-    return cache, output.logits[:, -1]
+        return cache, model(**_inputs(cache, ids[:, end:]), logits_to_keep=1).logits[:, -1]
 
 
 @torch.no_grad()
 def write_static(model: PreTrainedModel, cache: Cache, token: Tensor, new_tokens: int) -> Tensor:
-    """Go on from (1, 1) a token, with transformers' `generate` over what the cache holds.
-
-    Returns:
-        (1, new) ids.
-    """
+    """Go on from (1, 1) a token, with transformers' `generate` over what the cache holds; return (1, new) ids."""
     # What the slots hold counts as read, whatever it is: positions go on from there.
     ids = torch.cat([token.new_zeros(1, cache.get_seq_length()), token], dim=1)
     with _plain_attention(model):
@@ -107,19 +93,14 @@ def write_static(model: PreTrainedModel, cache: Cache, token: Tensor, new_tokens
 
 def generate_plainly(model: PreTrainedModel, cache: Cache, ids: Tensor, new_tokens: int) -> Tensor:
     """Go on greedily from (1, N) ids, of which the cache has read all but the last; return (1, new) ids."""
-    out = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-    )
-    return out[:, ids.shape[1] :]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": cache}
+    return model.generate(**given, max_new_tokens=new_tokens, do_sample=False)[:, ids.shape[1] :]
 
 
-def _positions(cache: Cache, tokens: Tensor) -> Tensor:
+def _inputs(cache: Cache, tokens: Tensor) -> dict[str, Any]:
     held = cache.get_seq_length()
-    return torch.arange(held, held + tokens.shape[1], device=tokens.device)[None]
+    positions = torch.arange(held, held + tokens.shape[1], device=tokens.device)[None]
+    return {"input_ids": tokens, "position_ids": positions, "past_key_values": cache, "use_cache": True}
 
 
 @contextmanager

@@ -1,144 +1,165 @@
-"""Measures a plan: bytes first, in runs that are not timed, then seconds, in rounds that run everything once."""
+"""Measures a plan: seconds and bytes, in rounds that run everything once.
+
+The machine's own rates, of a matrix product and of a copy, are measured in every round: what it could do at best.
+"""
 
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import GenerationConfig
 
-from locret.infer.speed.machine import MachineRates, measure_rates, now
-from locret.infer.speed.methods import BenchMethod
-from locret.infer.speed.peaks import RunPeaks, measure_peaks
+from locret import RetainingHeads, loading
 from locret.infer.speed.plan import BenchPlan
-from locret.infer.speed.runs import BenchSetup, make_setup, new_run
-from locret.infer.speed.side_by_side import in_turns
+from locret.infer.speed.shapes import random_model
+from locret.infer.speed.ways import Given, Held, Way
 
 Key = tuple[str, int]
 """Method and prompt tokens."""
-_RATES: Key = ("machine", 0)
-T = TypeVar("T")
+MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+"""Rows and columns of the square matrices: large enough that more changes nothing."""
+COPY_BYTES = {"cpu": 2**28, "cuda": 2**28}
+"""More than the caches of a processor hold."""
 
 
-@dataclass(frozen=True)
-class Seconds:
-    """One timed run."""
+class Sample(NamedTuple):
+    """One run: a prompt read and answered."""
 
     prefill: float
-    """From the prompt's ids to the first new token on the host."""
+    """Seconds from the prompt's ids to the first new token on the host."""
     decode: float
-    """For all new tokens, by transformers' `generate`."""
+    """Seconds for all new tokens."""
+    read: Held
+    """Bytes when the prompt was read."""
+    written: Held
+    """And at the end."""
+    peak: int | None
+    """The most that a GPU had allocated."""
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """What came out, round by round. What ran out of memory is missing."""
+    """What came out, round by round; of what ran out of memory nothing."""
 
-    rates: list[MachineRates] = field(default_factory=list)
-    seconds: dict[Key, list[Seconds]] = field(default_factory=dict)
-    peaks: dict[Key, RunPeaks] = field(default_factory=dict)
+    rates: list[tuple[float, float]] = field(default_factory=list)
+    """Operations per second of a product of two square matrices; bytes per second of a copy, read and written."""
+    samples: dict[Key, list[Sample]] = field(default_factory=dict)
+
+
+class Bench:
+    """A backbone, heads and a prompt, made or loaded once for all runs of a plan that has a device.
+
+    Raises:
+        ValueError: If weights are missing or broken.
+    """
+
+    def __init__(self, plan: BenchPlan) -> None:
+        assert plan.device is not None
+        self.plan, self.device = plan, plan.device
+        if plan.source is None:
+            self.model: Any = random_model(plan.config, plan.options.seed, plan.dtype, plan.device)
+        else:
+            self.model = loading.load_model(plan.source, plan.config, plan.device, plan.dtype)
+        # Nothing ends an answer early, and no published sampling settings apply.
+        self.model.generation_config = GenerationConfig(pad_token_id=0)
+        self.heads: RetainingHeads | None = None
+        if any(method.has_heads for method in plan.methods):
+            self.heads = plan.trained or RetainingHeads.for_model(self.model, plan.hidden_dim, seed=plan.options.seed)
+            self.heads.follow(self.model)
+        generator = torch.Generator().manual_seed(plan.options.seed)
+        words = self.model.config.get_text_config().vocab_size
+        self.prompt: Tensor = torch.randint(words, (1, max(plan.lengths)), generator=generator).to(plan.device)
+
+    def run(self, method: Way, length: int) -> Sample:
+        """Read and answer the beginning of the prompt once."""
+        given = Given(self.model, self.plan.policy, self.heads, self.prompt[:, :length], self.plan.options.new_tokens)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats(self.device)
+        start = now(self.device)
+        cache, logits = method.read(given)
+        first = logits.argmax(dim=-1, keepdim=True)
+        prefill, read = now(self.device) - start, method.held(cache)
+        start = now(self.device)
+        new = method.write(given, cache, first).tolist()
+        decode = now(self.device) - start
+        assert len(new[0]) == given.new_tokens
+        peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
+        return Sample(prefill, decode, read, method.held(cache), peak)
 
 
 def measure(plan: BenchPlan, *, quiet: bool = False) -> Measurements:
     """Measure everything in a plan that has a device, with a progress bar where standard error is a terminal.
 
-    Args:
-        plan: What is measured.
-        quiet: Show no bar.
-
     Raises:
         ValueError: If weights are missing or broken, or the cap is more than the device has.
         OSError: If the backbone alone does not fit.
     """
-    device = plan.device
+    device, found, failed = plan.device, Measurements(), set[Key]()
     assert device is not None
-    with settings(plan):
+    cases = [(method, length) for length in plan.lengths for method in plan.methods]
+    rounds = range(1 + plan.options.repeats)
+    with settings(plan), tqdm(total=len(rounds) * len(cases), desc="measuring", disable=quiet or None) as bar:
         try:
-            setup = make_setup(plan)
+            bench = Bench(plan)
         except torch.OutOfMemoryError as error:
             raise OSError(
                 f"{device} is out of memory before a prompt is read; take a smaller --shape or --dtype, or raise "
                 "--memory-cap"
             ) from error
-        cases = [(method, length) for length in plan.lengths for method in plan.methods]
-        guard = _Guard()
-        peaks: dict[Key, RunPeaks] = {}
-        sides: dict[Key, Callable[[], Any]] = {
-            (method.name, length): _side(guard, setup, method, length) for method, length in cases
-        }
-        sides = {_RATES: lambda: measure_rates(device, plan.dtype), **sides}
-        total = len(cases) + plan.repeats * len(sides)
-        with tqdm(total=total, desc="measuring", unit="run", disable=True if quiet else None) as bar:
+        for timed in rounds:
+            if timed:
+                found.rates.append(measure_rates(device, plan.dtype))
             for method, length in cases:
-                found = guard.run((method.name, length), partial(_warm_peaks, setup, method, length))
-                if found is not None:
-                    peaks[method.name, length] = found
+                key = method.name, length
+                try:
+                    if key not in failed:
+                        sample = bench.run(method, length)
+                        if timed:  # the first round warms up
+                            found.samples.setdefault(key, []).append(sample)
+                except torch.OutOfMemoryError:
+                    failed.add(key)
+                    found.samples.pop(key, None)
+                gc.collect()
+                if key in failed and torch.cuda.is_available():
+                    torch.cuda.empty_cache()  # here, because the exception held on to everything that was allocated
                 bar.update()
-            rounds = in_turns(sides, plan.repeats, bar)
-        rates: list[Any] = rounds.pop(_RATES)
-    seconds = {key: found for key, found in rounds.items() if key not in guard.failed}
-    return Measurements(rates, seconds, {key: peak for key, peak in peaks.items() if key in seconds})
-
-
-class _Guard:
-    """Runs what may run out of memory; what once did is not tried again."""
-
-    def __init__(self) -> None:
-        self.failed: set[Key] = set()
-
-    def run(self, key: Key, call: Callable[[], T]) -> T | None:
-        if key in self.failed:
-            return None
-        try:
-            return call()
-        except torch.OutOfMemoryError:
-            self.failed.add(key)
-        # Here, because the exception held on to everything that was allocated.
-        _free()
-        return None
-
-
-def _side(guard: _Guard, setup: BenchSetup, method: BenchMethod, length: int) -> Callable[[], Seconds | None]:
-    def run_once() -> Seconds | None:
-        found = guard.run((method.name, length), partial(_time, setup, method, length))
-        gc.collect()
-        return found
-
-    return run_once
-
-
-def _time(setup: BenchSetup, method: BenchMethod, length: int) -> Seconds:
-    device, run = setup.prompt_1N.device, new_run(setup, method, length)
-    start = now(device)
-    first = run.read()
-    between = now(device)
-    new = run.write(first)
-    end = now(device)
-    assert len(new) == setup.plan.new_tokens
-    return Seconds(between - start, end - between)
-
-
-def _warm_peaks(setup: BenchSetup, method: BenchMethod, length: int) -> RunPeaks:
-    """Count bytes after a short read, so that what is set up only once is neither counted nor timed."""
-    policy = setup.plan.policy
-    short = min(length, policy.budget + 2 * policy.chunk_size + policy.local_len)
-    _time(setup, method, short)
-    _free()
-    found = measure_peaks(setup, method, length)
-    _free()
     return found
 
 
-def _free() -> None:
-    """Give memory back to the device; not between timed runs, which would pay for taking it again."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
+    """Return the operations per second of a matrix product, and the bytes per second of a copy."""
+    size, count = MATMUL_SIZE[device.type], COPY_BYTES[device.type] // dtype.itemsize
+    generator = torch.Generator(device).manual_seed(0)
+    left, right = (torch.randn(size, size, device=device, dtype=dtype, generator=generator) for _ in range(2))
+    product = torch.empty_like(left)
+    flops = 2 * size**3 / _timed(device, lambda: torch.mm(left, right, out=product))
+    # Zeros that were never written need no memory: both sides must be real.
+    source, target = torch.ones(count, dtype=dtype, device=device), torch.ones(count, dtype=dtype, device=device)
+    return flops, 2 * source.nbytes / _timed(device, lambda: target.copy_(source))
+
+
+def now(device: torch.device) -> float:
+    """Return the moment at which everything asked of the device so far is done, in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _timed(device: torch.device, call: Callable[[], object]) -> float:
+    call()  # warms up
+    runs, start = 10 if device.type == "cuda" else 1, now(device)  # one call is as short as the wait for a GPU
+    for _ in range(runs):
+        call()
+    return (now(device) - start) / runs
 
 
 @contextmanager
@@ -146,18 +167,17 @@ def settings(plan: BenchPlan) -> Iterator[None]:
     """Take the plan's threads and its cap on memory, for as long as it is measured."""
     threads, device = torch.get_num_threads(), plan.device
     assert device is not None
-    torch.set_num_threads(plan.threads)
-    if plan.memory_cap is not None:
+    torch.set_num_threads(plan.options.threads or threads)
+    cap = plan.options.cap_bytes()
+    if cap is not None:
         total = torch.cuda.get_device_properties(device).total_memory
-        if plan.memory_cap > total:
-            raise ValueError(
-                f"--memory-cap is {plan.memory_cap:,} bytes, but {device} has {total:,}; lower it, or drop it"
-            )
+        if cap > total:
+            raise ValueError(f"--memory-cap is {cap:,} bytes, but {device} has {total:,}; lower it, or drop it")
         # By number, None for the current device: a device without one is refused here.
-        torch.cuda.set_per_process_memory_fraction(plan.memory_cap / total, device.index)
+        torch.cuda.set_per_process_memory_fraction(cap / total, device.index)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        if plan.memory_cap is not None:
+        if cap is not None:
             torch.cuda.set_per_process_memory_fraction(1.0, device.index)

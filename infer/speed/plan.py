@@ -1,159 +1,224 @@
-"""What a benchmark is about to measure, resolved to the last number: all methods read the same plan."""
+"""What a benchmark is about to measure, to the last number; what cannot be is refused before weights are made."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any
 
+import psutil
 import torch
+from torch import nn
 
-from locret.base.method_spec import parse
-from locret.base.tables import Columns, number, of_rows
-from locret.infer.chunk_size import ChunkChoice
-from locret.infer.speed.cost import Cost, Pass, Sizes, cost, sizes_of
-from locret.infer.speed.methods import BenchMethod
-from locret.loading.options import BackboneSource
-from locret.loading.plan import plan_weights
-from locret.policy.policy import RetentionPolicy
-
-
-@dataclass(frozen=True)
-class PlannedBytes:
-    """Bytes known before anything is allocated."""
-
-    weights: int
-    """The backbone's, and those of retaining heads where a method has them."""
-    cache: int
-    """The cache at its largest, from the first chunk to the last generated token."""
-    host: int
-    """The second tier at its largest."""
+from locret import RetainingHeads, RetentionPolicy, loading
+from locret.backbone.adapters import Backbone, describe, find_decoder
+from locret.cache.limits import check_named
+from locret.infer.infer_options import ModelOptions
+from locret.infer.methods import check_heard
+from locret.infer.speed import ways
+from locret.infer.speed.bench_options import MOST_PASSES, BenchOptions
+from locret.infer.speed.shapes import Shape, shape_of
+from locret.infer.speed.ways import Way
+from locret.loading.options import BackboneSource, ScorerOptions, WeightOptions
+from locret.loading.plan import plan_weights, sketch_of
+from locret.policy.resolve import check_no_turns, check_used, resolve
+from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchPlan:
     """Every setting of a benchmark."""
 
-    shape: str | None
-    """Name in `shapes.SHAPES`; None for weights from a folder or the Hub."""
-    model: str | None
-    """That folder or Hub id."""
+    options: BenchOptions
+    source: BackboneSource | None
+    """How weights from a folder or the Hub are loaded; None for random ones."""
     config: Any = field(repr=False)
     """The backbone's, of transformers."""
-    methods: tuple[BenchMethod, ...]
+    methods: tuple[Way, ...]
     lengths: tuple[int, ...]
     """Prompt tokens, N."""
     policy: RetentionPolicy
-    chunk_choice: ChunkChoice | None
-    """Why its chunk size, where that was left to the machine."""
+    trained: RetainingHeads | None = field(repr=False)
     hidden_dim: int
     """d_R of the heads."""
-    heads: str | None
-    """Trained heads, a folder or a Hub id."""
-    new_tokens: int
-    """Tokens generated after every prompt."""
-    repeats: int
-    threads: int
     dtype: torch.dtype
     device: torch.device | None
     """None: a GPU is asked for that is not here, so nothing is measured."""
-    seed: int
-    """Of random weights, fresh heads and prompts."""
-    memory_cap: int | None
-    """Bytes of device memory that the process may take."""
-    source: BackboneSource | None
-    """How the weights of `model` are loaded."""
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype as users type it."""
-        return str(self.dtype).removeprefix("torch.")
 
     @cached_property
-    def sizes(self) -> Sizes:
-        """The backbone's weights, counted."""
-        return sizes_of(self.config, self.dtype)
+    def _sketch(self) -> Any:
+        return sketch_of(self.config, self.dtype)
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        """The backbone's facts."""
+        return describe(self._sketch)
 
     @cached_property
     def weight_bytes(self) -> int:
         """The bytes of the backbone's weights on the device."""
         if self.source is None or not self.source.given():
-            return self.sizes.weight_bytes
+            return sum(t.nbytes for t in [*self._sketch.parameters(), *self._sketch.buffers()])
         device = self.device or torch.device("cuda")
         return plan_weights(self.source, self.config, device, self.dtype).on(device)
 
-    def planned_bytes(self, method: BenchMethod, length: int) -> PlannedBytes:
-        """Return what a method will hold."""
-        weights = self.weight_bytes + method.extra_weight_bytes(self.config, self.hidden_dim, self.heads)
-        cache = method.planned_cache_bytes(self.sizes, self.policy, length, self.new_tokens)
-        host = method.planned_host_bytes(self.sizes, self.policy, length, self.new_tokens)
-        return PlannedBytes(weights, cache, host)
+    @cached_property
+    def head_bytes(self) -> int:
+        """The bytes of retaining heads."""
+        with torch.device("meta"):
+            heads = self.trained or RetainingHeads.for_model(self.config, self.hidden_dim)
+        return sum(weight.nbytes for weight in heads.parameters())
 
-    def base(self, method: BenchMethod) -> str | None:
-        """Return the measured method that has the most of a method's modifiers, but not all; None if there is none."""
-        spec, names = parse(method.name), {one.name for one in self.methods}
-        fewer = (str(replace(spec, modifiers=spec.modifiers[:most])) for most in reversed(range(len(spec.modifiers))))
-        return next((name for name in fewer if name in names), None)
+    def planned_bytes(self, method: Way, length: int) -> dict[str, int]:
+        """Return what a method will hold: weights, and the cache and its second tier at their largest."""
+        held = method.planned(self.backbone, self.policy, self.dtype.itemsize, length, self.options.new_tokens)
+        weights = self.weight_bytes + (self.head_bytes if method.has_heads else 0)
+        return {"weights": weights, "cache": held.cache, "host": held.host}
 
-    def cost(self, method: BenchMethod, length: int) -> dict[str, Cost]:
-        """Return the least work of reading a prompt, and of generating after it."""
-        passes = method.reading(self.sizes, self.policy, length)
-        most = method.recalled(self.policy)
-        # Of what was evicted no more can be recalled than there is.
-        first = [u + min(most, length - u) for u in method.units_after(self.sizes, self.policy, length)]
-        writing = [Pass(1, tuple(units + step for units in first), length + step, 1) for step in range(self.new_tokens)]
-        return {"prefill": cost(self.sizes, passes), "decode": cost(self.sizes, writing)}
+    def work(self, method: Way, length: int) -> dict[str, int]:
+        """Return the least work: operations of reading a prompt, bytes of writing.
+
+        Operations: two per weight of every matrix and token, two per query head, dimension and pair of a token and a
+        unit that it sees, for logits and for their sum over values. Bytes: every weight and every unit once per token.
+        """
+        backbone, size = self.backbone, self.dtype.itemsize
+        linear = sum(m.weight.numel() for m in find_decoder(self._sketch).modules() if isinstance(m, nn.Linear))
+        last = int(self._sketch.get_output_embeddings().weight.numel())
+        *passes, after = method.passes(backbone, self.policy, length)
+        flops = 2 * (last + linear * length)
+        for tokens, held in passes:
+            for shape, units in zip(backbone.full_shapes, held, strict=True):
+                pairs = tokens * units + tokens * (tokens + 1) // 2
+                flops += 2 * shape.num_heads * (shape.query_dim + shape.value_dim) * pairs
+        shapes = zip(backbone.full_shapes, after.held, strict=True)
+        moved = linear + last + sum(shape.num_kv_heads * shape.unit_dim * units for shape, units in shapes)
+        return {"prefill": flops, "decode": self.options.new_tokens * size * moved}
 
     def resolved(self) -> dict[str, Any]:
         """Return every setting as plain data."""
+        same = ("heads", "new_tokens", "repeats", "seed")
         return {
-            "shape": self.shape,
-            "model": self.model,
+            "shape": self.options.shape if self.source is None else None,
+            "model": self.options.model,
             **(self.source.given() if self.source else {}),
+            **{name: getattr(self.options, name) for name in same},
+            "threads": self.options.threads or torch.get_num_threads(),
+            "memory_cap": self.options.cap_bytes(),
+            "hidden_dim": self.hidden_dim,
             "methods": [method.name for method in self.methods],
             "lengths": list(self.lengths),
             "policy": self.policy.to_dict(),
-            "chunk_choice": None if self.chunk_choice is None else self.chunk_choice.to_dict(),
-            "hidden_dim": self.hidden_dim,
-            "heads": self.heads,
-            "new_tokens": self.new_tokens,
-            "repeats": self.repeats,
-            "threads": self.threads,
-            "dtype": self.dtype_name,
+            "dtype": str(self.dtype).removeprefix("torch."),
             "device": None if self.device is None else str(self.device),
-            "seed": self.seed,
-            "memory_cap": self.memory_cap,
         }
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per method and length: planned bytes and counted work."""
-        return [self.row(method, length) for length in self.lengths for method in self.methods]
-
-    def row(self, method: BenchMethod, length: int) -> dict[str, Any]:
-        """Return what is known of one method and length."""
-        planned, work = self.planned_bytes(method, length), self.cost(method, length)
-        return {
-            "method": method.name,
-            "length": length,
-            "base": self.base(method),
-            "planned_bytes": {"weights": planned.weights, "cache": planned.cache, "host": planned.host},
-            "flops": {part: work[part].flops for part in work},
-            "bytes": {part: work[part].bytes for part in work},
-        }
+        """Return what is known of every method and length beforehand."""
+        return [
+            {"method": method.name, "length": length, "planned_bytes": self.planned_bytes(method, length)}
+            for length in self.lengths
+            for method in self.methods
+        ]
 
 
-_COLUMNS: Columns = {
-    "method": lambda row: str(row["method"]),
-    "tokens": number("length", ","),
-    "planned weights MiB": number("planned_bytes.weights", ",.1f", 2**20),
-    "planned cache MiB": number("planned_bytes.cache", ",.2f", 2**20),
-    "planned host MiB": number("planned_bytes.host", ",.2f", 2**20),
-    "prefill TFLOP": number("flops.prefill", ",.3f", 1e12),
-    "decode GB": number("bytes.decode", ",.3f", 1e9),
-}
+def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
+    """Resolve every setting.
+
+    Args:
+        options: What the user typed.
+        chosen: Names that the user set.
+
+    Raises:
+        ValueError: For anything that cannot be measured as asked.
+        OSError: If a Hub refuses or cannot be reached.
+    """
+    if options.model is not None and "shape" in chosen:
+        raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
+    heads, source = chosen_heads(options.heads, options.model), None
+    if options.model is not None:
+        weights = {one.name: getattr(options, one.name) for one in fields(WeightOptions)}
+        source = ModelOptions(model=options.model, dtype=options.dtype, **weights)
+    shape = shape_of(options.shape if source is None else "cpu-512")
+    if source is not None:
+        shape = replace(shape, config=loading.load_config(source))
+    device = _device(options, shape, source)
+    given = {one.name: getattr(options, one.name) for one in fields(RetentionPolicy)}
+    own = {name: value for name, value in given.items() if name in chosen or value != getattr(BenchOptions, name)}
+    methods = tuple(ways.get(name, own) for name in options.method_names())
+    trained = _trained(heads, shape.config)
+    if trained is not None and not any(method.has_heads for method in methods):
+        raise ValueError(f"--heads {options.heads}: no method of --methods uses them; add locret, or drop them")
+    plan = BenchPlan(
+        options=options,
+        source=source,
+        config=shape.config,
+        methods=methods,
+        lengths=options.prompt_lengths() or shape.lengths,
+        policy=resolve(own, (trained and trained.config.policy) or shape.policy),
+        trained=trained,
+        hidden_dim=trained.config.hidden_dim if trained else shape.hidden_dim,
+        dtype=loading.resolve_dtype(options.dtype, shape.config, device or torch.device("cuda")),
+        device=device,
+    )
+    _check(plan, own)
+    return plan
 
 
-def plan_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return rows of a plan as a Markdown table."""
-    return of_rows(_COLUMNS, rows)
+def _device(options: BenchOptions, shape: Shape, source: BackboneSource | None) -> torch.device | None:
+    """Return where to measure; None where a GPU is asked for, or needed, and none is here."""
+    if source is not None and source.device_map is not None:
+        return loading.device_of_source(source)
+    if options.device.startswith("mps"):
+        raise ValueError(f"--device {options.device}: its memory cannot be measured; use cpu or cuda")
+    has_gpu = torch.cuda.is_available()
+    if options.device == "auto":
+        return torch.device("cuda") if has_gpu else None if shape.gpu else torch.device("cpu")
+    if options.device.startswith("cuda") and not has_gpu:
+        return None
+    return loading.resolve_device(options.device)
+
+
+def _trained(heads: str | None, config: Any) -> RetainingHeads | None:
+    """Return trained heads that fit the backbone; None where fresh ones will do."""
+    if heads is None:
+        return None
+    options = ScorerOptions(heads=heads)
+    found, _ = load_scorer(options)
+    assert isinstance(found, RetainingHeads)
+    check_matches(options, found, config)
+    return found
+
+
+def _check(plan: BenchPlan, own: Mapping[str, Any]) -> None:
+    """Refuse a plan that a method, the policy or the machine contradicts.
+
+    Raises:
+        ValueError: Saying which.
+    """
+    policies = [one.policy(plan.policy) for one in plan.methods if not one.method.plain] or [plan.policy]
+    check_used(own, policies)
+    check_no_turns(own)
+    for policy in policies:
+        check_named(policy)
+    check_heard(own, [one.method for one in plan.methods])
+    if plan.options.memory_cap is not None and plan.device is not None and plan.device.type == "cpu":
+        raise ValueError("--memory-cap bounds device memory, but this runs on the CPU; drop it, or use --device cuda")
+    has, size = psutil.virtual_memory().total, plan.policy.chunk_size
+    for length in plan.lengths:
+        if length > size * MOST_PASSES:
+            raise ValueError(
+                f"--lengths {length} is read in {-(-length // size):,} chunks of {size}, but at most {MOST_PASSES:,} "
+                f"are measured; give at most {size * MOST_PASSES}, or raise --chunk-size"
+            )
+        for method in plan.methods:
+            method.passes(plan.backbone, plan.policy, length)
+            planned = plan.planned_bytes(method, length)
+            # A GPU says that it is out of memory; a system that is kills the process.
+            on_host = planned["weights"] + planned["cache"] if plan.device and plan.device.type == "cpu" else 0
+            if (needed := on_host + 8 * length) > has:
+                raise ValueError(
+                    f"--methods {method.name} at {length:,} tokens needs {needed / 2**30:,.1f} GiB of weights, cache "
+                    f"and ids, but this machine has {has / 2**30:,.1f}; leave it out, or lower --lengths, --budget, "
+                    "--chunk-size, --local-len or --new-tokens"
+                )

@@ -1,164 +1,137 @@
-"""A record as tables for people. What was not measured is "unknown", never estimated."""
+"""What was measured, as plain data and as tables; what was not is "unknown", never estimated."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from locret.base.tables import UNKNOWN, Columns, Row, number, of_rows
+import torch
 
-_BASE = "; of base: how many times that of the same method with fewer modifiers"
+from locret.base.tables import UNKNOWN, Columns, number, of_rows
+from locret.environment import versions
+from locret.infer.speed.measure import Measurements
+from locret.infer.speed.plan import BenchPlan
+
 _MIB = 2**20
 
 
+def make_record(plan: BenchPlan, found: Measurements | None) -> dict[str, Any]:
+    """Return everything that is known about a plan.
+
+    Args:
+        plan: What was to be measured.
+        found: What came out; None where the device is missing, so that everything measured is None.
+
+    Returns:
+        `config`, `versions`, `machine` and `results` (a row per method and length). Rates, shares and ratios are p20,
+        p50 and p80 over rounds.
+    """
+    done, device = found or Measurements(), plan.device
+    flops, copies = ([rates[at] for rates in done.rates] for at in (0, 1))
+    return {
+        "config": plan.resolved(),
+        "versions": versions(),
+        "machine": {
+            "device": None if device is None else device.type,
+            "name": None if device is None else device_name(device),
+            "matmul_flops_per_second": quantiles(flops),
+            "copy_bytes_per_second": quantiles(copies),
+        },
+        "results": [_result(plan, done, row, at) for at, row in enumerate(plan.rows())],
+    }
+
+
+def _result(plan: BenchPlan, found: Measurements, row: dict[str, Any], at: int) -> dict[str, Any]:
+    """Return what is known of one method and length."""
+    name, length = row["method"], row["length"]
+    runs, work = found.samples.get((name, length), []), plan.work(plan.methods[at % len(plan.methods)], length)
+    if not runs:
+        error = "no CUDA device here" if plan.device is None else "out of memory"
+        return {**row, "error": error, "prefill": None, "decode": None, "bytes": None}
+    read, written = runs[0].read, runs[0].written
+    moved = (written.moved - read.moved) / plan.options.new_tokens
+    row["error"], row["bytes"] = None, {**written._asdict(), "moved_per_token": moved, "peak": runs[0].peak}
+    for index, (part, tokens) in enumerate({"prefill": length, "decode": plan.options.new_tokens}.items()):
+        seconds, best = [run[index] for run in runs], [rates[index] for rates in found.rates]
+        row[part] = {
+            "seconds": quantiles(seconds),
+            "tokens_per_second": quantiles([tokens / one for one in seconds]),
+            "share": quantiles([work[part] / one / rate for one, rate in zip(seconds, best, strict=True)]),
+        }
+        for other in {"full", "floor"} - {name}:
+            theirs = [run[index] for run in found.samples.get((other, length), [])]
+            row[part][f"times_{other}"] = quantiles([a / b for a, b in zip(seconds, theirs, strict=False)])
+    return row
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float] | None:
+    """Return p20, p50 and p80, to six digits; None of nothing."""
+    if not values:
+        return None
+    points = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64))
+    return {name: float(f"{value:.6g}") for name, value in zip(("p20", "p50", "p80"), points.tolist(), strict=True)}
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a GPU or this machine's processor calls itself."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(iter(named), platform.processor() or platform.machine())
+
+
+_SPEED: Columns = {
+    "method": lambda row: str(row["method"]),
+    "tokens": number("length", ","),
+    "read s": number("prefill.seconds.p50", ".3g"),
+    "of `full`": number("prefill.times_full.p50", ".2f"),
+    "of `floor`": number("prefill.times_floor.p50", ".2f"),
+    "of matmul": number("prefill.share.p50", ".0%"),
+    "written tokens/s": number("decode.tokens_per_second.p50", ",.4g"),
+    "of `full` ": number("decode.times_full.p50", ".2f"),
+    "of `floor` ": number("decode.times_floor.p50", ".2f"),
+    "of copy": number("decode.share.p50", ".0%"),
+    "cache MiB": number("bytes.cache", ",.2f", _MIB),
+    "host MiB": number("bytes.host", ",.2f", _MIB),
+    "fetched KiB / token": number("bytes.moved_per_token", ",.1f", 2**10),
+    "peak MiB": number("bytes.peak", ",.1f", _MIB),
+}
+
+
 def page(record: Mapping[str, Any], command: str) -> str:
-    """Return a record as a Markdown page: what was measured, tables, and how to repeat it."""
-    config = record["config"]
+    """Return a record as a Markdown page: what was measured, the table, and how to repeat it."""
+    config, machine, rows = record["config"], record["machine"], record["results"]
+    policy = config["policy"]
+    threads = f", {config['threads']} CPU threads" if machine["device"] == "cpu" else ""
+    cap = f", {config['memory_cap']:,} bytes of device memory" if config["memory_cap"] else ""
+    place = f"{machine['name'] or 'no CUDA device, so nothing was measured'}{threads}{cap}"
+    rates = [machine[name] for name in ("matmul_flops_per_second", "copy_bytes_per_second")]
+    product, copy = (UNKNOWN if rate is None else f"{rate['p50'] / 1e9:,.4g}" for rate in rates)
+    found = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    missing = [f"* {row['method']}, {row['length']:,} tokens: {row['error']}." for row in rows if row["error"]]
     lines = [
         f"# How fast {config['shape'] or config['model']} reads and writes",
         "",
-        *_setting(record),
+        f"{place}, {config['dtype']}. Budget {policy['budget']:,}, chunks of {policy['chunk_size']:,}, "
+        f"{policy['stabilizers']:,} stabilizers, {policy['local_len']:,} local tokens; {config['new_tokens']} new "
+        f"tokens; {config['repeats']} rounds.",
         "",
-        *tables(record),
-        *_origin(record, command),
+        "Medians over the rounds. Times of `full` and `floor` are ratios within a round: below 1 is faster. Reading is "
+        f"a share of the operations of a matrix product ({product} GFLOP/s), writing of the bytes of a copy ({copy} "
+        "GB/s), both measured in every round. The peak is a GPU's, all tensors included.",
+        "",
+        *of_rows(_SPEED, rows),
+        "",
+        *missing,
+        *([""] if missing else []),
+        f"`{command}`",
+        "",
+        f"{found[:1].upper()}{found[1:]}.",
     ]
     return "\n".join(lines) + "\n"
-
-
-def numbers(config: Row) -> str:
-    """Return the numbers of a resolved config in one sentence."""
-    policy = config["policy"]
-    chosen = "" if config["chunk_choice"] is None else " (auto)"
-    return (
-        f"Budget {policy['budget']:,}, chunks of {policy['chunk_size']:,}{chosen}, {policy['stabilizers']:,} "
-        f"stabilizers, {policy['local_len']:,} local tokens; {config['new_tokens']} new tokens; {config['repeats']} "
-        "rounds."
-    )
-
-
-def tables(record: Mapping[str, Any]) -> list[str]:
-    """Return the lines of all tables, each with a line that says how to read it."""
-    rows = record["results"]
-    lines = [
-        "Speed, p20 / p50 / p80. Ratios are medians of ratios within a round: how many times faster than `full`, and "
-        f"how many times the time of `floor`{_BASE if any(row['base'] for row in rows) else ''}.",
-        "",
-        *of_rows({**_SPEED, **(_OF_BASE if any(row["base"] for row in rows) else {})}, rows),
-        "",
-        "Work done per second, counted from the shape, and its share of what the machine did at best in the same run.",
-        "",
-        *_machine_lines(record["machine"]),
-        "",
-        *of_rows(_WORK, rows),
-        "",
-        "Peak memory in MiB, planned and measured. Workspace is all that is neither weights nor cache.",
-        "",
-        *of_rows(_MEMORY, rows),
-        "",
-        *_tiers(rows),
-    ]
-    if record["growth"]:
-        lines += ["How prefill seconds grow with the prompt.", ""]
-        lines += [*of_rows(_GROWTH, record["growth"]), ""]
-    missing = [
-        f"* {row['method']}, {row['length']:,} tokens: {row['error']}." for row in rows if row["error"] is not None
-    ]
-    return [*lines, *missing, *([""] if missing else [])]
-
-
-def _tiers(rows: Sequence[Row]) -> list[str]:
-    """Return the table of the second tiers; empty without any."""
-    own = [row for row in rows if row["planned_bytes"]["host"]]
-    if not own:
-        return []
-    about = "The second tier in host memory, beside that: planned and counted MiB, and what each new token fetches."
-    return [about, "", *of_rows(_TIERS, own), ""]
-
-
-def _ratio(part: str, name: str) -> Callable[[Row], str]:
-    """Return what writes a ratio to another method: 1 for itself, nothing where that was not measured."""
-    other, write = {"full/this": "full", "this/floor": "floor"}.get(name), number(f"ratios.{part}.{name}.p50", ".2f")
-
-    def shown(row: Row) -> str:
-        if row[part] is None:
-            return UNKNOWN
-        return "1" if row["method"] == other else write(row) if name in row["ratios"][part] else ""
-
-    return shown
-
-
-def _quantiles(path: str, form: str) -> Callable[[Row], str]:
-    points = [number(f"{path}.{point}", form) for point in ("p20", "p50", "p80")]
-    return lambda row: UNKNOWN if points[0](row) == UNKNOWN else " / ".join(write(row) for write in points)
-
-
-_NAMED: Columns = {"method": lambda row: str(row["method"]), "tokens": number("length", ",")}
-_SPEED: Columns = {
-    **_NAMED,
-    "first token s": _quantiles("prefill.seconds", ".3g"),
-    "prefill tokens/s": _quantiles("prefill.tokens_per_second", ",.4g"),
-    "prefill x `full`": _ratio("prefill", "full/this"),
-    "prefill of `floor`": _ratio("prefill", "this/floor"),
-    "decode tokens/s": _quantiles("decode.tokens_per_second", ",.4g"),
-    "decode x `full`": _ratio("decode", "full/this"),
-    "decode of `floor`": _ratio("decode", "this/floor"),
-}
-_WORK: Columns = {
-    **_NAMED,
-    "prefill GFLOP/s": number("prefill.flops_per_second.p50", ",.4g", 1e9),
-    "of matmul": number("prefill.share_of_matmul.p50", ".0%"),
-    "prefill GB/s": number("prefill.bytes_per_second.p50", ",.4g", 1e9),
-    "decode GFLOP/s": number("decode.flops_per_second.p50", ",.4g", 1e9),
-    "decode GB/s": number("decode.bytes_per_second.p50", ",.4g", 1e9),
-    "of copy": number("decode.share_of_copy.p50", ".0%"),
-}
-_MEMORY: Columns = {
-    **_NAMED,
-    "weights planned": number("planned_bytes.weights", ",.2f", _MIB),
-    "weights": number("peak_bytes.prefill.weights", ",.2f", _MIB),
-    "cache planned": number("planned_bytes.cache", ",.2f", _MIB),
-    "cache": number("peak_bytes.prefill.cache", ",.2f", _MIB),
-    "workspace": number("peak_bytes.prefill.workspace", ",.2f", _MIB),
-    "peak of prefill": number("peak_bytes.prefill.total", ",.2f", _MIB),
-    "peak of decode": number("peak_bytes.decode.total", ",.2f", _MIB),
-}
-_OF_BASE: Columns = {f"{part} of base": _ratio(part, "this/base") for part in ("prefill", "decode")}
-_TIERS: Columns = {
-    **_NAMED,
-    "host planned": number("planned_bytes.host", ",.2f", _MIB),
-    "host": number("peak_bytes.decode.host", ",.2f", _MIB),
-    "moved KiB / new token": number("moved_bytes_per_token", ",.1f", 2**10),
-    "decode ms / token": number("decode.seconds_per_token.p50", ",.3g", 1e-3),
-}
-_GROWTH: Columns = {
-    "method": _NAMED["method"],
-    "tokens": lambda row: f"{row['from']:,} to {row['to']:,}",
-    "x tokens": number("tokens", ".3g"),
-    "x seconds": _quantiles("seconds", ".2f"),
-}
-
-
-def _machine_lines(machine: Row) -> list[str]:
-    rates = machine["matmul_flops_per_second"], machine["copy_bytes_per_second"]
-    if None in rates:
-        return ["Matrix product: unknown. Copy: unknown."]
-    product, copy = (
-        [f"{rate['p50'] / 1e9:,.4g}", f"({rate['p20'] / 1e9:,.4g} to {rate['p80'] / 1e9:,.4g})"] for rate in rates
-    )
-    return [
-        f"Matrix product of {machine['matmul_size']:,} rows and columns: {product[0]} GFLOP/s {product[1]}. "
-        f"Copy of {machine['copied'] / _MIB:,.0f} MiB, read and written: {copy[0]} GB/s {copy[1]}."
-    ]
-
-
-def _setting(record: Mapping[str, Any]) -> list[str]:
-    config, machine = record["config"], record["machine"]
-    place = machine["name"] or "no CUDA device, so nothing was measured"
-    threads = f", {config['threads']} CPU threads" if machine["device"] == "cpu" else ""
-    cap = f", {config['memory_cap']:,} bytes of device memory" if config["memory_cap"] else ""
-    return [f"{place}{threads}{cap}, {config['dtype']}. {numbers(config)}"]
-
-
-def _origin(record: Mapping[str, Any], command: str) -> list[str]:
-    found = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return [f"`{command}`", "", f"{found[:1].upper()}{found[1:]}."]

@@ -9,7 +9,7 @@ from locret.base.nearest import nearest
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.eval_options import EvalOptions
-from locret.infer.speed import methods as bench_methods
+from locret.infer.speed import ways
 
 KNOWN = ("passkey", "two_stage", "long/qa", "long/vt", "short/vt", "other/narrative_qa")
 
@@ -54,7 +54,7 @@ def test_methods_scorers_and_suites_are_found_in_any_case() -> None:
     with pytest.raises(ValueError, match=r"\+PYRAMID is unknown; did you mean \+pyramid\?"):
         methods.get("locret+PYRAMID")
     with pytest.raises(ValueError, match=r'--methods "SnapKV" is unknown; did you mean snapkv\?'):
-        bench_methods.get("SnapKV")
+        ways.get("SnapKV")
     with pytest.raises(ValueError, match=r'scorer "TOVA" is unknown; did you mean tova\?'):
         scorers.find("TOVA")
     with pytest.raises(ValueError, match='--suite "LEVAL-LOCRET" is unknown; did you mean leval-locret'):

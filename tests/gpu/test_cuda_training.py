@@ -9,11 +9,12 @@ import torch
 
 from locret import RetainingHeads
 from locret.backbone.chunk import Attended
-from locret.infer.speed.shapes import TINY, random_model
+from locret.infer.speed.shapes import random_model, shape_of
 from locret.labels import names
 from locret.labels.labels import answer_labels, layer_labels, observe
 from locret.train.step import train_step
 
+TINY = shape_of("tiny").config
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; none is here"),

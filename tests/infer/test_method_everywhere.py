@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +64,6 @@ def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], sentence: s
     with pytest.raises(ValueError, match="scorer") as caught:
         load_scorer(scorer_options(*arguments))
     assert sentence in str(caught.value)
-
-
-def test_a_benchmark_plans_and_records_the_method_as_it_was_written(capsys: pytest.CaptureFixture[str]) -> None:
-    from locret.infer.speed.command import command
-
-    methods = "full,snapkv:window=8,kernel=7+pyramid,sage_kv:k=3"
-    assert command(["--shape", "tiny", "--methods", methods, "--lengths", "600", "--budget", "64", "--dry-run"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    names = ["full", "snapkv:window=8,kernel=7+pyramid", "sage_kv:k=3"]
-    assert record["config"]["methods"] == names
-    assert [row["method"] for row in record["plan"]] == names
 
 
 @pytest.mark.parametrize(

@@ -191,14 +191,14 @@ def test_each_folder_has_its_own_packages_and_what_is_no_folder_none(
 
 def test_methods_and_benchmarks_take_them_too(installed: None) -> None:
     from locret.infer.evaluation import methods
-    from locret.infer.speed import methods as timed
+    from locret.infer.speed import ways as timed
 
     found = methods.get("acme_norm:power=2+pyramid")
     assert (found.name, found.description) == ("acme_norm:power=2+pyramid", "keep long values")
     assert found.changes == {"layer_budgets": "pyramid"}
     bounded = timed.get("acme_memory:ValueNorm:power=2+linear")
-    assert isinstance(bounded, timed.Bounded)
-    assert bounded.make_scorer(None) == scorers.get("acme_norm", power=2)
+    assert isinstance(bounded, timed.Way)
+    assert bounded.scorer() == scorers.get("acme_norm", power=2)
     with pytest.raises(ValueError, match='scorer acme_norm: it has no option "pwer"; did you mean power?'):
         timed.get("acme_norm:pwer=2")
 

@@ -79,7 +79,7 @@ def test_benchmark_recipes_plan_what_they_say(path: Path, capsys: pytest.Capture
     assert config["shape"] == content["shape"]
     assert config["policy"]["budget"] == content["budget"]
     assert config["dtype"] == content["dtype"]
-    assert (config["chunk_choice"] is not None) == (content["chunk_size"] == "auto")
+    assert config["policy"]["chunk_size"] == content["chunk_size"]
     header = path.read_text().partition("shape:")[0]
     assert all(f"{tokens // 1024}K" in header for tokens in config["lengths"])
     cap = config["memory_cap"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,12 +14,7 @@ from locret.infer.evaluation import methods
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.command import command as evaluate
 from locret.infer.evaluation.runner import plan_runs
-from locret.infer.speed.bench_options import BenchOptions
 from locret.infer.speed.command import command as bench
-from locret.infer.speed.peaks import measure_peaks
-from locret.infer.speed.plan import BenchPlan
-from locret.infer.speed.resolve import make_plan
-from locret.infer.speed.runs import make_setup
 from locret.policy.policy import RetentionPolicy
 
 MODEL = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
@@ -28,60 +22,6 @@ NUMBERS = {"budget": 32, "chunk_size": 64, "stabilizers": 8, "local_len": 8}
 FLAGS = [part for name, value in NUMBERS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 KEY = 4 * 32 * 4 * 5  # one key of every layer of the embedded backbone: heads, dimensions, bytes, layers
 UNIT = 2 * KEY + 4 * 5 * (4 + 4)  # with its value, its score and its position
-
-
-def plan_of(names: str, **changes: Any) -> BenchPlan:
-    given: dict[str, Any] = {"shape": "tiny", "lengths": "300", "methods": names, "new_tokens": 4, "threads": 1}
-    given |= NUMBERS | changes
-    given = {name: value for name, value in given.items() if value is not None}
-    return make_plan(BenchOptions(**given), set(given))
-
-
-@pytest.mark.parametrize("name", ["locret+recall:host_budget=64,recall=4", "snapkv+recall:host_budget=all,recall=4"])
-def test_a_benchmark_counts_the_second_tier_as_it_was_planned(name: str) -> None:
-    plan = plan_of(name)
-    setup, method = make_setup(plan), plan.methods[0]
-    planned, peaks = plan.planned_bytes(method, 300), measure_peaks(setup, method, 300)
-    units = 64 if "=64" in name else 300 - 8 - 32  # all but the budget and the local tokens
-    assert planned.host == peaks.prefill.host == peaks.decode.host == units * UNIT
-    assert planned.cache == peaks.decode.cache
-    # Each of the four new tokens fetches four units per KV head and layer, the local tokens four each.
-    assert peaks.moved == (8 * 4 * 2 * KEY, 4 * 4 * 2 * KEY)
-    # What lies in the second tier is no workspace.
-    without = measure_peaks(setup, plan_of("snapkv" if "snapkv" in name else "locret").methods[0], 300)
-    assert peaks.prefill.workspace < 2 * without.prefill.workspace
-
-
-def test_a_method_is_compared_with_the_one_that_has_fewer_modifiers() -> None:
-    names = "locret,locret+prompt_end,locret+prompt_end+recall,snapkv+recall"
-    plan = plan_of(names)
-    assert [plan.base(method) for method in plan.methods] == [None, "locret", "locret+prompt_end", None]
-
-
-@pytest.mark.slow
-def test_a_record_has_tiers_and_the_ratio_to_eviction_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    flags = ["--shape", "tiny", "--lengths", "200", "--repeats", "1", "--new-tokens", "2", "--threads", "1", *FLAGS]
-    line = [*flags, "--methods", "locret,locret+recall:host_budget=16,recall=2", "--quiet"]
-    assert bench([*line, "--output", str(tmp_path / "record")]) == 0
-    alone, recalling = json.loads((tmp_path / "record.json").read_text())["results"]
-    assert (alone["base"], recalling["base"]) == (None, "locret")
-    assert alone["ratios"]["decode"].keys() == set()
-    assert recalling["ratios"]["decode"]["this/base"]["p50"] > 0
-    assert alone["moved_bytes_per_token"] == 0
-    assert recalling["moved_bytes_per_token"] == 2 * 2 * KEY
-    page = capsys.readouterr().out
-    assert "| decode of base |" in page
-    assert (
-        f"| locret+recall:host_budget=16,recall=2 | 200 | {16 * UNIT / 2**20:.2f} | {16 * UNIT / 2**20:.2f} |" in page
-    )
-
-
-def test_flags_are_for_every_method_of_a_benchmark() -> None:
-    plan = plan_of("full,locret,snapkv", host_budget=64, recall=4, positions="compact")
-    full, locret, snapkv = (plan.planned_bytes(method, 300).host for method in plan.methods)
-    assert (full, locret, snapkv) == (0, 64 * UNIT, 64 * UNIT)
-    assert plan.methods[2].policy(plan.policy).positions == "compact"  # type: ignore[attr-defined]
-    assert plan_of("snapkv").methods[0].policy(plan.policy).positions == "original"  # type: ignore[attr-defined]
 
 
 @pytest.mark.slow
@@ -155,27 +95,6 @@ def test_what_has_no_effect_or_cannot_be_is_refused_before_weights_are_loaded(
         infer([*MODEL, "--prompt-file", shipped.find("recipes/infer/pass_key.txt"), "--budget", "32", *flags])
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "quest:page=4",
-        "omnikv",
-        "infllm",
-        "full+xattention:block=16",
-        "locret+recall+2bit",
-        "full+4bit",
-    ],
-)
-def test_methods_of_other_papers_are_planned_and_counted_alike(name: str) -> None:
-    own: dict[str, Any] = {"stabilizers": None, "local_len": None} if name.startswith(("q", "o", "i", "full")) else {}
-    plan = plan_of(name, **own, **({"chunk_size": None, "budget": 64} if name == "infllm" else {}))
-    setup, method = make_setup(plan), plan.methods[0]
-    planned, peaks = plan.planned_bytes(method, 300), measure_peaks(setup, method, 300)
-    assert planned.cache == max(peaks.decode.cache, peaks.prefill.cache)
-    assert planned.host == peaks.decode.host
-    assert (planned.host > 0) == (peaks.moved[0] + peaks.moved[1] > 0) == (name[0] in "qoi" or "+recall" in name)
 
 
 def test_a_lookup_that_is_a_method_attends_to_as_many_units_as_the_budget() -> None:

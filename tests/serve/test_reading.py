@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from allocations import peak_bytes
 from running import until
 
 from locret import LongContextModel, RetentionPolicy
@@ -20,7 +21,6 @@ from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.turns import Turns
 from locret.infer.serve.upload import Upload
-from locret.infer.speed.allocations import peak_bytes
 
 MIB = 1 << 20
 
@@ -268,7 +268,7 @@ def test_a_reader_takes_what_was_planned_and_not_more_for_longer_texts(serving: 
         def side() -> None:
             caches.append(serving.read(text + "\n", progress=False).cache)
 
-        return peak_bytes(side).everything
+        return peak_bytes(side)
 
     short, long = read(book), read(book * 3)
     assert max(cache.memory().peak for cache in caches) <= plan.reader
@@ -284,15 +284,15 @@ def test_moving_and_joining_contexts_take_what_was_planned(
 
     plan = MemoryPlan.of(serving, 24 * MIB)
     context, path = serving.read(book + "\n", progress=False), tmp_path / "a.ctx"
-    assert peak_bytes(lambda: context.save(path)).everything <= plan.moving
+    assert peak_bytes(lambda: context.save(path)) <= plan.moving
     size = path.stat().st_size
     loaded = plan.units * plan.unit
-    assert peak_bytes(lambda: Prefix.from_file(path)).everything <= plan.moving + loaded
-    assert peak_bytes(lambda: serving.load(path)).everything <= plan.moving + plan.reader
+    assert peak_bytes(lambda: Prefix.from_file(path)) <= plan.moving + loaded
+    assert peak_bytes(lambda: serving.load(path)) <= plan.moving + plan.reader
     for budget in (None, 32):
-        joined = peak_bytes(lambda budget=budget: compose([serving.load(path) for _ in range(4)], budget)).everything
+        joined = peak_bytes(lambda budget=budget: compose([serving.load(path) for _ in range(4)], budget))
         assert joined <= _COPIES * 4 * size + plan.working
-    assert peak_bytes(lambda: serving.load(path).shrink(16)).everything <= _COPIES * size
+    assert peak_bytes(lambda: serving.load(path).shrink(16)) <= _COPIES * size
 
 
 def test_uploads_side_by_side_stay_within_the_plan_and_go_on_together(library: Library, book: str) -> None:

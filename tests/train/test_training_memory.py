@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import peak_bytes
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -20,7 +21,6 @@ from transformers import LlamaConfig, PreTrainedModel
 from locret import RetainingHeads
 from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.chunk import Attended, Projections
-from locret.infer.speed.allocations import peak_bytes
 from locret.infer.speed.shapes import random_model
 from locret.labels.labels import layer_labels, logit_bytes
 from locret.train.memory_plan import memory_plan
@@ -78,7 +78,7 @@ def layer_activations(model: PreTrainedModel, ids_1S: Tensor) -> int:
         model.get_decoder()(input_ids=ids_1S, use_cache=False)
         hook.remove()
         (hidden, *more), options = given[0]
-        return peak_bytes(lambda: layer(hidden.clone(), *more, **options)).everything
+        return peak_bytes(lambda: layer(hidden.clone(), *more, **options))
 
 
 def row(
@@ -108,7 +108,7 @@ def test_a_first_step_holds_at_most_three_layers_activations(name: str, kind: st
     """All that a step allocates counts: gradients and the optimizer's state too, of as many layers as there are."""
     step = row(name, kind, answer)
     layer = layer_activations(step.model, step.both_1S)
-    peak = peak_bytes(step.step).everything
+    peak = peak_bytes(step.step)
     assert layer < peak <= 3 * layer
 
 
@@ -127,7 +127,7 @@ def test_layers_add_nothing_but_gradients(kind: str) -> None:
     for layers in (2, 6):
         step = row("cpu-512", kind, 64, layers)
         step.row()  # gradients are there from now on
-        peaks.append(peak_bytes(step.row).everything)
+        peaks.append(peak_bytes(step.row))
     assert peaks[1] - peaks[0] < 4096
 
 
@@ -137,7 +137,7 @@ def test_layers_add_nothing_but_gradients(kind: str) -> None:
 def test_the_plan_is_what_a_row_takes(name: str, dtype: torch.dtype) -> None:
     step = row(name, "log_attention", 200, layers=2, dtype=dtype)
     step.row()
-    taken = peak_bytes(step.row).everything
+    taken = peak_bytes(step.row)
     tokens = {"tokens": TOKENS + 200, "trained_tokens": TOKENS}
     hidden_dim = step.heads.config.hidden_dim
     plan = memory_plan(
@@ -160,7 +160,7 @@ def test_the_plan_counts_heads_that_look_at_neighbours(monkeypatch: pytest.Monke
     for near in (0, 3):
         step = row("narrow", "log_attention", 8, layers=2, neighbours=near)
         step.row()
-        taken.append(peak_bytes(step.row).everything)
+        taken.append(peak_bytes(step.row))
         planned.append(memory_plan(step.model.config, 0, hidden_dim=1024, neighbours=near, **numbers))
         assert planned[-1]["heads"] == sum(weights.numel() * 4 for weights in step.heads.parameters())
         assert 0.75 * planned[-1]["one_layer"] <= taken[-1] <= 1.01 * planned[-1]["one_layer"]
@@ -173,7 +173,7 @@ def test_the_plan_counts_values_behind_the_output_projection(monkeypatch: pytest
     monkeypatch.setitem(SHAPES, "wide", (wide, 64))
     step = row("wide", "kvzip_plus", 8, layers=2)
     step.row()
-    taken = peak_bytes(step.row).everything
+    taken = peak_bytes(step.row)
     numbers: dict[str, Any] = {"dtype": torch.float32, "tokens": TOKENS + 8, "trained_tokens": TOKENS}
     plain, weighed = (
         memory_plan(step.model.config, 0, hidden_dim=64, autocast=False, weighed_labels=flag, **numbers)["one_layer"]
@@ -210,5 +210,5 @@ def test_no_matrix_of_answer_by_prompt_exists(kind: str) -> None:
     assert seen.elements <= query.numel() < prompt * answer / 20
     # The three of them that the plan counts are what is alive at once, beside what is as small as the keys.
     with torch.no_grad():
-        peak = peak_bytes(lambda: layer_labels(chunk, prompt, kind, False)).everything
+        peak = peak_bytes(lambda: layer_labels(chunk, prompt, kind, False))
     assert peak <= logit_bytes(heads, dim, prompt + answer) + key.nbytes

@@ -1,0 +1,182 @@
+"""The ways of reading a prompt that are measured, and what each plans: its forward passes and its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from locret import RetainingHeads, RetentionCache, generate, prefill, scorers
+from locret.backbone.adapters import Backbone
+from locret.base import method_spec
+from locret.cache.limits import Limits, planned_bytes, planned_host_bytes
+from locret.infer.methods import Method, find, names
+from locret.infer.speed.floor import generate_plainly, read_static, write_static
+from locret.policy.policy import RetentionPolicy
+from locret.scorers import Scorer
+
+FLOOR = "floor"
+
+
+class Pass(NamedTuple):
+    """One forward pass of a prompt."""
+
+    tokens: int
+    held: tuple[int, ...]
+    """Units per KV head that each full-attention layer holds before it."""
+
+
+class Held(NamedTuple):
+    """Bytes of a cache: at its largest so far, of its second tier, and fetched from there."""
+
+    cache: int
+    host: int = 0
+    moved: int = 0
+
+
+class Given(NamedTuple):
+    """What a way of reading is given."""
+
+    model: Any
+    policy: RetentionPolicy
+    heads: RetainingHeads | None
+    ids: Tensor
+    """(1, N)."""
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class Way:
+    """A method with a cache of ours, read and answered as any user would; greedy, with ids on the host at the end."""
+
+    method: Method
+    chosen: frozenset[str] = frozenset()
+    """Names of the numbers of the policy that the user set."""
+
+    @property
+    def name(self) -> str:
+        """Its one spelling."""
+        return self.method.name
+
+    @property
+    def has_heads(self) -> bool:
+        """Whether the scorer is one of trained weights."""
+        return self.method.needs_heads
+
+    def policy(self, policy: RetentionPolicy) -> RetentionPolicy:
+        """Return the policy with what the method changes."""
+        return self.method.policy(policy, self.chosen)
+
+    def scorer(self, heads: RetainingHeads | None = None) -> Scorer:
+        """Return a scorer for one cache; as far as a plan goes, heads are like random scores."""
+        if self.method.scorer is not None:
+            return self.method.scorer
+        return scorers.get("random") if heads is None else scorers.get("retaining_heads", heads=heads)
+
+    def passes(self, backbone: Backbone, policy: RetentionPolicy, length: int) -> list[Pass]:
+        """Return the forward passes of a prompt, and one without tokens for what is held when writing begins."""
+        schedule = Limits(self.policy(policy), self.scorer(), len(backbone.layers)).plan(length)
+        steps = (*schedule.steps, schedule.last)
+        held = (schedule.held, *(step.kept for step in steps))
+        return [*(Pass(step.tokens, tuple(units)) for step, units in zip(steps, held, strict=False)), Pass(0, held[-1])]
+
+    def planned(self, backbone: Backbone, policy: RetentionPolicy, size: int, length: int, new_tokens: int) -> Held:
+        """Return the bytes of the cache at its largest, for numbers of `size` bytes."""
+        parts = backbone, self.scorer(), self.policy(policy), size, length, new_tokens
+        return Held(planned_bytes(*parts), planned_host_bytes(*parts))
+
+    def read(self, given: Given) -> tuple[Any, Tensor]:
+        """Read a prompt; return the cache and (1, vocabulary) logits of the last token."""
+        cache = RetentionCache(given.model, self.scorer(given.heads), self.policy(given.policy))
+        return cache, prefill(given.model, given.ids, cache, new_tokens=given.new_tokens)
+
+    def write(self, given: Given, cache: Any, first: Tensor) -> Tensor:
+        """Return (1, new) ids after (1, 1) `first`, a forward pass each; a cache of ours begins with `first` again."""
+        return generate(given.model, cache=cache, max_new_tokens=given.new_tokens, do_sample=False)
+
+    def held(self, cache: Any) -> Held:
+        """Return the bytes of a cache, counted from its tensors."""
+        memory = cache.memory()
+        return Held(memory.peak, memory.host, memory.moved)
+
+
+class Full(Way):
+    """transformers' own cache and attention, fed chunk by chunk: every unit stays."""
+
+    def policy(self, policy: RetentionPolicy) -> RetentionPolicy:
+        return policy
+
+    def passes(self, backbone: Backbone, policy: RetentionPolicy, length: int) -> list[Pass]:
+        size, layers = policy.chunk_size, len(backbone.layers)
+        before = [(start, min(size, length - start)) for start in range(0, length, size)]
+        return [Pass(tokens, (start,) * layers) for start, tokens in [*before, (length, 0)]]
+
+    def planned(self, backbone: Backbone, policy: RetentionPolicy, size: int, length: int, new_tokens: int) -> Held:
+        short, numbers = min(length + new_tokens, (backbone.window or 1) - 1), 0
+        for index, kind in enumerate(backbone.kinds):
+            if kind not in ("recurrent", "none"):
+                shape, units = backbone.shape(index), length + new_tokens if index in backbone.layers else short
+                numbers += units * shape.num_kv_heads * shape.unit_dim
+        return Held(size * numbers + backbone.state_bytes(size) // 2)
+
+    @torch.no_grad()
+    def read(self, given: Given) -> tuple[Any, Tensor]:
+        cache = DynamicCache(config=given.model.config)
+        *before, last = given.ids.split(given.policy.chunk_size, dim=1)
+        for tokens in before:
+            given.model.get_decoder()(input_ids=tokens, past_key_values=cache, use_cache=True)
+        output = given.model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache, output.logits[:, -1]
+
+    def write(self, given: Given, cache: Any, first: Tensor) -> Tensor:
+        return generate_plainly(given.model, cache, torch.cat([given.ids, first], dim=1), given.new_tokens)
+
+    def held(self, cache: Any) -> Held:
+        tensors = [value for layer in cache.layers for value in vars(layer).values() if torch.is_tensor(value)]
+        return Held(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
+
+
+class Floor(Full):
+    """The least that bounded reading costs: the same chunks against a static cache, no scores and no eviction."""
+
+    def passes(self, backbone: Backbone, policy: RetentionPolicy, length: int) -> list[Pass]:
+        if not backbone.uniform or backbone.recurrent:
+            raise ValueError(
+                "--methods floor: some layers of this backbone slide over a window or carry a recurrent state, for "
+                "which there is no floor; leave it out of --methods"
+            )
+        return Way.passes(self, backbone, policy, length)
+
+    def planned(self, backbone: Backbone, policy: RetentionPolicy, size: int, length: int, new_tokens: int) -> Held:
+        slots = policy.budget + max(policy.chunk_size, policy.local_len + new_tokens)
+        return Held(slots * size * sum(shape.num_kv_heads * shape.unit_dim for shape in backbone.full_shapes))
+
+    def read(self, given: Given) -> tuple[Any, Tensor]:
+        sizes = given.policy.budget, given.policy.chunk_size, given.policy.local_len
+        return read_static(given.model, given.ids, *sizes, given.new_tokens)
+
+    def write(self, given: Given, cache: Any, first: Tensor) -> Tensor:
+        return write_static(given.model, cache, first, given.new_tokens)
+
+
+def get(method: str | Mapping[str, Any], chosen: Collection[str] = ()) -> Way:
+    """Return the way that a text or a mapping of YAML names, such as `snapkv:kernel=7+pyramid`.
+
+    Args:
+        method: What somebody wrote.
+        chosen: Names of the numbers of the policy that the user set.
+
+    Raises:
+        ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
+    """
+    spec = method_spec.parse(method, "--methods")
+    if spec.name == FLOOR:
+        if unfit := [*spec.options, *(f"+{modifier.name}" for modifier in spec.modifiers)]:
+            raise ValueError(f'--methods "{spec}": {FLOOR} neither scores nor evicts; drop {unfit[0]}')
+        return Floor(Method(FLOOR, "the same chunks, without scores and eviction", plain=True))
+    found = find(spec, "--methods", [FLOOR, *names()])
+    return Full(found) if found.plain else Way(found, frozenset(chosen))

@@ -1,0 +1,296 @@
+"""`locret-bench`: a plan without weights, runs that do what it says, seconds in rounds, records that never guess."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from locret import shipped
+from locret.infer.speed import gpu, measure
+from locret.infer.speed.bench_options import BenchOptions
+from locret.infer.speed.command import command
+from locret.infer.speed.measure import Bench, Measurements, Sample
+from locret.infer.speed.plan import BenchPlan, make_plan
+from locret.infer.speed.report import make_record, page
+from locret.infer.speed.ways import Given, Held
+
+LENGTH, NEW = 150, 5
+NUMBERS = {"budget": 32, "chunk_size": 24, "stabilizers": 8, "local_len": 7, "new_tokens": NEW, "threads": 1}
+FLAGS = [part for name, value in NUMBERS.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+WITHOUT_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
+
+
+def plan_of(methods: str, **changes: Any) -> BenchPlan:
+    given = {"shape": "tiny", "lengths": str(LENGTH), "methods": methods, "device": "cpu", **NUMBERS, **changes}
+    given = {name: value for name, value in given.items() if value is not None}
+    return make_plan(BenchOptions(**given), set(given))
+
+
+@pytest.fixture
+def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(measure.MATMUL_SIZE, "cpu", 32)
+    monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**20)
+
+
+def given_to(bench: Bench, length: int = LENGTH) -> Given:
+    return Given(bench.model, bench.plan.policy, bench.heads, bench.prompt[:, :length], NEW)
+
+
+@pytest.mark.parametrize("name", ["full", "floor", "locret", "streaming+pyramid", "snapkv+linear"])
+def test_forward_passes_and_bytes_are_those_of_the_plan(name: str) -> None:
+    plan = plan_of(name)
+    bench, (method,) = Bench(plan), plan.methods
+    passes: list[tuple[int, tuple[int, ...]]] = []
+
+    def note(_module: Any, _args: Any, kwargs: dict[str, Any]) -> None:
+        layers = getattr(kwargs["past_key_values"], "layers", [])
+        held = tuple(getattr(layer, "fill", None) or layer.get_seq_length() for layer in layers)
+        passes.append((kwargs["input_ids"].shape[1], held or (0,) * 5))
+
+    bench.model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
+    cache, logits = method.read(given_to(bench))
+    *planned, after = method.passes(plan.backbone, plan.policy, LENGTH)
+    assert passes == [(one.tokens, one.held) for one in planned if one.tokens]
+    passes.clear()
+    assert method.write(given_to(bench), cache, logits.argmax(-1, keepdim=True)).shape == (1, NEW)
+    # A cache of ours takes the prompt's last token back and feeds it again.
+    again = name not in ("full", "floor")
+    assert passes == [(1, tuple(units - again + step for units in after.held)) for step in range(NEW)]
+    assert plan.planned_bytes(method, LENGTH)["cache"] == method.held(cache).cache
+
+
+def test_full_attention_and_a_cache_that_holds_everything_answer_alike() -> None:
+    bench = Bench(plan_of("full,locret", budget=LENGTH))
+    answers, ids = [], bench.prompt
+    for method in bench.plan.methods:
+        cache, logits = method.read(given_to(bench))
+        first = logits.argmax(-1, keepdim=True)
+        answers.append([int(first), *method.write(given_to(bench), cache, first)[0].tolist()])
+    full, bounded = answers
+    # A bounded cache feeds the prompt's last token once more, so its first token comes twice.
+    assert bounded == [full[0], *full[:-1]]
+    with torch.no_grad():
+        for token in full:
+            assert int(bench.model(input_ids=ids).logits[0, -1].argmax()) == token
+            ids = torch.cat([ids, torch.tensor([[token]])], dim=1)
+
+
+def test_bytes_of_a_full_cache_grow_with_the_prompt_and_those_of_a_bounded_one_do_not() -> None:
+    bench = Bench(plan_of("full,locret", lengths="100,200"))
+    held = {(m.name, n): m.held(m.read(given_to(bench, n))[0]).cache for m in bench.plan.methods for n in (100, 200)}
+    assert held["full", 200] == 2 * held["full", 100]
+    assert held["locret", 200] == held["locret", 100]
+
+
+@pytest.mark.parametrize("name", ["quest:page=4", "omnikv", "infllm", "full+xattention:block=16", "locret+recall+2bit"])
+def test_methods_of_other_papers_are_planned_and_counted_alike(name: str) -> None:
+    own = dict.fromkeys(("stabilizers", "local_len"), None if name[0] in "qoif" else 8)
+    plan = plan_of(name, **own, **({"chunk_size": None, "budget": 64} if name == "infllm" else {}))
+    sample, planned = Bench(plan).run(plan.methods[0], LENGTH), plan.planned_bytes(plan.methods[0], LENGTH)
+    assert sample.written[:2] == (planned["cache"], planned["host"])
+    assert (planned["host"] > 0) == (sample.written.moved > 0) == (name[0] in "qoi" or "+recall" in name)
+
+
+def test_the_second_tier_is_counted_as_it_was_planned() -> None:
+    plan = plan_of("full,locret+recall:host_budget=64,recall=4")
+    bench, (full, method) = Bench(plan), plan.methods
+    sample, planned = bench.run(method, LENGTH), plan.planned_bytes(method, LENGTH)
+    assert sample.written[:2] == (planned["cache"], planned["host"])
+    # Each new token fetches four keys and values of 32 numbers per layer and KV head.
+    assert sample.written.moved - sample.read.moved == NEW * 5 * 4 * 4 * 2 * 32 * 4
+    assert plan.planned_bytes(full, LENGTH)["host"] == 0
+
+
+def test_shapes_are_those_of_the_published_backbones() -> None:
+    plans = {name: plan_of("full", shape=name, dtype="bfloat16") for name in ("llama-3.1-8b", "phi-3-mini-128k")}
+    assert [round(plan.weight_bytes / 2e9, 2) for plan in plans.values()] == [8.03, 3.82]
+    own = dict.fromkeys(("budget", "chunk_size", "stabilizers", "local_len", "device"))
+    llama = plan_of("full", shape="llama-3.1-8b", lengths="128K", dtype="bfloat16", **own)
+    assert (llama.policy.budget, llama.policy.stabilizers) == (16384, 2500)
+    # 32 layers of 8 heads of 128 in two bytes, keys and values.
+    assert llama.planned_bytes(llama.methods[0], 131072)["cache"] == 32 * 8 * 128 * 2 * 2 * (131072 + NEW)
+    # Two operations per weight and token at the least.
+    assert 1 < llama.work(llama.methods[0], 131072)["prefill"] / (2 * 7.5e9 * 131072) < 4
+
+
+def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert command([*arguments, "--dry-run"]) == 0
+    record: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return record
+
+
+def test_a_dry_run_prints_the_resolved_plan_and_its_bytes(
+    capsys: pytest.CaptureFixture[str], backbone: Path, tmp_path: Path
+) -> None:
+    recipe = tmp_path / "bench.yaml"
+    recipe.write_text("{lengths: [1000, 2K], methods: [full, 'snapkv:window=8+pyramid', locret], repeats: 3}")
+    record = dry_run(capsys, "--config", str(recipe), "--repeats", "4", "--budget", "512")
+    config = record["config"]
+    assert (config["lengths"], config["repeats"], config["policy"]["budget"]) == ([1000, 2048], 4, 512)
+    assert config["policy"]["stabilizers"] == 128  # a quarter of the smaller budget
+    assert config["methods"] == ["full", "snapkv:window=8+pyramid", "locret"]
+    assert [(row["method"], row["length"]) for row in record["plan"]][:3] == [(n, 1000) for n in config["methods"]]
+    full, _, locret = record["plan"][3:]
+    assert full["planned_bytes"]["cache"] == 8 * 2 * 64 * 2 * 4 * (2048 + 32)
+    assert locret["planned_bytes"]["cache"] < full["planned_bytes"]["cache"]
+    # Eight fresh heads: q, k and v of 12 heads of 64 into 64, and on to 2.
+    heads = 8 * (12 * 64 * 64 + 64 * 2) * 4
+    assert locret["planned_bytes"]["weights"] == full["planned_bytes"]["weights"] + heads
+    record = dry_run(capsys, "--model", str(backbone), "--lengths", "100", "--budget", "32")
+    assert (record["config"]["shape"], record["config"]["model"]) == (None, str(backbone))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"shape": "lama"}, "--shape lama is unknown; choose one of cpu-512, tiny, llama-3.1-8b"),
+        ({"methods": "locrte"}, '--methods "locrte" is unknown; did you mean locret'),
+        ({"methods": "full+pyramid"}, '--methods "full+pyramid": full evicts nothing, so +pyramid means nothing; drop'),
+        ({"methods": "floor+pyramid"}, '--methods "floor+pyramid": floor neither scores nor evicts; drop +pyramid'),
+        ({"methods": "locret", "min_chunk": 16}, "--min-chunk 16 changes nothing without --decremental; add that, or"),
+        ({"methods": " , "}, "--methods is empty; name at least one"),
+        ({"lengths": "8k,many"}, "--lengths 8k,many is not a list of prompt lengths; write it like 8192"),
+        ({"lengths": "0"}, "--lengths 0 is not a list of prompt lengths"),
+        ({"repeats": 0}, "--repeats 0 is out of range; give 1 to"),
+        ({"new_tokens": 10**12}, "--new-tokens 1000000000000 is out of range; give 1 to 262144"),
+        ({"lengths": "10000000000"}, "is read in 416,666,667 chunks of 24, but at most 262,144 are measured; give"),
+        ({"budget": 10**15, "methods": "floor"}, "--methods floor at 150 tokens needs"),
+        ({"dtype": "int8"}, "--dtype int8 is unknown; choose one of auto, bfloat16"),
+        ({"device": "tpu"}, "--device tpu is unknown; choose auto, cpu, cuda"),
+        ({"device": "mps"}, "--device mps: its memory cannot be measured; use cpu or cuda"),
+        ({"memory_cap": "24 parsecs"}, "--memory-cap: 24 parsecs is not an amount of memory; write it like 2GiB"),
+        ({"memory_cap": "1GiB", "device": "cpu"}, "--memory-cap bounds device memory, but this runs on the CPU"),
+        ({"model": "/nowhere"}, "--model /nowhere and --shape tiny exclude each other; drop one of them"),
+        ({"heads": "checkpoints/tiny-heads"}, "--heads checkpoints/tiny-heads: no method of --methods uses them"),
+        ({"heads": "checkpoints/tiny-heads", "shape": "cpu-512", "methods": "locret"}, "--heads checkpoints/tiny-head"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match="--") as raised:
+        plan_of(**{"methods": "full", **changes})
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_this_machine_cannot_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * 2**20))
+    plan_of("full", lengths="1K")
+    with pytest.raises(ValueError, match="--methods full at 32,768 tokens needs 0.2 GiB of weights, cache and ids, bu"):
+        plan_of("locret,full", lengths="32K")
+
+
+@pytest.mark.usefixtures("small_machine")
+@pytest.mark.parametrize("terminal", [False, True])
+def test_the_command_measures_and_writes_a_whole_record(
+    terminal: bool, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal, raising=False)
+    base, seen, real = tmp_path / "tiny-0.1", [], Bench.run
+    monkeypatch.setattr(Bench, "run", lambda self, *run: (seen.append((run[0].name, run[1])), real(self, *run))[1])
+    flags = ["--shape", "tiny", "--lengths", "1,60", "--repeats", "2", *FLAGS, "--output", str(base)]
+    assert command([*flags, "--json"]) == 0
+    out, err = capsys.readouterr()
+    record = json.loads(out)
+    assert record == json.loads((tmp_path / "tiny-0.1.json").read_text())
+    assert {"locret", "torch", "transformers", "python"} <= set(record["versions"])
+    cases = [(name, length) for length in (1, 60) for name in ("full", "floor", "locret")]
+    assert seen == cases * 3  # once to warm up
+    assert [(row["method"], row["length"]) for row in record["results"]] == cases
+    assert all(row["error"] is None and row["prefill"]["tokens_per_second"]["p50"] > 0 for row in record["results"])
+    assert ("18/18" in err) == terminal
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-0.1.json", "tiny-0.1.md"]
+    for line, sentence in (
+        (flags, "there is .*tiny-0.1.json; choose another name, or give --overwrite"),
+        (["--shape", "tiny", "--output", str(tmp_path)], "names no files in a folder that can be written"),
+        ([], "a measurement takes minutes, so it is to be asked for; give --shape cpu-512"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            command(line)
+
+
+def test_shares_and_ratios_are_taken_within_a_round_and_memory_that_ran_out_has_no_numbers() -> None:
+    plan = plan_of("full,floor,locret", lengths="100")
+    seconds = {"full": (6.0, 4.0), "locret": (3.0, 2.0)}
+    samples = {
+        (name, 100): [Sample(a * times, b * times, Held(20), Held(30), None) for times in (1, 2)]
+        for name, (a, b) in seconds.items()
+    }
+    record = make_record(plan, Measurements([(4e9, 2e9), (8e9, 4e9)], samples))
+    full, floor, locret = record["results"]
+    assert locret["prefill"]["times_full"] == {"p20": 0.5, "p50": 0.5, "p80": 0.5}
+    assert locret["prefill"]["times_floor"] is None
+    assert "times_full" not in full["prefill"]
+    work = plan.work(plan.methods[2], 100)
+    shares = [work["prefill"] / 3.0 / 4e9, work["prefill"] / 6.0 / 8e9]
+    assert locret["prefill"]["share"]["p50"] == pytest.approx(sum(shares) / 2, rel=1e-5)
+    assert locret["bytes"]["cache"] == 30
+    assert (floor["error"], floor["prefill"], floor["bytes"]) == ("out of memory", None, None)
+    text = page(record, "locret-bench --shape tiny")
+    assert "* floor, 100 tokens: out of memory." in text
+    assert "unknown" in text
+    assert "`locret-bench --shape tiny`" in text
+
+
+@pytest.mark.usefixtures("small_machine")
+def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, plan = [], plan_of("floor,full", repeats=2, threads=torch.get_num_threads() + 1)
+
+    def full_up(_self: Any, given: Given) -> Any:
+        tried.append(torch.get_num_threads())
+        raise torch.OutOfMemoryError("out of memory")
+
+    monkeypatch.setattr(type(plan.methods[0]), "read", full_up)
+    found = measure.measure(plan, quiet=True)
+    assert set(found.samples) == {("full", LENGTH)}
+    assert len(found.samples["full", LENGTH]) == len(found.rates) == 2
+    assert tried == [torch.get_num_threads() + 1]
+    monkeypatch.setattr(measure, "Bench", lambda plan: full_up(None, None))  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="cpu is out of memory before a prompt is read; take a smaller --shape"):
+        measure.measure(plan, quiet=True)
+
+
+def test_a_backbones_own_end_of_text_ends_no_answer(backbone: Path) -> None:
+    plan = plan_of("full", shape=None, model=str(backbone), new_tokens=64)
+    assert Bench(plan).model.generation_config.eos_token_id is None
+
+
+def test_heads_give_their_width(capsys: pytest.CaptureFixture[str]) -> None:
+    line = ("--model", "checkpoints/tiny", "--lengths", "100", "--methods", "locret")
+    record = dry_run(capsys, *line, "--heads", "checkpoints/tiny-heads")
+    stored = json.loads((Path(shipped.find("checkpoints/tiny-heads")) / "config.json").read_text())
+    assert record["config"]["hidden_dim"] == stored["hidden_dim"]
+
+
+@WITHOUT_GPU
+def test_without_a_gpu_its_rows_are_unknown_and_never_a_number(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(["--shape", "llama-3.1-8b", "--methods", "full,locret", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert err == "locret-bench: warning: there is no CUDA device here: all that would be measured is unknown\n"
+    record = json.loads(out)
+    assert record["machine"]["device"] is record["machine"]["matmul_flops_per_second"] is None
+    for row in record["results"]:
+        assert row["error"] == "no CUDA device here"
+        assert row["prefill"] is row["decode"] is row["bytes"] is None
+        assert row["planned_bytes"]["weights"] > 16e9
+
+
+@pytest.mark.slow
+def test_pieces_for_a_gpu_leave_records_and_are_not_run_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["--tiny", "--output", str(tmp_path), "--pieces", "small"]
+    assert gpu.main(line) == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["small.json", "small.log", "small.md"]
+    capsys.readouterr()
+    assert gpu.main(line) == 0
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(gpu, "LIMIT", 0.01)
+    assert gpu.main(["--tiny", "--output", str(tmp_path), "--pieces", "llama"]) == 1
+    assert "llama: failed" in capsys.readouterr().out
