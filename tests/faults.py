@@ -233,7 +233,7 @@ FAULTS = (
     ),
     Fault(
         "scores-of-another-arithmetic",
-        "locret/scorers/retaining_heads.py",
+        "locret/scorers/base.py",
         "scores_BLK: Tensor = prepared[layer_idx](features_BLF)",
         "scores_BLK: Tensor = prepared[layer_idx](features_BLF / 2)",
         "RetainingHeads as a scorer: scores are those that were trained",

@@ -23,7 +23,7 @@ from locret.infer.methods import names as shared_names
 from locret.labels.labels import answer_labels
 from locret.policy.protection import Span, clipped
 from locret.scorers import Scorer
-from locret.scorers.published_gate import PublishedGateScorer
+from locret.scorers.published_gates import PublishedGateScorer
 
 UNTRAINED, ORACLE, ORACLE_AGNOSTIC = "untrained", "oracle", "oracle_agnostic"
 RANDOM_ANSWER = "random_answer"

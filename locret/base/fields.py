@@ -76,6 +76,9 @@ class Range(NamedTuple):
     most: float = math.inf
 
 
+SHARE = Range(0, 1)
+
+
 def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], where: str = "") -> None:
     """Check fields that a type alone does not bound; None is a field that nobody set.
 
@@ -90,11 +93,13 @@ def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], w
     for name, allowed in ranges.items():
         value = getattr(instance, name)
         text = f'{where}{name}="{value}"' if isinstance(value, str) else f"{where}{name}={value}"
-        if value is None:
+        if value is None or (isinstance(value, str) and isinstance(allowed, Range)):
             continue
         if not isinstance(allowed, Range):
             if value not in allowed:
                 raise ValueError(f"{text} is unknown; choose one of {', '.join(map(str, allowed))}")
+        elif allowed == SHARE and not 0 <= value <= 1:
+            raise ValueError(f"{text} is not a share; it must lie between 0 and 1")
         elif value < allowed.least:
             raise ValueError(f"{text} is too small; it must be {allowed.least:,} or more")
         elif value > allowed.most:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from abc import ABC
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, fields
-from typing import Any, ClassVar, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 from locret.base import method_spec
-from locret.base.fields import check_fields, checked
+from locret.base.fields import Range, check_fields, check_ranges, checked
 from locret.base.nearest import check_retired, nearest
 
 T = TypeVar("T")
@@ -24,16 +25,38 @@ class Chosen(ABC):
     """Whether it does the same where processes share the KV heads of a layer (tensor parallelism): it looks at one KV
     head and its query heads at a time, or asks the other processes."""
 
+    ranges: ClassVar[Mapping[str, Range | tuple[Any, ...]]] = MappingProxyType({})
+    """What options may be, where their type alone does not say it; see `check_ranges`."""
+
     def __post_init__(self) -> None:
-        """Check the options by their types; a class with ranges of its own checks those afterwards.
+        """Check the options by their types and ranges.
 
         Raises:
-            ValueError: For the first value that is not of its option's type.
+            ValueError: For the first value that cannot be.
         """
         try:
             check_fields(self)
         except ValueError as error:
-            raise ValueError(f"{self.kind} {self.name}: {error}") from None
+            self.refuse(str(error))
+        check_ranges(self, self.ranges, f"{self.kind} {self.name}: ")
+
+    def refuse(self, why: str) -> NoReturn:
+        """Refuse the options.
+
+        Raises:
+            ValueError: Saying why, and of what they are.
+        """
+        raise ValueError(f"{self.kind} {self.name}: {why}") from None
+
+    def check_effect(self, needed: str, *options: str) -> None:
+        """Refuse options that are not at their defaults where nothing reads them without the setting `needed`.
+
+        Raises:
+            ValueError: Naming the first.
+        """
+        for option in options:
+            if (value := getattr(self, option)) != getattr(type(self), option):
+                self.refuse(f"{option}={value} has no effect without {needed}; set that, or leave it out")
 
 
 def get(kind: str, classes: Sequence[type[T]], spec: str) -> T:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from locret import prefill_attention
 from locret.backbone.adapters import unwrap
 from locret.backbone.attention import MaskMemo, View
-from locret.backbone.chunk import Attended, Chunk, Projections, feature_widths
+from locret.backbone.chunk import PROJECTIONS, Attended, Chunk, Projections, feature_widths
 from locret.backbone.instrument import instrumented
 from locret.cache.digest import extended
 from locret.cache.host import Asking
@@ -29,7 +29,7 @@ from locret.cache.store import DenseStore
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
 from locret.prefill_attention.blocked import SparseAttention
-from locret.scorers import Rated, TokenPass, TokenScorer
+from locret.scorers import FeatureScorer, Rated, TokenPass, TokenScorer
 
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
@@ -54,7 +54,8 @@ class Reader:
         self.limits = Limits(cache.policy, cache.scorer, len(cache.backbone.layers))
         self.limits.protect(cache.protected)
         self.limits.read = cache.seen
-        self._source = cache.scorer.feature_source(cache.prepared)
+        own = cast(FeatureScorer, cache.scorer)
+        self._source = own.feature_source(cache.prepared) if own.by_features else PROJECTIONS
         self.waiting = Unscored(
             [layer.store for layer in self.layers],
             feature_widths(cache.model, cache.backbone, self._source),
@@ -385,7 +386,7 @@ class Reader:
             before = trail.before(features_BWF)
             trail.follow(features_BWF)
             features_BWF = torch.cat([before, features_BWF], dim=1)
-        scores = self.scorer.score_features(self.cache.prepared, layer_idx, features_BWF)
+        scores = cast(FeatureScorer, self.scorer).score_features(self.cache.prepared, layer_idx, features_BWF)
         self.layers[nth].rate(scores[..., -tokens:])
 
     def _rate_tokens(self, hidden: Tensor) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from locret.base.fields import Range, check_fields, check_ranges, checked_values, shown
+from locret.base.fields import SHARE, Range, check_fields, check_ranges, checked_values, shown
 from locret.base.nearest import check_retired
 from locret.policy.growth import check_shares
 
@@ -287,7 +287,8 @@ class RetentionPolicy:
 _RANGES: Mapping[str, Any] = {
     **dict.fromkeys(("budget", "chunk_size", "local_len", "decode_interval", "pyramid_beta", "min_chunk"), Range(1)),
     **dict.fromkeys(("stabilizers", "recall", "exact_recent", "exact_layers"), Range(0)),
-    "head_floor": Range(0, 1),
+    "head_floor": SHARE,
+    "host_budget": Range(1),
     "positions": ("compact", "original"),
     "when": ("chunk", "prompt_end"),
     "turns": ("local", "text"),
@@ -341,10 +342,7 @@ _CLASHES: tuple[tuple[Callable[[RetentionPolicy], bool], str], ...] = (
         f'recall={{recall}} needs a second tier to recall from; give host_budget, such as 1024 or "{EVERYTHING}"',
     ),
     (
-        lambda own: (
-            own.host_budget is not None
-            and (own.host_budget != EVERYTHING if isinstance(own.host_budget, str) else own.host_budget < 1)
-        ),
+        lambda own: isinstance(own.host_budget, str) and own.host_budget != EVERYTHING,
         f'host_budget={{host_budget}} is neither a number of units nor "{EVERYTHING}"; leave it out for no second tier',
     ),
     (

@@ -1,4 +1,4 @@
-"""Everything that can rate cache units. To add a scorer: one file next to these, and one line in `_SCORERS`.
+"""Everything that can rate cache units. To add a scorer: one file next to these, and its class in `_SCORERS`.
 
 Scorers of other packages and files come in by name: `package.module:Class`, `file.py:Class`, or an entry point of the
 group `locret.scorers`. A press of kvpress that rates units comes in as `kvpress:SnapKVPress`.
@@ -18,19 +18,16 @@ from locret.backbone.chunk import Chunk
 from locret.base import method_spec, plugins, registry
 from locret.base.method_spec import MethodSpec
 from locret.base.nearest import nearest
-from locret.scorers.base import Rated, Scorer, TokenPass, TokenScorer
-from locret.scorers.dms import DMSScorer
+from locret.scorers.base import FeatureScorer, Rated, Scorer, TokenPass, TokenScorer
 from locret.scorers.expected_attention import ExpectedAttentionScorer
-from locret.scorers.fast_kvzip import FastKVzipScorer
 from locret.scorers.h2o import H2OScorer
 from locret.scorers.key_difference import KeyDifferenceScorer
 from locret.scorers.key_norm import KeyNormScorer
 from locret.scorers.kvpress import is_press, press_scorer
-from locret.scorers.kvzap import KVzapScorer
 from locret.scorers.nacl import NACLScorer
 from locret.scorers.oracle import OracleScorer
-from locret.scorers.random import RandomScorer
-from locret.scorers.random_answer import RandomAnswerScorer
+from locret.scorers.published_gates import DMSScorer, FastKVzipScorer, KVzapScorer
+from locret.scorers.random import RandomAnswerScorer, RandomScorer
 from locret.scorers.retaining_heads import RetainingHeadScorer
 from locret.scorers.sage_kv import SageKVScorer
 from locret.scorers.scissorhands import ScissorhandsScorer
@@ -40,56 +37,15 @@ from locret.scorers.streaming import StreamingScorer
 from locret.scorers.tova import TOVAScorer
 
 __all__ = [
-    "FALLBACK",
-    "Chunk",
-    "DMSScorer",
-    "ExpectedAttentionScorer",
-    "FastKVzipScorer",
-    "H2OScorer",
-    "KVzapScorer",
-    "KeyDifferenceScorer",
-    "KeyNormScorer",
-    "NACLScorer",
-    "OracleScorer",
-    "RandomAnswerScorer",
-    "RandomScorer",
-    "Rated",
-    "RetainingHeadScorer",
-    "SageKVScorer",
-    "ScissorhandsScorer",
-    "Scorer",
-    "SirLLMScorer",
-    "SnapKVScorer",
-    "StreamingScorer",
-    "TOVAScorer",
-    "TokenPass",
-    "TokenScorer",
-    "find",
-    "get",
-    "make",
-    "names",
-]
+    "FALLBACK", "Chunk", "FeatureScorer", "Rated", "RetainingHeadScorer", "Scorer", "TokenPass", "TokenScorer",
+    "find", "get", "make", "names",
+]  # fmt: skip
 
 _SCORERS: tuple[type[Scorer], ...] = (
-    DMSScorer,
-    ExpectedAttentionScorer,
-    FastKVzipScorer,
-    H2OScorer,
-    KVzapScorer,
-    KeyDifferenceScorer,
-    KeyNormScorer,
-    NACLScorer,
-    OracleScorer,
-    RandomAnswerScorer,
-    RandomScorer,
-    RetainingHeadScorer,
-    SageKVScorer,
-    ScissorhandsScorer,
-    SirLLMScorer,
-    SnapKVScorer,
-    StreamingScorer,
-    TOVAScorer,
-)
+    DMSScorer, ExpectedAttentionScorer, FastKVzipScorer, H2OScorer, KVzapScorer, KeyDifferenceScorer, KeyNormScorer,
+    NACLScorer, OracleScorer, RandomAnswerScorer, RandomScorer, RetainingHeadScorer, SageKVScorer, ScissorhandsScorer,
+    SirLLMScorer, SnapKVScorer, StreamingScorer, TOVAScorer,
+)  # fmt: skip
 
 FALLBACK = "expected_attention"
 """The training-free scorer that commands use for a backbone without heads: among the best of docs/numbers.md."""

@@ -21,6 +21,9 @@ _LEAST_ROWS = 16
 _LOGITS_CPU, _LOGITS_GPU = 2**16, 2**25
 """Logits of a block: as many as stay in a CPU's cache, and 128 MiB of a GPU."""
 
+REDUCTIONS = ("mean", "max", "sum")
+"""How the query heads of a group vote."""
+
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

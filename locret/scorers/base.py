@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.chunk import PROJECTIONS, Chunk
+from locret.backbone.chunk import Chunk
 from locret.base.registry import Chosen
 from locret.heads.fingerprint import crc
 
@@ -55,13 +55,18 @@ class Scorer(Chosen):
     columns: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType({})
     """What the method remembers of every unit besides its score and position."""
 
+    keep_recent = 0
+    """Newest units that stay whatever their score; an option of this name says how many."""
+    sinks = 0
+    """First tokens of the text that stay whatever their score, likewise."""
+
     def recent(self, budget: int) -> int:
         """Return how many of the newest units the method itself keeps whatever their score, out of `budget`."""
-        return 0
+        return self.keep_recent
 
     def sink_tokens(self, budget: int, recent: int) -> int:
         """Return how many first tokens of the text the method keeps whatever their score, besides `recent` units."""
-        return 0
+        return self.sinks
 
     def relative(self, prepared: Any) -> bool:
         """Return whether scores are logarithms up to a constant of each head, rather than comparable among heads."""
@@ -115,10 +120,6 @@ class Scorer(Chosen):
         """Check that the scorer fits the model, and return what it needs of it; called once per cache."""
         return None
 
-    def feature_source(self, prepared: Any) -> str:
-        """Return which of `SOURCES` (`locret.backbone.chunk`) the features are that `score_features` is given."""
-        return PROJECTIONS
-
     def identity(self, prepared: Any) -> dict[str, Any]:
         """Return plain data that tells this scorer from another of its name: a saved cache is bound to it."""
         options: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)} if is_dataclass(self) else {}
@@ -134,15 +135,33 @@ class Scorer(Chosen):
             With `columns`, a `Rated` of both.
         """
 
+
+class FeatureScorer(Scorer):
+    """A scorer that rates a unit once, by its token's features, such as heads: generated units may wait for it."""
+
+    by_features: ClassVar[bool] = True
+
+    def feature_source(self, prepared: Any) -> str:
+        """Return which of `SOURCES` (`locret.backbone.chunk`) the features are that `score_features` is given."""
+        return prepared.config.reads  # type: ignore[no-any-return]
+
     def score_features(self, prepared: Any, layer_idx: int, features_BLF: Tensor) -> Tensor:
-        """Rate units of one layer by (B, L, F) features alone, those of `feature_source`, where `by_features` says so.
+        """Rate units of one layer by (B, L, F) features alone, by default with the layer's one of `prepared` heads.
 
         With `neighbours`, the first ones given are those of earlier tokens, whose scores nobody reads.
 
         Returns:
             (B, K, L) float32.
         """
-        raise NotImplementedError(f"scorer {self.name} needs more than features")
+        scores_BLK: Tensor = prepared[layer_idx](features_BLF)
+        return scores_BLK.transpose(1, 2)
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, L)."""
+        features_BLF = chunk.features(self.feature_source(chunk.prepared))
+        if chunk.features_before.shape[1]:
+            features_BLF = torch.cat([chunk.features_before, features_BLF], dim=1)
+        return self.score_features(chunk.prepared, chunk.layer_idx, features_BLF)[..., -chunk.new_tokens :]
 
 
 @dataclass(frozen=True, kw_only=True)

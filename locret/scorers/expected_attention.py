@@ -25,8 +25,8 @@ from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.chunk import Chunk
 from locret.backbone.rotary import Rotary
 from locret.backbone.unrotated import unrotated_layers
+from locret.base.fields import Range
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least, check_at_most, check_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,7 @@ class ExpectedAttentionScorer(Scorer):
     rates_answers: ClassVar[bool] = False
     causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
+    ranges = {"future": Range(1, 2**20), "queries": Range(1), "sinks": Range(0), "epsilon": Range(0)}
 
     future: int = 512
     """Coming positions over which rotations are averaged (kvpress: 512)."""
@@ -55,22 +56,13 @@ class ExpectedAttentionScorer(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_most(self.name, 2**20, future=self.future)
-        check_at_least(self.name, 1, future=self.future, queries=self.queries)
-        check_at_least(self.name, 0, sinks=self.sinks)
-        if self.epsilon < 0:
-            raise ValueError(f"scorer {self.name}: epsilon={self.epsilon} is negative; it must be 0 or more")
         if not self.value_norm:
-            check_effect(self, "value_norm=true", "epsilon")
+            self.check_effect("value_norm=true", "epsilon")
 
     @property
     def lookback(self) -> int:
         """Queries needed."""
         return self.queries
-
-    def sink_tokens(self, budget: int, recent: int) -> int:
-        """Return the sinks."""
-        return self.sinks
 
     def prepare(self, model: nn.Module) -> Rotary:
         """Return the backbone's rotary embedding."""

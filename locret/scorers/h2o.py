@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from locret.backbone.chunk import Chunk
-from locret.scorers.attention_rows import attention_sums, reduce_group
+from locret.base.fields import SHARE
+from locret.scorers.attention_rows import REDUCTIONS, attention_sums, reduce_group
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_choice, check_shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class H2OScorer(Scorer):
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
+    ranges = {"reduce": REDUCTIONS, "recent_share": SHARE}
 
     reduce: str = "mean"
     """How the query heads of a KV head vote: "mean" (kvpress, KVCache-Factory), "max" (OmniKV) or "sum"."""
@@ -40,11 +41,6 @@ class H2OScorer(Scorer):
     """Divide by the queries that saw a unit, so that old units have no head start (kvpress: ObservedAttention)."""
     accumulate: bool = True
     """Count the queries of all chunks (the paper), not only those of the last one (LoCoCo, arXiv 2406.05317)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_choice(self.name, "reduce", self.reduce)
-        check_shares(self.name, recent_share=self.recent_share)
 
     def recent(self, budget: int) -> int:
         """Return the recent half of the budget."""

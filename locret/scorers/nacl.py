@@ -25,10 +25,10 @@ from torch import Tensor, nn
 from locret.backbone.adapters import ranks_of
 from locret.backbone.chunk import Chunk
 from locret.backbone.head_ranks import HeadRanks
+from locret.base.fields import SHARE, Range
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least, check_choice, check_effect, check_seed, check_shares
-from locret.scorers.random import uniform_draw
+from locret.scorers.random import SEED, uniform_draw
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,16 @@ class NACLScorer(Scorer):
     over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
+    ranges = {
+        **dict.fromkeys(("proxy_share", "protect_share", "random_share"), SHARE),
+        "most_proxies": Range(1),
+        "most_sinks": Range(0),
+        "seed": SEED,
+        "draws": ("by_head", "shared"),
+        "sampling": ("attention", "uniform"),
+        "group": ("sum", "official"),
+        "proxy_mask": ("causal", "full"),
+    }
 
     proxy_share: float = 0.1
     """Proxies, as a share of the chunk, or of the prompt at its end (the paper: about 0.1 is best; its code: 0.01)."""
@@ -64,21 +74,8 @@ class NACLScorer(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_shares(
-            self.name,
-            proxy_share=self.proxy_share,
-            protect_share=self.protect_share,
-            random_share=self.random_share,
-        )
-        check_at_least(self.name, 1, most_proxies=self.most_proxies)
-        check_at_least(self.name, 0, most_sinks=self.most_sinks)
-        check_seed(self.name, self.seed)
-        check_choice(self.name, "draws", self.draws, ("by_head", "shared"))
-        check_choice(self.name, "sampling", self.sampling, ("attention", "uniform"))
-        check_choice(self.name, "group", self.group, ("sum", "official"))
-        check_choice(self.name, "proxy_mask", self.proxy_mask, ("causal", "full"))
         if self.random_share == 0:
-            check_effect(self, "a random_share above 0", "sampling", "draws", "seed")
+            self.check_effect("a random_share above 0", "sampling", "draws", "seed")
 
     @property
     def lookback(self) -> int:

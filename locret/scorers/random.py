@@ -1,6 +1,8 @@
-"""Random scores: the floor that every policy must beat at the same budget.
+"""Random scores: the floor that every policy must beat at the same budget, and the floor of long answers.
 
-Formula:   s ~ U(0, 1), drawn from the seed, the layer, the KV head and the unit's original position.
+Formula:   s ~ U(0, 1), drawn from the seed, the layer, the KV head and the unit's original position. `random_answer`:
+           of a prompt's unit 2 more, so that none of them goes while an answer's is left that `local_len` does not
+           protect. A prompt's last token, which `generate` feeds itself, counts as the answer's first.
 Cost:      O(L) per chunk. The draw does not depend on chunking, batch or device.
 """
 
@@ -14,9 +16,12 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import ranks_of
 from locret.backbone.chunk import Chunk
+from locret.base.fields import Range
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least, check_seed
 
+SEED = Range(1 - 2**32, 2**32 - 1)
+"""Seeds that the arithmetic of the draw can hold."""
+_PROMPT = 2.0
 _MASK = (1 << 31) - 1
 
 
@@ -26,20 +31,12 @@ class RandomScorer(Scorer):
 
     name: ClassVar[str] = "random"
     over_ranks: ClassVar[bool] = True
+    ranges = {"seed": SEED, "sinks": Range(0)}
 
     seed: int = 0
     """Seed of the draw."""
     sinks: int = 0
     """First tokens of the text that always stay: with 4, the protection that other methods come with."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_seed(self.name, self.seed)
-        check_at_least(self.name, 0, sinks=self.sinks)
-
-    def sink_tokens(self, budget: int, recent: int) -> int:
-        """Return the sinks."""
-        return self.sinks
 
     def prepare(self, model: nn.Module) -> int:
         """Return which process this is of those that share the KV heads, from 0."""
@@ -52,6 +49,19 @@ class RandomScorer(Scorer):
         first = (chunk.prepared or 0) * kv_heads
         draw = uniform_draw(chunk.positions, self.seed, chunk.layer_idx, kv_heads, first=first)
         return draw.float().expand(batch, -1, -1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RandomAnswerScorer(RandomScorer):
+    """Keep the prompt, and of the answer units drawn at random."""
+
+    name: ClassVar[str] = "random_answer"
+
+    def score(self, chunk: Chunk) -> Tensor:
+        """Return scores (B, K, L)."""
+        drawn = super().score(chunk)
+        # A question that follows its text comes several tokens at once, an answer one by one.
+        return drawn if chunk.generating and chunk.new_tokens == 1 else drawn + _PROMPT
 
 
 def uniform_draw(

@@ -12,28 +12,25 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from locret.backbone.adapters import ranks_of
-from locret.backbone.chunk import Chunk
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.heads.shard import ShardedHeads, sharded
 from locret.labels import KINDS
-from locret.scorers.base import Scorer
+from locret.scorers.base import FeatureScorer, Scorer
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class RetainingHeadScorer(Scorer):
+class RetainingHeadScorer(FeatureScorer):
     """Rank units with trained retaining heads."""
 
     name: ClassVar[str] = "retaining_heads"
     over_ranks: ClassVar[bool] = True
     needs: ClassVar[str] = "trained heads; give --heads FOLDER, or the option as retaining_heads:heads=FOLDER"
-    by_features: ClassVar[bool] = True
 
     heads: RetainingHeads | str
     """Trained heads, or the folder or Hub id to load them from."""
@@ -74,26 +71,10 @@ class RetainingHeadScorer(Scorer):
         whole = prepared.whole() if isinstance(prepared, ShardedHeads) else prepared
         return {"weights": weight_fingerprint(whole)}
 
-    def feature_source(self, prepared: RetainingHeads) -> str:
-        """Return what the heads read."""
-        return prepared.config.reads
-
     def relative(self, prepared: RetainingHeads) -> bool:
         """Yes, unless a regression taught labels that compare across heads: a ranking leaves each head's level open."""
         label, training = prepared.config.label or {}, prepared.config.training or {}
         return leaves_levels_open(label.get("kind"), training.get("objective"))
-
-    def score(self, chunk: Chunk) -> Tensor:
-        """Return scores (B, K, L)."""
-        features_BLF = chunk.prepared.features(chunk)
-        if chunk.features_before.shape[1]:
-            features_BLF = torch.cat([chunk.features_before, features_BLF], dim=1)
-        return self.score_features(chunk.prepared, chunk.layer_idx, features_BLF)[..., -chunk.new_tokens :]
-
-    def score_features(self, prepared: RetainingHeads, layer_idx: int, features_BLF: Tensor) -> Tensor:
-        """Return scores (B, K, L)."""
-        scores_BLK: Tensor = prepared[layer_idx](features_BLF)
-        return scores_BLK.transpose(1, 2)
 
 
 def recommended_shares(config: HeadsConfig, name: str = "layer_shares") -> tuple[float, ...] | None:

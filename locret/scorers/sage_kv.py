@@ -21,9 +21,9 @@ from torch import Tensor
 
 from locret.backbone.chunk import Chunk
 from locret.backbone.learned_sinks import by_kv_head, log_total
+from locret.base.fields import SHARE, Range
 from locret.scorers.attention_rows import last_logits
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least, check_shares
 
 _BELOW_ALL = 2.0**24
 """Recent units score their position less this, exact in float32 for texts of 16 million tokens."""
@@ -38,6 +38,7 @@ class SageKVScorer(Scorer):
     over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
+    ranges = {"sink_share": SHARE, "recent_share": SHARE, "k": Range(0)}
 
     sink_share: float = 0.25
     """Share of the budget for the first tokens (the paper: a quarter)."""
@@ -49,14 +50,11 @@ class SageKVScorer(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_shares(self.name, sink_share=self.sink_share, recent_share=self.recent_share)
         if self.sink_share + self.recent_share > 1:
-            raise ValueError(
-                f"scorer {self.name}: sink_share={self.sink_share} and recent_share={self.recent_share} are more than "
-                "the budget; lower one of them"
+            self.refuse(
+                f"sink_share={self.sink_share} and recent_share={self.recent_share} are more than the budget; lower "
+                "one of them"
             )
-        if self.k is not None:
-            check_at_least(self.name, 0, k=self.k)
 
     def recent(self, budget: int) -> int:
         """Return the recent part of the budget."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from locret.backbone.chunk import Chunk
+from locret.base.fields import Range
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,25 +33,17 @@ class ScissorhandsScorer(Scorer):
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
+    ranges = {"history": Range(1), "keep_recent": Range(0)}
 
     history: int = 400
     """Last queries whose attention counts (the paper: 400)."""
     keep_recent: int = 10
     """Newest units that stay (the paper: 10)."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self.name, 1, history=self.history)
-        check_at_least(self.name, 0, keep_recent=self.keep_recent)
-
     @property
     def lookback(self) -> int:
         """The history."""
         return self.history
-
-    def recent(self, budget: int) -> int:
-        """Return the newest units that stay."""
-        return self.keep_recent
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S): minus the counts of low attention."""

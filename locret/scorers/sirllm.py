@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from locret.backbone.adapters import unwrap
+from locret.base.fields import Range
 from locret.scorers.base import TokenPass, TokenScorer
-from locret.scorers.option_checks import check_at_least, check_choice
 
 _LOGITS = 2**23
 """Logits of a slice: 32 MiB."""
@@ -37,6 +37,7 @@ class SirLLMScorer(TokenScorer):
 
     name: ClassVar[str] = "sirllm"
     over_ranks: ClassVar[bool] = True
+    ranges = {"definition": ("paper", "official"), "sinks": Range(0), "keep_recent": Range(0)}
 
     definition: str = "paper"
     """What a token scores: its surprisal ("paper"), or what the released code stores ("official")."""
@@ -50,23 +51,13 @@ class SirLLMScorer(TokenScorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(self.name, "definition", self.definition, ("paper", "official"))
-        check_at_least(self.name, 0, sinks=self.sinks, keep_recent=self.keep_recent)
         if not 0 < self.decay <= 1:
-            raise ValueError(f"scorer {self.name}: decay={self.decay} is not above 0 and at most 1; 1 fades nothing")
+            self.refuse(f"decay={self.decay} is not above 0 and at most 1; 1 fades nothing")
 
     @property
     def fade(self) -> float:
         """The decay."""
         return self.decay
-
-    def recent(self, budget: int) -> int:
-        """Return the newest units that stay."""
-        return self.keep_recent
-
-    def sink_tokens(self, budget: int, recent: int) -> int:
-        """Return the sinks."""
-        return self.sinks
 
     def prepare(self, model: nn.Module) -> None:
         """Check that there is a language-model head.

@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from locret.backbone.chunk import Chunk
-from locret.scorers.attention_rows import attention_sums, reduce_group
+from locret.base.fields import Range
+from locret.scorers.attention_rows import REDUCTIONS, attention_sums, reduce_group
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least, check_at_most, check_choice, check_effect
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +34,14 @@ class SnapKVScorer(Scorer):
     rates_answers: ClassVar[bool] = False
     causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
+    ranges = {
+        "window": Range(1),
+        "kernel": Range(1, 2**20),
+        "sinks": Range(0),
+        "pooling": ("avg", "max"),
+        "reduce": REDUCTIONS,
+        "queries": ("window", "chunk"),
+    }
 
     window: int = 32
     """Last queries that vote; their own units stay by right (official default and LongBench configuration: 32)."""
@@ -50,16 +58,10 @@ class SnapKVScorer(Scorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self.name, 1, window=self.window, kernel=self.kernel)
-        check_at_most(self.name, 2**20, kernel=self.kernel)
-        check_at_least(self.name, 0, sinks=self.sinks)
         if self.kernel % 2 == 0:
-            raise ValueError(f"scorer {self.name}: kernel={self.kernel} has no middle slot; choose an odd number")
-        check_choice(self.name, "pooling", self.pooling, ("avg", "max"))
-        check_choice(self.name, "reduce", self.reduce)
-        check_choice(self.name, "queries", self.queries, ("window", "chunk"))
+            self.refuse(f"kernel={self.kernel} has no middle slot; choose an odd number")
         if self.kernel == 1:
-            check_effect(self, "a kernel above 1", "pooling")
+            self.check_effect("a kernel above 1", "pooling")
 
     @property
     def lookback(self) -> int:
@@ -69,10 +71,6 @@ class SnapKVScorer(Scorer):
     def recent(self, budget: int) -> int:
         """Return the window's own units."""
         return self.window if self.queries == "window" else 0
-
-    def sink_tokens(self, budget: int, recent: int) -> int:
-        """Return the sinks."""
-        return self.sinks
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S); (B, K, L) zeros where nothing is selected by them."""

@@ -14,8 +14,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from locret.backbone.chunk import Chunk
+from locret.base.fields import SHARE, Range
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least, check_shares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +24,13 @@ class StreamingScorer(Scorer):
 
     name: ClassVar[str] = "streaming"
     over_ranks: ClassVar[bool] = True
+    ranges = {"sinks": Range(0), "sink_share": SHARE}
 
     sinks: int = 4
     """First tokens of the text that always stay (the paper: 4)."""
     sink_share: float = 0.0
     """Share of the budget for first tokens, where that is more than `sinks` (OmniKV: 1 % of the prompt, 1/30 of a
     budget of 30 %)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self.name, 0, sinks=self.sinks)
-        check_shares(self.name, sink_share=self.sink_share)
 
     def sink_tokens(self, budget: int, recent: int) -> int:
         """Return the sinks."""

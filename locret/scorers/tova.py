@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from locret.backbone.adapters import ranks_of
 from locret.backbone.chunk import Chunk
 from locret.backbone.head_ranks import HeadRanks
+from locret.base.fields import Range
 from locret.scorers.attention_rows import attention_sums
 from locret.scorers.base import Scorer
-from locret.scorers.option_checks import check_at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,18 +29,11 @@ class TOVAScorer(Scorer):
     over_ranks: ClassVar[bool] = True
     positions: ClassVar[str] = "original"
     causal: ClassVar[bool] = False
+    ranges = {"keep_recent": Range(0)}
 
     keep_recent: int = 0
     """Newest units that stay whatever their score (the paper: none; kvpress: 1). A policy's stabilizers and local
     tokens come before this."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_at_least(self.name, 0, keep_recent=self.keep_recent)
-
-    def recent(self, budget: int) -> int:
-        """Return the newest units that stay."""
-        return self.keep_recent
 
     def prepare(self, model: nn.Module) -> HeadRanks | None:
         """Return the processes that share the heads."""

@@ -30,7 +30,7 @@ from locret.policy.schedule import plan
         ({"stabilizers": -1}, "stabilizers=-1 is too small; it must be 0 or more"),
         ({"positions": "absolute"}, 'positions="absolute" is unknown; choose one of compact, original'),
         ({"head_budgets": "ragged"}, 'head_budgets="ragged" is unknown; choose one of uniform, adaptive'),
-        ({"head_floor": 1.5}, "head_floor=1.5 is too large; it must be 1 or less"),
+        ({"head_floor": 1.5}, "head_floor=1.5 is not a share; it must lie between 0 and 1"),
         ({"decode_budget": 164, "local_len": 100, "decode_interval": 64}, "decode_budget=164 cannot hold local_len=1"),
     ],
 )  # fmt: skip
