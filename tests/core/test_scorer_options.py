@@ -42,7 +42,7 @@ OPTIONS = [
         ("h2o:normalise=abc", "scorer h2o: normalise='abc' is not one of True and False"),
         ("h2o:recent_share=2", "scorer h2o: recent_share=2 is not a share"),
         ("random:seed=nan", "scorer random: seed=nan is not a whole number"),
-        ("random:seed=1000000000000000000000", "seed=1000000000000000000000 is too large; it must be 4,294,967,295 or less"),
+        ("random:seed=1000000000000000000000", "seed=1000000000000000000000 is too large; it must be 4,294,967,295 or"),
         ("nacl:proxy_share=nan", "scorer nacl: proxy_share=nan is not a finite number"),
         ("nacl:random_share=0,draws=shared", "draws=shared has no effect without a random_share above 0; set that, or"),
         ("nacl:random_share=0,seed=3", "scorer nacl: seed=3 has no effect without a random_share above 0"),

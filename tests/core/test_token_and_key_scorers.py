@@ -181,7 +181,7 @@ def test_half_precision_keys_are_scored_in_float32() -> None:
         ("sirllm", {"definition": "entropy"}, 'definition="entropy" is unknown; choose one of paper, official'),
         ("sirllm", {"sinks": -1}, "scorer sirllm: sinks=-1 is too small; it must be 0 or more"),
         ("expected_attention", {"future": 0}, "scorer expected_attention: future=0 is too small"),
-        ("expected_attention", {"epsilon": -0.1}, "scorer expected_attention: epsilon=-0.1 is negative; it must be 0"),
+        ("expected_attention", {"epsilon": -0.1}, "scorer expected_attention: epsilon=-0.1 is too small; it must be 0"),
     ],
 )
 def test_a_wrong_option_of_these_is_refused(name: str, options: dict[str, Any], message: str) -> None:
