@@ -133,7 +133,7 @@ def test_units_are_in_the_order_of_the_text_when_they_are_looked_up(
         ({"recall": -1}, "recall=-1 is too small"),
         ({"recall": 41}, "recall=41 is more than host_budget=40 can hold"),
         ({"host_budget": 0}, "host_budget=0 is too small"),
-        ({"host_budget": "most"}, 'host_budget=most is neither'),
+        ({"host_budget": "most"}, "host_budget=most is neither"),
         ({"host_by": "luck"}, 'host_by="luck" is unknown'),
         ({"head_budgets": "adaptive"}, "different numbers of units"),
     ],
