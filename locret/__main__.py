@@ -19,7 +19,6 @@ COMMANDS = {
     "eval": ("locret.infer.evaluation.command", "compare methods on tasks within one budget"),
     "verify": ("locret.infer.verify.command", "check a backbone on this machine before trusting what is read with it"),
     "bench": ("locret.infer.speed.command", "measure time and bytes"),
-    "patterns": ("locret.infer.pattern_search", "find which sparse pattern serves each head when a text is read"),
     "push": ("locret.heads.push", "publish heads on the Hugging Face Hub"),
     "env": ("locret.cli.system_report", "show versions and devices, for a report of a problem"),
     "demo": ("locret.infer.demo", "ask a real model about a real text from all of it, what heads kept, and its end"),

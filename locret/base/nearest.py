@@ -33,6 +33,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 _RETIRED = (
     "locret-verify --output",
+    "locret patterns",
     *("--suite world", "--suite lookalikes", "task world/", "task lookalikes/", "method kvpress/", "locret compare"),
     *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means"),
     *("option --ledger", "policy field ledger", "rounding rotated"),

@@ -27,16 +27,6 @@ class PrefillAttention(Chosen):
 
     kind: ClassVar[str] = "prefill_attention"
 
-    def at_least(self, least: int, *names: str) -> None:
-        """Refuse options below `least`.
-
-        Raises:
-            ValueError: Naming the first of them.
-        """
-        for name in names:
-            if (value := getattr(self, name)) < least:
-                raise ValueError(f"prefill_attention {self.name}: {name}={value} is too small; give {least} or more")
-
     @property
     def rows(self) -> int:
         """Queries of a block, which see the same slots."""

@@ -83,22 +83,13 @@ def chosen_slots(
     return chosen, rows
 
 
-def computed_share(chosen: Tensor, rows: int, new: int) -> float:
-    """Return which share of what dense attention computes, block by block, is computed for (G, Q, S) chosen slots."""
-    heads, blocks, slots = chosen.shape
-    ends = [min(slots - new + (nth + 1) * rows, slots) for nth in range(blocks)]
-    seen = sum(int(chosen[:, nth, :end].sum()) for nth, end in enumerate(ends))
-    return seen / (heads * sum(ends))
-
-
 def by_gathering(
     query_GLD: Tensor,
     key_SD: Tensor,
     value_SD: Tensor,
     chosen: Tensor,
     rows: int,
-    scaling: float,
-    softcap: float | None,
+    *how: Any,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return (G, L, D): each block of queries attends to a copy of its chosen slots alone."""
@@ -121,10 +112,9 @@ def by_gathering(
             late = units[count - int(chosen[head, nth, before:seen].sum()) :]
             corner = mask[: end - start, count - len(late) : count]
             corner.masked_fill_(late > own[:, None], -torch.inf)
-            query = query_GLD[head, start:end]
             own_sink = None if sinks is None else sinks[head]
             seen_mask = mask[: end - start, :count]
-            out[head, start:end] = _attended(query, keys, values, seen_mask, scaling, softcap, own_sink)
+            out[head, start:end] = _attended(query_GLD[head, start:end], keys, values, seen_mask, own_sink, *how)
             corner.zero_()
     return out
 
@@ -134,9 +124,9 @@ def _attended(
     key_SD: Tensor,
     value_SD: Tensor,
     mask_LS: Tensor,
+    sink: Tensor | None,
     scaling: float,
     softcap: float | None,
-    sink: Tensor | None,
 ) -> Tensor:
     if softcap is None and sink is None:
         query, key, value = (states[None, None] for states in (query_LD, key_SD, value_SD))
@@ -164,15 +154,11 @@ def by_flex(
     def seen(_batch: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
         return chosen[head, query // rows, slot] & (slot <= query + held)
 
-    def cap(logit: Tensor, *_: Tensor) -> Tensor:
-        assert softcap is not None
-        return softcap * torch.tanh(logit / softcap)
-
     out = _flex(compiled=query_GLD.is_cuda)(
         query_GLD[None],
         key_SD[None, None],
         value_SD[None, None],
-        score_mod=None if softcap is None else cap,
+        score_mod=None if softcap is None else lambda logit, *_: capped(logit, softcap),
         block_mask=block_mask(chosen, rows, new, seen),
         scale=scaling,
         enable_gqa=True,

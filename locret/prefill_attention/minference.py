@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from locret.backbone.adapters import Backbone
-from locret.base.fields import shown
+from locret.base.fields import Range, shown
 from locret.base.files import read_json
 from locret.prefill_attention.base import ROWS, PrefillAttention, capped, front_gap, largest, on_slots
 
@@ -44,16 +44,12 @@ class AShape(PrefillAttention):
 
     name: ClassVar[str] = "a_shape"
     over_ranks: ClassVar[bool] = True
+    ranges = {"sinks": Range(0), "window": Range(1)}
+
     sinks: int = 128
     """First slots (MInference's baseline: 128; its search: 100)."""
     window: int = 3968
     """Nearest slots, the own one included (MInference's baseline: 3968; its search: 800)."""
-
-    def __post_init__(self) -> None:
-        """See `PrefillAttention`."""
-        super().__post_init__()
-        self.at_least(0, "sinks")
-        self.at_least(1, "window")
 
     def covers(self, slots: int) -> bool:
         """See `PrefillAttention`."""
@@ -71,15 +67,12 @@ class VerticalSlash(PrefillAttention):
 
     name: ClassVar[str] = "vertical_slash"
     over_ranks: ClassVar[bool] = True
+    ranges = {"vertical": Range(0), "slash": Range(0)}
+
     vertical: int = 1000
     """Columns (MInference, where a head has no entry: 1000; at least 30)."""
     slash: int = 6096
     """Diagonals (MInference, where a head has no entry: 6096; at least 50)."""
-
-    def __post_init__(self) -> None:
-        """See `PrefillAttention`."""
-        super().__post_init__()
-        self.at_least(0, "vertical", "slash")
 
     def covers(self, slots: int) -> bool:
         """See `PrefillAttention`."""
@@ -101,13 +94,10 @@ class BlockSparse(PrefillAttention):
 
     name: ClassVar[str] = "block_sparse"
     over_ranks: ClassVar[bool] = True
+    ranges = {"blocks": Range(1)}
+
     blocks: int = 100
     """Blocks of 64 keys per block of 64 queries (MInference: 100)."""
-
-    def __post_init__(self) -> None:
-        """See `PrefillAttention`."""
-        super().__post_init__()
-        self.at_least(1, "blocks")
 
     def covers(self, slots: int) -> bool:
         """See `PrefillAttention`."""
@@ -126,28 +116,14 @@ class BlockSparse(PrefillAttention):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MInference(PrefillAttention):
+class MInference(VerticalSlash):
     """For every query head the pattern that a search has found for it, else vertical-slash."""
 
     name: ClassVar[str] = "minference"
-    over_ranks: ClassVar[bool] = True
+
     patterns: str | None = None
-    """JSON file with a pattern per layer and query head, as `locret patterns` writes it and
-    MInference publishes it; without one every head has `vertical` and `slash`."""
-    vertical: int = 1000
-    """Columns of heads without an entry (MInference: 1000)."""
-    slash: int = 6096
-    """Diagonals of heads without an entry (MInference: 6096)."""
-
-    def __post_init__(self) -> None:
-        """See `PrefillAttention`."""
-        super().__post_init__()
-        self.at_least(0, "vertical", "slash")
-
-    @property
-    def usual(self) -> VerticalSlash:
-        """Pattern of heads without an entry."""
-        return VerticalSlash(vertical=self.vertical, slash=self.slash)
+    """JSON file with a pattern per layer and query head, as MInference publishes it; without one every head has
+    `vertical` and `slash`."""
 
     def check_file(self) -> None:
         """See `PrefillAttention`."""
@@ -156,35 +132,25 @@ class MInference(PrefillAttention):
 
     def by_head(self, backbone: Backbone) -> Sequence[Sequence[PrefillAttention]]:
         """See `PrefillAttention`."""
+        usual = VerticalSlash(vertical=self.vertical, slash=self.slash)
         if self.patterns is None:
-            return self.usual.by_head(backbone)
+            return usual.by_head(backbone)
         layers = read_patterns(self.patterns)
         if len(layers) != backbone.num_layers:
-            raise ValueError(
-                f"prefill_attention minference: {self.patterns} has {len(layers)} layers, but the backbone has "
-                f"{backbone.num_layers}; give the patterns that were searched for it"
+            self.refuse(
+                f"{self.patterns} has {len(layers)} layers, but the backbone has {backbone.num_layers}; give the "
+                "patterns that were searched for it"
             )
-        for layer, heads in enumerate(layers):
-            if beyond := [head for head in heads if head >= backbone.shape(layer).num_heads]:
-                raise ValueError(
-                    f"prefill_attention minference: {self.patterns} has a head {beyond[0]} in layer {layer}, but the "
-                    f"backbone has {backbone.shape(layer).num_heads} heads; give the patterns that were searched for it"
+        found = []
+        for layer, named in enumerate(layers):
+            heads = backbone.shape(layer).num_heads
+            if beyond := [head for head in named if head >= heads]:
+                self.refuse(
+                    f"{self.patterns} has a head {beyond[0]} in layer {layer}, but the backbone has {heads} heads; "
+                    "give the patterns that were searched for it"
                 )
-        return [
-            [heads.get(head, self.usual) for head in range(backbone.shape(layer).num_heads)]
-            for layer, heads in enumerate(layers)
-        ]
-
-    def covers(self, slots: int) -> bool:
-        """See `PrefillAttention`."""
-        return self.usual.covers(slots)
-
-    def choose(self, query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:
-        """Choose for heads without an entry."""
-        return self.usual.choose(query_GLD, key_SD, scaling, softcap)
-
-
-# -- files of patterns ------------------------------------------------------------------------------------------------
+            found.append([named.get(head, usual) for head in range(heads)])
+        return found
 
 
 PUBLISHED: Mapping[str, Callable[[int, int], PrefillAttention]] = {
@@ -193,21 +159,6 @@ PUBLISHED: Mapping[str, Callable[[int, int], PrefillAttention]] = {
     "block_sparse": lambda blocks, _: BlockSparse(blocks=blocks),
 }
 """Patterns by the names that MInference's files use."""
-
-
-def entry(pattern: PrefillAttention, score: float) -> list[Any]:
-    """Return how a file of patterns writes one: name, columns or blocks, diagonals, and what the search made of it.
-
-    Raises:
-        ValueError: For another strategy.
-    """
-    if isinstance(pattern, AShape):
-        return ["stream_llm", pattern.sinks, pattern.window, score]
-    if isinstance(pattern, VerticalSlash):
-        return ["vertical_and_slash", pattern.vertical, pattern.slash, score]
-    if isinstance(pattern, BlockSparse):
-        return ["block_sparse", pattern.blocks, 1, score]
-    raise ValueError(f"{pattern.name} is no pattern of MInference; choose a_shape, vertical_slash or block_sparse")
 
 
 def read_patterns(file: str) -> list[dict[int, PrefillAttention]]:
@@ -220,21 +171,18 @@ def read_patterns(file: str) -> list[dict[int, PrefillAttention]]:
         OSError: If it cannot be read.
     """
     if not Path(file).is_file():
-        raise ValueError(f"prefill_attention minference: there is no file {file}; make one with `locret patterns`")
-    layers = read_json(Path(file), "a file of patterns, as locret patterns writes it")
+        raise ValueError(f"prefill_attention minference: there is no file {file}; give one that MInference publishes")
+    layers = read_json(Path(file), "a file of patterns, as MInference publishes it")
     if not isinstance(layers, list) or not layers:
         raise ValueError(f"{file} is not a list of layers; give a file of patterns")
-    return [_read_layer(heads, f"layer {nth} of {file}") for nth, heads in enumerate(layers)]
-
-
-def _read_layer(heads: Any, where: str) -> dict[int, PrefillAttention]:
-    if not isinstance(heads, Mapping):
-        raise ValueError(f"{where} is {shown(heads)}, not a mapping of heads; give a file of patterns")
-    found = {}
-    for name, given in heads.items():
-        if not (name.isascii() and name.isdigit() and len(name) < 6):
-            raise ValueError(f"{where} has a head {shown(name)}, which is no number; give a file of patterns")
-        found[int(name)] = _read_entry(given, f"head {name} in {where}")
+    found = []
+    for nth, heads in enumerate(layers):
+        where = f"layer {nth} of {file}"
+        if not isinstance(heads, Mapping):
+            raise ValueError(f"{where} is {shown(heads)}, not a mapping of heads; give a file of patterns")
+        if wrong := [name for name in heads if not (name.isascii() and name.isdigit() and len(name) < 6)]:
+            raise ValueError(f"{where} has a head {shown(wrong[0])}, which is no number; give a file of patterns")
+        found.append({int(name): _read_entry(given, f"head {name} in {where}") for name, given in heads.items()})
     return found
 
 
@@ -242,15 +190,12 @@ def _read_entry(given: Any, where: str) -> PrefillAttention:
     if not isinstance(given, list) or len(given) not in (3, 4) or given[0] not in [*PUBLISHED]:
         raise ValueError(f"{where} is {shown(given)}; it must be [{' or '.join(PUBLISHED)}, COLUMNS, DIAGONALS, SCORE]")
     sizes = given[1:3]
-    if not all(isinstance(size, int) and not isinstance(size, bool) and 0 <= size < _MOST for size in sizes):
+    if not all(type(size) is int and 0 <= size < _MOST for size in sizes):
         raise ValueError(f"{where} has sizes {shown(sizes)}, which are not whole numbers of 0 or more")
     try:
         return PUBLISHED[given[0]](*sizes)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-
-
-# -- what the patterns are made of ------------------------------------------------------------------------------------
 
 
 def _last_attention(query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from locret.base.fields import SHARE, Range
 from locret.prefill_attention.base import PrefillAttention, capped, front_gap, on_slots
 
 
@@ -30,6 +31,8 @@ class XAttention(PrefillAttention):
 
     name: ClassVar[str] = "xattention"
     over_ranks: ClassVar[bool] = True
+    ranges = {"threshold": SHARE, "stride": Range(1), "block": Range(1)}
+
     threshold: float = 0.9
     """Share of the estimated attention that the chosen blocks hold (paper: 0.9); 1 chooses all of them."""
     stride: int = 8
@@ -38,18 +41,11 @@ class XAttention(PrefillAttention):
     """Tokens of a block (paper: 128)."""
 
     def __post_init__(self) -> None:
-        """See `PrefillAttention`."""
         super().__post_init__()
-        self.at_least(1, "stride", "block")
-        if not 0 < self.threshold <= 1:
-            raise ValueError(
-                f"prefill_attention xattention: threshold={self.threshold} is not a share; give one above 0 up to 1"
-            )
+        if not self.threshold:
+            self.refuse("threshold=0 is not a share that chooses anything; give one above 0 up to 1")
         if self.block % self.stride:
-            raise ValueError(
-                f"prefill_attention xattention: stride={self.stride} does not divide block={self.block}; give one "
-                "that does, such as 8"
-            )
+            self.refuse(f"stride={self.stride} does not divide block={self.block}; give one that does, such as 8")
 
     @property
     def rows(self) -> int:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.prefill_attention import AShape, BlockSparse, PrefillAttention, VerticalSlash, XAttention
-from locret.prefill_attention.blocked import SparseAttention, by_flex, by_gathering, chosen_slots, computed_share
+from locret.prefill_attention.blocked import SparseAttention, by_flex, by_gathering, chosen_slots
 
 SCALING, DIM = 0.4, 8
 PATTERNS: dict[str, PrefillAttention] = {
@@ -56,7 +56,7 @@ def test_a_pattern_leaves_something_out(name: str) -> None:
     new, slots = 150, 437
     query, key, value = states(new, slots)
     chosen, rows = chosen_slots([PATTERNS[name]], query[None], key, SCALING, None)
-    assert 0.05 < computed_share(chosen, rows, new) < 0.8
+    assert 0.05 < chosen.float().mean() < 0.8
     sparse = by_gathering(query[None], key, value, chosen, rows, SCALING, None)
     dense = by_gathering(query[None], key, value, torch.ones_like(chosen), rows, SCALING, None)
     assert (sparse - dense).abs().max() > 0.01

@@ -13,7 +13,6 @@ from oracle import sparse_prefill as oracle
 
 from locret import RetentionCache, RetentionPolicy, prefill, prefill_attention
 from locret.prefill_attention import AShape, BlockSparse, VerticalSlash
-from locret.prefill_attention.minference import entry, read_patterns
 
 SMALL = {"chunk_size": 96, "stabilizers": 16, "local_len": 20}
 EVERYTHING = "xattention:threshold=0.999999,stride=4,block=16"
@@ -119,13 +118,6 @@ def test_patterns_of_a_file_serve_the_heads_that_it_names(tmp_path: Path) -> Non
     assert found[1] == [usual] * 4
     assert found[2] == [usual, usual, AShape(sinks=0, window=50), usual]
     assert logits("llama", f"minference:patterns={file}").isfinite().all()
-
-
-def test_a_pattern_is_read_as_it_was_written(tmp_path: Path) -> None:
-    patterns = [AShape(sinks=7, window=9), VerticalSlash(vertical=8, slash=3), BlockSparse(blocks=5)]
-    file = tmp_path / "patterns.json"
-    file.write_text(json.dumps([{str(head): entry(pattern, 0.5) for head, pattern in enumerate(patterns)}]))
-    assert read_patterns(str(file)) == [dict(enumerate(patterns))]
 
 
 @pytest.mark.parametrize(
