@@ -14,8 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from locret.backbone.adapters import input_device
 from locret.conversation.chat import AnswerStreamer, Chat
-from locret.conversation.long_context_model import LongContextModel
-from locret.conversation.templates import decode
+from locret.conversation.model import LongContextModel
+from locret.conversation.text import decode
 from locret.infer.infer_options import GenerationOptions
 
 

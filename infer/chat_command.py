@@ -44,7 +44,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         if about.context is not None:
             from locret import read_notes
             from locret.cache.cache_file import CONTEXT_WRITERS
-            from locret.conversation.published import find_context
+            from locret.conversation.saved import find_context
 
             read_notes(find_context(about.context), CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
             if given := sorted({"system", "template", *(one.name for one in fields(PolicyOptions))} & chosen):
@@ -162,7 +162,7 @@ class Conversation:
 
     def _do_read(self, given: str) -> None:
         """/read FILE: read a text and talk about it."""
-        from locret.conversation.document import open_document
+        from locret.conversation.text import open_document
 
         path = _path(given, "/read")
         if not path.exists():
@@ -226,8 +226,8 @@ class Conversation:
 
     def _do_kept(self, _: str) -> None:
         """/kept: show how much of each tenth of the text stayed, and the passages that most heads hold."""
-        from locret.conversation.document import open_document
-        from locret.conversation.turns import as_table
+        from locret.conversation.protect import as_table
+        from locret.conversation.text import open_document
         from locret.infer import kept_text
 
         chat = self._current()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from locret.conversation.templates import TEMPLATES
+from locret.conversation.protect import TEMPLATES
 from locret.infer.infer_options import check_protect
 
 

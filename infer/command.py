@@ -181,8 +181,8 @@ def _plan(options: Options, document: Any, asked: Sequence[str]) -> Ready:
     """Resolve everything, and say what the user should know of it."""
     from locret import loading
     from locret.cache.cache_file import check_savable
-    from locret.conversation.templates import encode, leading_special_ids
-    from locret.conversation.transcript import Transcript
+    from locret.conversation.text import encode, leading_special_ids
+    from locret.conversation.turns import Transcript
     from locret.infer.ready import ready
     from locret.policy.resolve import check_no_turns
     from locret.scorers import Scorer
@@ -330,7 +330,7 @@ def _messages(options: Options, kept: Sequence[Any]) -> dict[str, Any]:
     if not options.output.kept:
         return {}
     if not options.output.json:
-        from locret.conversation.turns import as_table
+        from locret.conversation.protect import as_table
 
         print(as_table(kept), flush=True)
     return {"messages": [asdict(one) for one in kept]}
@@ -358,7 +358,7 @@ def loaded(options: Options, paths: Sequence[str]) -> Iterator[tuple[Any, list[A
     """Give a model for saved contexts, their files, and what a record says of the model; wrong files come first."""
     from locret import read_notes
     from locret.cache.cache_file import CONTEXT_WRITERS
-    from locret.conversation.published import find_context
+    from locret.conversation.saved import find_context
     from locret.infer.ready import ready_for_saved, refusals_with_flags
 
     files = [find_context(path) for path in paths]
@@ -414,7 +414,7 @@ def check_evidence(options: Options, asked: Sequence[str]) -> None:
     prompt, generation = options.prompt, options.generation
     if not prompt.evidence:
         return
-    from locret.conversation.text_stream import read_text
+    from locret.conversation.text import read_text
 
     if not asked and not options.output.dry_run:
         raise ValueError("--evidence is about an answer, but nothing is asked; give --question or --questions")
@@ -467,7 +467,7 @@ def questions_of(prompt: QuestionOptions) -> list[str]:
     Raises:
         ValueError: If the file cannot be read, or holds no questions.
     """
-    from locret.conversation.text_stream import read_text
+    from locret.conversation.text import read_text
 
     if prompt.questions is None:
         return list(prompt.question)
@@ -514,8 +514,7 @@ def _print_plan(options: Options, plan: Ready) -> None:
 
 def _document(options: PromptOptions) -> Any:
     from locret import shipped
-    from locret.conversation.document import Document
-    from locret.conversation.text_stream import read_text
+    from locret.conversation.text import Document, read_text
 
     name = options.prompt_file
     if name is None:

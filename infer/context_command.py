@@ -43,7 +43,7 @@ from locret.publish_options import ContextPushOptions
 
 if TYPE_CHECKING:
     from locret import Context
-    from locret.conversation.saved_context import SavedContext
+    from locret.conversation.saved import SavedContext
     from locret.pictures import Retention
 
 PROG = "locret-context"
@@ -84,9 +84,8 @@ def read(
 def show(options: ShowOptions, given: frozenset[str]) -> int:
     """Print what saved contexts are, and what they kept of their texts."""
     from locret import pictures
-    from locret.conversation.published import find_context
-    from locret.conversation.saved_context import SavedContext
-    from locret.conversation.turns import as_table
+    from locret.conversation.protect import as_table
+    from locret.conversation.saved import SavedContext, find_context
 
     if options.plot is not None and not (options.text and options.plot.endswith(".html")):
         infer.check_picture("--plot", options.plot)
@@ -179,7 +178,7 @@ def shrink(model: ModelOptions, scorer: ScorerOptions, output: ShrinkOptions, gi
 
 def export(options: ExportOptions, llamacpp: LlamacppOptions, given: frozenset[str]) -> int:
     """Write a saved context as another engine holds it."""
-    from locret.conversation.published import find_context
+    from locret.conversation.saved import find_context
     from locret.engines import llamacpp as engine
     from locret.engines.prefix import Prefix
 
@@ -203,7 +202,7 @@ def export(options: ExportOptions, llamacpp: LlamacppOptions, given: frozenset[s
 
 def push(options: ContextPushOptions, given: frozenset[str]) -> int:
     """Publish a saved context."""
-    from locret.conversation.published import publish
+    from locret.conversation.saved import publish
 
     with warnings_as_lines(f"{PROG} push", quiet=False):
         print_pushed(publish(options), options)
@@ -215,8 +214,7 @@ def pull(options: PullOptions, given: frozenset[str]) -> int:
     import shutil
 
     from locret.base.files import written_whole
-    from locret.conversation.published import download
-    from locret.conversation.saved_context import SavedContext
+    from locret.conversation.saved import SavedContext, download
 
     _check_output(options.output)
     file = download(options.repo, revision=options.revision)

@@ -107,7 +107,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     import torch
 
     from locret import LongContextModel, RetentionPolicy, shipped
-    from locret.conversation.likelihood import policy_of_share
+    from locret.conversation.evidence import policy_of_share
     from locret.infer import kept_page
     from locret.infer.kept_text import share_of_heads
 

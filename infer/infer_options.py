@@ -7,8 +7,7 @@ from importlib.util import find_spec
 from typing import ClassVar, Literal
 
 from locret.base.fields import check_finite, check_sampling
-from locret.conversation.rules import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
-from locret.conversation.templates import TEMPLATES
+from locret.conversation.protect import ASSISTANT, DOCUMENT, SYSTEM, TEMPLATES, USER, check_rules, rules_of
 from locret.loading.options import BackboneSource
 from locret.policy.resolve import PolicyFlags
 

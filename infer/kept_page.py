@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from locret.base.files import write_text, written_whole
-from locret.conversation.transcript import Transcript
+from locret.conversation.turns import Transcript
 from locret.pictures import require_matplotlib
 
 ENDINGS = (".html", ".png")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from locret import RetentionCache
-from locret.conversation.templates import decode
+from locret.conversation.text import decode
 from locret.pictures import BARS, Retention
 
 _WIDTH = 12

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from locret.conversation.compose import compose
     from locret.conversation.context import Context
     from locret.conversation.evidence import Answered
-    from locret.conversation.long_context_model import LongContextModel
+    from locret.conversation.model import LongContextModel
     from locret.generation import generate
     from locret.heads.heads import RetainingHead, RetainingHeads
     from locret.policy.policy import RetentionPolicy
@@ -52,7 +52,7 @@ __getattr__ = on_demand(
         "Answered": "locret.conversation.evidence",
         "Chat": "locret.conversation.chat",
         "Context": "locret.conversation.context",
-        "LongContextModel": "locret.conversation.long_context_model",
+        "LongContextModel": "locret.conversation.model",
         "RetainingHead": "locret.heads.heads",
         "RetainingHeads": "locret.heads.heads",
         "RetentionCache": "locret.cache.cache",

@@ -283,7 +283,7 @@ FAULTS = (
     # -- texts, files, server -----------------------------------------------------------------------------------------
     Fault(
         "no-begin-of-text",
-        "locret/conversation/templates.py",
+        "locret/conversation/text.py",
         "return special[:start]",
         "return []",
         "LongContextModel.read without a chat template: a text begins with what the tokenizer puts there",
@@ -291,7 +291,7 @@ FAULTS = (
     ),
     Fault(
         "the-first-turn-for-the-last",
-        "locret/conversation/turns.py",
+        "locret/conversation/protect.py",
         "last = max((nth for nth, turn in enumerate(turns) if turn.role == USER), default=None)",
         "last = min((nth for nth, turn in enumerate(turns) if turn.role == USER), default=None)",
         'protect="question": the last turn of the user stays',

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from locret.backbone.adapters import describe, input_device, unwrap
-from locret.conversation.likelihood import ids_of
-from locret.conversation.templates import leading_special_ids
-from locret.conversation.transcript import Transcript
+from locret.conversation.text import encode, leading_special_ids
+from locret.conversation.turns import Transcript
 from locret.data import real
 from locret.data.training.rows import REQUEST
 from locret.labels.many_answers import labels_of_answers
@@ -77,6 +76,6 @@ def _labels(model: nn.Module, tokenizer: Any, template: str, text: str) -> Tenso
     device = input_device(model)
     document, request, answer = (
         torch.tensor(ids, device=device)
-        for ids in (special + ids_of(tokenizer, before + text), ids_of(tokenizer, after), ids_of(tokenizer, text))
+        for ids in (special + encode(tokenizer, before + text), encode(tokenizer, after), encode(tokenizer, text))
     )
     return labels_of_answers(model, document, [(request, answer)], "log_attention", True).cpu()

@@ -13,7 +13,7 @@ from torch import nn
 
 from locret import LongContextModel
 from locret.backbone.adapters import describe
-from locret.conversation.likelihood import likelihood, policy_of_share
+from locret.conversation.evidence import likelihood, policy_of_share
 from locret.data import real
 from locret.heads.heads import RetainingHeads
 from locret.scorers.random import RandomScorer

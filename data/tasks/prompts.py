@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from locret.conversation.templates import Message, check_template, encode, render
+from locret.conversation.text import encode
+from locret.conversation.turns import Message, check_template, render
 from locret.data.tasks.task import Sample, Task
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def build_prompt(
         sample: One of its samples.
         tokenizer: Any tokenizer; it needs a chat template for tasks that are chat turns, unless `template` says
             otherwise.
-        template: "chat", "original" or "none", as in `locret.conversation.templates`; a task to complete gets none.
+        template: "chat", "original" or "none", as in `locret.conversation.turns`; a task to complete gets none.
 
     Raises:
         ValueError: If the template is missing or refuses the turns, or the prompt cannot be cut to the limit.

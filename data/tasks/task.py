@@ -112,7 +112,7 @@ class Wanted:
     max_new_tokens: int | None = None
     """The user's longest answer."""
     template: str = "chat"
-    """How published tasks that are chat turns become text, see `locret.conversation.templates`."""
+    """How published tasks that are chat turns become text, see `locret.conversation.turns`."""
 
 
 class NoSamples(ValueError):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from locret.conversation.templates import encode, leading_special_ids, render
+from locret.conversation.text import encode, leading_special_ids
+from locret.conversation.turns import render
 from locret.data.training.rows import Row
 
 if TYPE_CHECKING:

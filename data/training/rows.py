@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from locret.conversation.templates import Message
+from locret.conversation.turns import Message
 from locret.data.training.json_rows import BadRow, text_of
 
 ROLES = {

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from locret.conversation.templates import check_template
+from locret.conversation.turns import check_template
 from locret.data.training.chat import tokenise_questions, tokenise_row
 from locret.data.training.json_rows import BadRow, Entry
 from locret.data.training.rows import Row, detect_schema, read_row, reconstruction
@@ -99,7 +99,7 @@ class TrainingStream(Iterator[TrainingExample]):
         min_tokens: Shorter rows are left out.
         max_tokens: Longer rows are left out; they are not bad rows.
         skip_bad_rows: Leave out rows that cannot be trained on instead of stopping at the first.
-        template: One of `locret.conversation.templates.TEMPLATES`.
+        template: One of `locret.conversation.turns.TEMPLATES`.
         answers: `last`, or `each` for rows whose questions are each asked by themselves.
         source: The data set as the user named it, for messages.
         reconstruct: Take the text itself for the answer, see `reconstruction`; rows need none then.

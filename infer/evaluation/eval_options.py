@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from locret.base import method_spec
 from locret.base.fields import check_threads
-from locret.conversation.rules import QUESTION, SYSTEM, Rule, rules_of
-from locret.conversation.templates import TEMPLATES
+from locret.conversation.protect import QUESTION, SYSTEM, TEMPLATES, Rule, rules_of
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites

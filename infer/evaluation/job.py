@@ -16,7 +16,7 @@ from locret import loading, scorers
 from locret.backbone.adapters import describe
 from locret.base import method_spec
 from locret.cache.limits import BLOCK_SCORER, Limits, check_named, with_shares
-from locret.conversation.rules import QUESTION, SYSTEM
+from locret.conversation.protect import QUESTION, SYSTEM
 from locret.data.tasks.generated.base import GeneratedTask
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
 from locret.distributed.ranks import Ranks

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from locret import RetainingHeads, lookups, scorers
 from locret.base import method_spec
-from locret.conversation.rules import QUESTION, SYSTEM, USER, Rule
-from locret.conversation.templates import TEMPLATES, encode, leading_special_ids
-from locret.conversation.transcript import Transcript
-from locret.conversation.turns import Turn, spans_of
+from locret.conversation.protect import QUESTION, SYSTEM, TEMPLATES, USER, Rule, Turn, spans_of
+from locret.conversation.text import encode, leading_special_ids
+from locret.conversation.turns import Transcript
 from locret.data.tasks import Sample
 from locret.infer.evaluation.shared_text import SharedText, reply_ids
 from locret.infer.methods import FULL, LOCRET, Method, find, modified

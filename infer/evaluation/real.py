@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 from locret.base.files import LOCK, locked, write_text
 from locret.base.tables import markdown
 from locret.cli.command import parse_options, print_json
-from locret.conversation.likelihood import Likelihood, after, ids_of, likelihood, policy_of_share
+from locret.conversation.evidence import Likelihood, likelihood, likelihood_of, policy_of_share
+from locret.conversation.text import encode
 from locret.data import real
 from locret.infer.infer_options import PlacedModelOptions
 from locret.loading.options import ScorerOptions
@@ -261,12 +262,12 @@ def _read(
 
     cache, ids = (DynamicCache(), _opening(lm, piece)) if cell.method == FULL else (None, [])
     if cache is not None:
-        after(lm.model, ids, 1, cache)  # reads it; its last token's likelihood is of no interest
+        likelihood_of(lm.model, ids, 1, cache)  # reads it; its last token's likelihood is of no interest
 
     def score(one: real.Asked) -> Likelihood:
-        answer = ids_of(lm.tokenizer, one.answer)
+        answer = encode(lm.tokenizer, one.answer)
         turn = _turn(lm, one.question, alone=cache is None) + answer
-        return after(lm.model, turn, len(answer), copy.deepcopy(cache))
+        return likelihood_of(lm.model, turn, len(answer), copy.deepcopy(cache))
 
     return score, {"units": len(ids), "cache_bytes": 0 if cache is None else bytes_of(cache)}
 
@@ -321,7 +322,7 @@ def _heads(scorer: ScorerOptions) -> Any:
 
 
 def _opening(lm: LongContextModel, piece: real.Piece) -> list[int]:
-    from locret.conversation.document import open_document
+    from locret.conversation.text import open_document
 
     return [token for block in lm.tokens(open_document(piece.text, "piece")) for token in block]
 
@@ -333,7 +334,7 @@ def _turn(lm: LongContextModel, question: str, *, alone: bool = False) -> list[i
         [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
     )
     before, after = written.split(mark)
-    return ids_of(lm.tokenizer, f"{before}{question}{after}" if alone else f"\n\n{question}{after}")
+    return encode(lm.tokenizer, f"{before}{question}{after}" if alone else f"\n\n{question}{after}")
 
 
 def _labels(lm: LongContextModel, piece: real.Piece, asked: Sequence[real.Asked]) -> Tensor:
@@ -341,7 +342,7 @@ def _labels(lm: LongContextModel, piece: real.Piece, asked: Sequence[real.Asked]
 
     from locret.labels.many_answers import labels_of_answers
 
-    pairs = [(torch.tensor(_turn(lm, one.question)), torch.tensor(ids_of(lm.tokenizer, one.answer))) for one in asked]
+    pairs = [(torch.tensor(_turn(lm, one.question)), torch.tensor(encode(lm.tokenizer, one.answer))) for one in asked]
     return labels_of_answers(lm.model, torch.tensor(_opening(lm, piece)), pairs, "log_attention", True)
 
 

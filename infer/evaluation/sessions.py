@@ -17,8 +17,8 @@ from transformers import Cache, DynamicCache
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import input_device, unwrap
 from locret.chunked_prefill import read_turn
-from locret.conversation.templates import Message, decode, encode, leading_special_ids
-from locret.conversation.transcript import DOCUMENT, Transcript
+from locret.conversation.text import decode, encode, leading_special_ids
+from locret.conversation.turns import MARK, Message, Transcript
 from locret.data.tasks import Task
 from locret.generation import FiniteLogits, check_finite_logits
 from locret.infer.evaluation.answering import bytes_of, settings_of
@@ -206,7 +206,7 @@ def answer_conversation(prompt: Prompt, run: Any, task: Task) -> dict[str, Any]:
     ends = settings["eos_token_id"] if isinstance(settings["eos_token_id"], list) else [settings["eos_token_id"]]
     template = "chat" if prompt.text is None else prompt.text.template
     # The first turn has been rendered with the document in it; a mark stands for it here.
-    transcript = Transcript(tokenizer, template, sample.system or None, (Message("user", DOCUMENT),))
+    transcript = Transcript(tokenizer, template, sample.system or None, (Message("user", MARK),))
     start, writing, answers, count = time.perf_counter(), 0.0, list[str](), 0
     talk = (_Plain if run.method.plain else _Bounded)(prompt, _cache_of(prompt, run), settings)
     kept = most = talk.seen if run.method.plain else _units(talk.cache)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.adapters import input_device
-from locret.conversation.templates import encode
+from locret.conversation.text import encode
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import Sample, Task
 from locret.infer.evaluation.records import AGNOSTIC

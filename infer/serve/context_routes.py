@@ -28,7 +28,7 @@ from safetensors import SafetensorError
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
-from locret.conversation.saved_context import SavedContext
+from locret.conversation.saved import SavedContext
 from locret.infer.serve import kept
 from locret.infer.serve.index import Entry
 from locret.infer.serve.library import Library
@@ -47,8 +47,8 @@ _ALIVE = 15.0
 """Seconds after which a stream without news says that it is there."""
 _GONE = "the client went away before the text had ended; upload it again"
 _PROTECT = (
-    "What stays whatever its scores: system, document, message:N, tokens:A-B or chars:A-B of the text, each with a "
-    "least share of the budget, as document=0.5, instead of all its units; each=0.05"
+    "What stays whatever its scores: system, document, message:N or tokens:A-B, each with a least share of the "
+    "budget, as document=0.5, instead of all its units; each=0.05"
 )
 _Name = Annotated[str, Field(max_length=200)]
 _Wait = Annotated[bool, Query(description="Answer only when it is ready")]

@@ -26,9 +26,8 @@ from locret.base.fields import shown
 from locret.base.files import PARTIAL, written_whole
 from locret.base.nearest import nearest
 from locret.cache.cache_file import check_header, load_cache, save_cache
-from locret.conversation.chat import save
-from locret.conversation.saved_turns import saved_turns
-from locret.conversation.templates import encode
+from locret.conversation.text import encode
+from locret.conversation.turns import saved_talk
 from locret.infer.serve.jobs import Job, Progress
 from locret.infer.serve.refusal import Refusal, one_line, way_out
 from locret.policy.protection import Span, clipped
@@ -36,7 +35,7 @@ from locret.policy.protection import Span, clipped
 if TYPE_CHECKING:
     from locret import RetentionCache
     from locret.conversation.context import Context
-    from locret.conversation.long_context_model import LongContextModel
+    from locret.conversation.model import LongContextModel
 
 SUFFIX, IDS = ".ctx", ".ids"
 AUTO, TEXTS, UPLOADS = "auto", "texts", ".uploads"
@@ -198,8 +197,9 @@ class Index:
                 entry.key, entry.notes = path.stem, dict(notes["automatic"])
             else:
                 check_name(entry.name)
-                _, transcript, entry.source, _ = saved_turns(path, self.lm.tokenizer, state["vocab_size"])
-                if transcript.turns:
+                talk = saved_talk(path, self.lm.tokenizer, state["vocab_size"])
+                entry.source = talk.name
+                if talk.transcript.turns:
                     raise ValueError("it holds a conversation; save its context instead")
                 entry.notes = dict(notes["conversation"].get("upload") or {})
                 identity = [metadata["state"], metadata["notes"], metadata.get("checksum", "")]
@@ -229,7 +229,7 @@ class Index:
 
     def text_end(self, entry: Entry) -> int:
         """Return where the text of a context with a name ends: after the words that wait for what follows them."""
-        stream, *_ = saved_turns(entry.path, self.lm.tokenizer, self.lm._vocabulary)
+        stream = saved_talk(entry.path, self.lm.tokenizer, self.lm.vocabulary).stream
         return entry.tokens + len(encode(self.lm.tokenizer, stream.pending))
 
     def save(self, name: str, context: Context, notes: dict[str, Any], ids: Path | None = None) -> None:
@@ -237,9 +237,8 @@ class Index:
         if ids is not None:
             (self.folder / TEXTS).mkdir(exist_ok=True)
             os.replace(ids, self.folder / TEXTS / f"{name}{IDS}")
-        parts = (context.name, context._stream, context._transcript, context.sources, context.protection)
         with self.moving:
-            save(self.path(name), context.cache, *parts, upload=notes)
+            save_cache(context.cache, self.path(name), notes=context.talk.notes(upload=notes))
 
     def save_automatic(self, key: str, cache: RetentionCache, base: str, root: str, read: int = 0) -> None:
         """Write what was read without a name: after which context, and how many tokens."""

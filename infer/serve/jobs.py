@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from locret.chunked_prefill import prefill
-from locret.conversation.document import Document
+from locret.conversation.text import Document
 from locret.infer.serve.kept import mean_shares
 from locret.infer.serve.refusal import fault_of, one_line
 from locret.infer.serve.turns import Turn, Turns
@@ -24,7 +24,7 @@ from locret.infer.serve.upload import Upload
 if TYPE_CHECKING:
     from locret import RetentionCache
     from locret.conversation.context import Context
-    from locret.conversation.long_context_model import LongContextModel
+    from locret.conversation.model import LongContextModel
 
 _LOOK = 0.1
 """Seconds after which a job that waits looks whether it is still wanted."""

@@ -20,7 +20,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from locret.conversation.templates import decode
+from locret.conversation.text import decode
 
 WIDTH = 12
 """Tokens of a passage."""

@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from locret.base.files import locked
 from locret.cache.cache_file import check_header
 from locret.conversation.compose import compose
-from locret.conversation.rules import DOCUMENT, SYSTEM, check_named, rules_of
+from locret.conversation.protect import DOCUMENT, SYSTEM, check_named, rules_of
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import NoRoom
 from locret.infer.serve.index import AUTO, IDS, TEXTS, UPLOADS, Entry, Index, check_name, digest, digests, shrunk_key
@@ -38,7 +38,7 @@ from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import Span, closed
 
 if TYPE_CHECKING:
-    from locret.conversation.long_context_model import LongContextModel
+    from locret.conversation.model import LongContextModel
 
 _STORED = 4
 """Texts of the largest size that are on disk at once until they are read, or as many bytes of smaller ones."""

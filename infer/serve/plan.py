@@ -15,7 +15,7 @@ from locret.infer import chunk_size
 from locret.policy.budget import host_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from locret.conversation.long_context_model import LongContextModel
+    from locret.conversation.model import LongContextModel
 
 _LOADED = 4
 """Of what is left when all that is fixed has its place, one part in so many goes to contexts in memory."""

@@ -8,7 +8,6 @@ only where it is new.
 from __future__ import annotations
 
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,15 +18,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError
 
+from locret.base.fields import Refusal as SettingRefusal
 from locret.base.fields import shown
 from locret.cache.cache_file import check_header
-from locret.conversation.prompt import written
-from locret.conversation.rules import USER
-from locret.conversation.saved_turns import saved_protection, saved_turns
-from locret.conversation.templates import leading_special_ids
-from locret.conversation.text_stream import TokenStream
-from locret.conversation.transcript import Transcript
-from locret.conversation.turns import Turn, kept_turns
+from locret.conversation.protect import USER, Turn, kept_turns
+from locret.conversation.text import TokenStream, leading_special_ids
+from locret.conversation.turns import Talk, saved_talk, written
 from locret.infer.serve.index import Entry
 from locret.infer.serve.kept import positions_of
 from locret.infer.serve.library import Library
@@ -37,14 +33,11 @@ from locret.policy.protection import Span, clipped, spans_from
 from locret.token_ids import vocabulary
 
 if TYPE_CHECKING:
-    from locret.conversation.long_context_model import LongContextModel
+    from locret.conversation.model import LongContextModel
 
 _ROLES = {"developer": "system"}
 _REMEMBERED = 64
 """Conversations of contexts that are remembered; each is a few kilobytes."""
-_Conversation = tuple[TokenStream, Transcript, tuple[int, ...]]
-"""How a context goes on: its last words without tokens, what was said, and tokens that its units do not hold."""
-_FLAGS = re.compile(r"^--template \w+: |; (use --template|change them).*$", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -95,7 +88,7 @@ class Prompts:
     def __init__(self, lm: LongContextModel, library: Library) -> None:
         self.lm, self.library = lm, library
         self._vocabulary = vocabulary(lm.model) or len(lm.tokenizer)
-        self._saved: OrderedDict[tuple[Path, int, int], _Conversation] = OrderedDict()
+        self._saved: OrderedDict[tuple[Path, int, int], Talk] = OrderedDict()
 
     def of_chat(self, request: ChatRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Prompt]:
         """Return the prompt of a conversation; `cancelled` is asked while a smaller context is made for it."""
@@ -194,15 +187,15 @@ class Prompts:
             places = places and not said.startswith(("tools ", "the tokenizer's chat template refuses"))
             param = "tools" if said.startswith("tools ") else "messages"
             raise Refusal(400, said, param=("protect" if request.protect else "kept") if places else param) from None
-        return prompt.ids, (*prompt.turns, *([] if prompt.tools is None else [prompt.tools])), tuple(spans)
+        return prompt.ids, prompt.turns, tuple(spans)
 
     # -- after a context ----------------------------------------------------------------------------------------------
 
     def _ids_after(self, named: Entry, request: ChatRequest) -> list[int]:
         """Return the ids of turns that follow a context, as `locret.Chat` would read and write them."""
         _check_plain(request)
-        stream, transcript, unread = self._conversation(named)
-        ids = list(unread)
+        talk = self._conversation(named)
+        stream, transcript, ids = talk.stream, talk.transcript, list(talk.unread)
         system, turns = _opened(request.messages)
         if system and system != transcript.system:
             # What the context was read with stays as it was read, so the message comes first in what follows.
@@ -224,7 +217,7 @@ class Prompts:
     def _turns_of(self, named: Entry) -> tuple[Turn, ...]:
         """Return the turns of a context, and what follows it as one."""
         with _usable(named):
-            before = saved_protection(named.path).turns
+            before = saved_talk(named.path, self.lm.tokenizer, self._vocabulary).protection.turns
         if before is None:
             raise Refusal(
                 409,
@@ -235,20 +228,18 @@ class Prompts:
         ended = (turn if turn.end is not None else turn._replace(end=named.tokens) for turn in before)
         return (*ended, Turn(USER, named.tokens, None))
 
-    def _conversation(self, named: Entry) -> _Conversation:
+    def _conversation(self, named: Entry) -> Talk:
         """Return how a context goes on, for the caller to change."""
         with _usable(named):
             file = named.path.stat()
             key = (named.path, file.st_mtime_ns, file.st_size)
             if (saved := self._saved.pop(key, None)) is None:
-                stream, transcript, _, unread = saved_turns(named.path, self.lm.tokenizer, self._vocabulary)
-                saved = stream, transcript, unread
+                saved = saved_talk(named.path, self.lm.tokenizer, self._vocabulary)
         self._saved[key] = saved
         while len(self._saved) > _REMEMBERED:
             with suppress(KeyError):  # another thread was first
                 self._saved.popitem(last=False)
-        stream, transcript, unread = saved
-        return stream.copy(), transcript.copy(), unread
+        return saved.copy()
 
     def _text_ids(self, prompt: str | list[int], named: Entry | None) -> list[int]:
         """Return the ids of a prompt as it is, or of what follows a context."""
@@ -264,8 +255,8 @@ class Prompts:
         if named is None:
             ids = [*leading_special_ids(self.lm.tokenizer), *TokenStream(self.lm.tokenizer).rest(prompt)]
         else:
-            stream, _, unread = self._conversation(named)
-            ids = [*unread, *stream.rest(prompt)]
+            talk = self._conversation(named)
+            ids = [*talk.unread, *talk.stream.rest(prompt)]
         if not ids:
             raise Refusal(400, "prompt is empty; write what is to be continued", param="prompt")
         return ids
@@ -335,5 +326,7 @@ def _as_template_takes(message: Message) -> dict[str, Any]:
 
 def _said(error: ValueError) -> str:
     """Return why a conversation cannot be written, without the options of commands that are no field here."""
-    said, flags = _FLAGS.subn("", str(error))
-    return f"{one_line(said)}; change messages" if flags else one_line(said)
+    if isinstance(error, SettingRefusal) and error.setting == "template":
+        return f"the tokenizer's chat template {one_line(error.rule).partition(';')[0]}; change messages"
+    said = one_line(error)
+    return f"{said.removesuffix('them')}messages" if said.endswith("; change them") else said

@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from locret.conversation.document import is_text
-from locret.conversation.turns import KeptTurn
+from locret.conversation.protect import KeptTurn
+from locret.conversation.text import is_text
 
 MOST_CHOICES = 128
 MOST_STOPS = 16

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 
 from locret.base.fields import check_finite
-from locret.conversation.templates import TEMPLATES
+from locret.conversation.protect import TEMPLATES
 
 KEY_VARIABLE = "LOCRET_API_KEY"
 

@@ -107,7 +107,7 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     import torch
 
     from locret import RetentionPolicy, loading
-    from locret.conversation.text_stream import read_text
+    from locret.conversation.text import read_text
     from locret.infer import chunk_size, sizing
     from locret.infer.verify import subject, suite
     from locret.policy.resolve import resolve_options

@@ -12,6 +12,14 @@ from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 
+class Refusal(ValueError):
+    """Says which setting a value cannot be given for, as Python spells it; a command spells it as its flag."""
+
+    def __init__(self, setting: str, value: Any, rule: str) -> None:
+        super().__init__(f"{setting}={value} {rule}")
+        self.setting, self.value, self.rule = setting, value, rule
+
+
 def check_fields(instance: Any) -> None:
     """Check every field of a dataclass instance, and leave plain Python numbers in it.
 

@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from locret.cache.reader import Reader
-    from locret.cache.watch import Watch
 
 ASSISTED = (
     "an evicted unit cannot come back, so assisted and prompt-lookup decoding do not work with a RetentionCache; "
@@ -205,7 +204,7 @@ class RetentionCache(Cache):
         """Spans that stay whatever their scores, of each row or of all rows alike; see `protect`."""
         self.suspect: Tensor | None = None
         """Whether a scorer may have returned NaN or infinity; looked at where the cache is used next."""
-        self.watch: Watch | None = None
+        self.watch: Any = None
         """What looks at the attention of the answer in progress, if anybody wants to know."""
         self._peak = 0
 

@@ -24,6 +24,7 @@ from typing import Any, get_origin
 
 from locret._version import __version__
 from locret.base import interrupts
+from locret.base.fields import Refusal
 from locret.base.nearest import check_retired, nearest
 from locret.cli import ecosystem_names, option_values, recipes
 
@@ -530,6 +531,8 @@ def _one_line(message: object) -> str:
 
 
 def _complain(prog: str, error: object, code: int) -> int:
+    if isinstance(error, Refusal):
+        error = f"{_flag(error.setting)} {error.value} {error.rule}"
     line = _one_line(error) or type(error).__name__
     if len(line) > _LONGEST_MESSAGE:
         line = line[: _LONGEST_MESSAGE // 2] + " ... " + line[-_LONGEST_MESSAGE // 2 :]

@@ -3,38 +3,127 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
+from numbers import Integral
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
-from transformers import StoppingCriteria, StoppingCriteriaList
+from torch import Tensor, nn
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from locret.base.fields import shown
+from locret.backbone.adapters import input_device, unwrap
+from locret.base.fields import Refusal, check_sampling, shown
+from locret.base.nearest import check_retired, nearest
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.cache.memory import CacheMemory
 from locret.chunked_prefill import read_turn
-from locret.conversation.document import Source, is_text
-from locret.conversation.rules import ASSISTANT, USER, check_rules, rules_of
-from locret.conversation.templates import decode, vocabulary_fingerprint
-from locret.conversation.text_stream import TokenStream
-from locret.conversation.transcript import Transcript
-from locret.conversation.turns import NOTHING, KeptTurn, Protection
-from locret.generation import generate
+from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, check_rules, kept_of, rules_of
+from locret.conversation.text import Source, decode, is_text
+from locret.conversation.turns import Layout, Talk
+from locret.generation import checked_options, generate
 from locret.policy.protection import Span
 
 if TYPE_CHECKING:
-    from locret.conversation.long_context_model import LongContextModel
+    from transformers import PreTrainedTokenizerBase
+
+    from locret.conversation.model import LongContextModel
 
 _SPEAKING = "this chat is answering; go on when that answer has ended, or with another chat of the same context"
 LONGEST_ANSWER = 256
 """Tokens of an answer, unless the caller says otherwise."""
+_MORE_OPTIONS = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
+_NOT_HERE = {
+    "max_length": "say how long an answer may be with max_new_tokens",
+    "num_return_sequences": "there is one answer; ask again, or fork",
+    **dict.fromkeys(
+        ("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states"),
+        "there is only the answer's text; use locret.generate with context.cache",
+    ),
+    "streamer": "use stream=True, or chat.stream",
+    "use_cache": "the context is the cache",
+}
+_GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
+
+
+def answer_settings(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    end_ids: Sequence[int],
+    max_new_tokens: int,
+    options: dict[str, Any],
+) -> dict[str, Any]:
+    """Return the arguments of `locret.generate` for one answer, from the options of `model.generate`.
+
+    Raises:
+        ValueError: For an option that `model.generate` does not have, or that makes no sense here.
+    """
+    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
+        raise Refusal("max_new_tokens", repr(max_new_tokens), "is no length of an answer; give a number of tokens")
+    known = GenerationConfig().to_dict()
+    for name, value in options.items():
+        if name in _NOT_HERE:
+            raise Refusal(name, repr(value), f"has no effect here; {_NOT_HERE[name]}")
+        if name not in known and name not in _MORE_OPTIONS:
+            check_retired("option", name)
+            meant = nearest(name, ("max_new_tokens", *known, *_MORE_OPTIONS))
+            hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
+            raise ValueError(f"{name}={value!r}: model.generate has no such option{hint}")
+    options = {name: value for name, value in options.items() if value is not None}
+    for name in ("temperature", "repetition_penalty"):
+        if isinstance(value := options.get(name), (int, float)) and not (name == "temperature" and value == 0):
+            check_sampling(name, value)
+    sampling = any(name in options for name in _SAMPLING) and options.get("temperature") != 0
+    settings: dict[str, Any] = {"max_new_tokens": int(max_new_tokens), "do_sample": sampling, **options}
+    if not settings["do_sample"]:  # what a backbone recommends for sampling shapes no greedy answer
+        for name in _SAMPLING:
+            if "do_sample" in options and options.get(name, 0) not in (0, _GREEDY.get(name)):
+                raise Refusal(name, repr(options[name]), "has no effect with do_sample=False; leave one of them out")
+        settings |= _GREEDY
+    checked_options(unwrap(model), dict(settings))
+    pad = tokenizer.pad_token_id
+    settings.setdefault("pad_token_id", pad if pad is not None else next(iter(end_ids), None))
+    return settings
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """An answer, and what it took: units per KV head, bytes of the whole cache, seconds."""
+
+    answer: str
+    prompt_tokens: int
+    new_tokens: int
+    kept_units: int
+    """Units per KV head when the prompt had been read."""
+    final_units: int
+    """Units per KV head when the answer had been written (of one beam, in a beam search)."""
+    planned_cache_bytes: int
+    peak_cache_bytes: int
+    """Counted from the cache's tensors; in a beam search with the beams' copy."""
+    planned_host_bytes: int
+    """Of the second tier in host memory, without indexes; 0 without one."""
+    host_bytes: int
+    planned_disk_bytes: int
+    """Of the second tier in a file."""
+    disk_bytes: int
+    moved_bytes: int
+    """Fetched from the second tier, for the prompt's last tokens and the answer."""
+    peak_device_bytes: int | None
+    """Weights and all else that was on the CUDA device; None elsewhere."""
+    prefill_seconds: float
+    """Of the text, where it was read for this answer, and of the question; tokenising included."""
+    decode_seconds: float
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+    finished: bool
+    """Whether the answer ended by itself, rather than at max_new_tokens."""
 
 
 class AnswerStreamer(BaseStreamer):
@@ -98,39 +187,36 @@ class _Stop(StoppingCriteria):
 
 
 class Chat:
-    """A conversation about a context; `LongContextModel.chat`, `Context.chat` and `load_chat` make them.
+    """A conversation about a context; `LongContextModel.converse`, `Context.chat` and `load_chat` make them.
 
     It goes on in a cache of its own, which holds document, questions and answers within the budget.
 
     Args:
         lm: The model.
         cache: What has been read; used up by the conversation.
-        stream: How its text goes on.
-        transcript: What has been said.
-        name: What the document is called.
-        unread: Tokens of the last answer that the cache does not hold yet.
-        sources: What the document was read from.
-        protection: What is protected, and where the turns are.
+        talk: How its text goes on.
     """
 
-    def __init__(
-        self,
-        lm: LongContextModel,
-        cache: RetentionCache,
-        stream: TokenStream,
-        transcript: Transcript,
-        name: str,
-        unread: tuple[int, ...] = (),
-        sources: tuple[Source, ...] = (),
-        protection: Protection = NOTHING,
-    ) -> None:
-        self.lm, self.cache, self.name, self.sources = lm, cache, name, sources
-        self.protection = protection
-        """What is protected, and where the turns are."""
-        self._stream, self._transcript, self._unread = stream, transcript, unread
+    def __init__(self, lm: LongContextModel, cache: RetentionCache, talk: Talk) -> None:
+        self.lm, self.cache, self.talk = lm, cache, talk
         self._torn, self._speaking = False, threading.Lock()
         self.asked: str | None = None
         """A turn that has been read and not answered: its options failed, or it was read with the document."""
+
+    @property
+    def name(self) -> str:
+        """What the document is called."""
+        return self.talk.name
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """What the document was read from."""
+        return self.talk.sources
+
+    @property
+    def protection(self) -> Protection:
+        """What is protected, and where the turns are."""
+        return self.talk.protection
 
     def say(self, text: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> str:
         """Say something and return the answer. Ctrl-C ends the answer there, and the conversation can go on.
@@ -146,7 +232,7 @@ class Chat:
         """
         for _ in self.stream(text, max_new_tokens=max_new_tokens, **options):
             pass
-        return self._transcript.turns[-1].content
+        return self.talk.transcript.turns[-1].content
 
     def stream(self, text: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> Iterator[str]:
         """Say something and yield the answer word by word; to leave the loop ends the answer. Arguments as for `say`.
@@ -156,7 +242,6 @@ class Chat:
         """
         settings = self.lm.settings(max_new_tokens, options)
         self._check(text)
-        self.lm.say_what_it_knows(self.name)  # here, because the turn is read in another thread
         return self._streamed(text, settings)
 
     def _streamed(self, text: str, settings: dict[str, Any]) -> Iterator[str]:
@@ -191,9 +276,59 @@ class Chat:
         try:
             self.read_turn(text, settings["max_new_tokens"])
             self.write_answer(settings, streamer)
-            return self._transcript.turns[-1].content
+            return self.talk.transcript.turns[-1].content
         finally:
             self._speaking.release()
+
+    def measured(
+        self,
+        text: str | None,
+        settings: dict[str, Any],
+        *,
+        write: Callable[[str], object] | None = None,
+        read_tokens: int = 0,
+        read_seconds: float = 0.0,
+    ) -> Measured:
+        """Say something and return the answer with what it took.
+
+        Args:
+            text: The user's turn; None: the document is all of it.
+            settings: What `LongContextModel.settings` returned.
+            write: Takes the answer as it is written; not with beams.
+            read_tokens: Tokens of the text that were read for this answer alone.
+            read_seconds: How long that took.
+        """
+        cache, device = self.cache, input_device(self.lm.model)
+        beams, most = settings.get("num_beams", 1) > 1, settings["max_new_tokens"]
+        streamer = None if write is None or beams else AnswerStreamer(self.lm.tokenizer, write)
+        start, before = now(device), cache.seen
+        if self.asked is None:
+            self.read_turn(text, most)
+        middle, prompt_tokens, kept_units = now(device), cache.seen, cache.memory().units
+        new = self.write_answer(settings, streamer)
+        end, seconds = now(device), read_seconds + middle - start
+        own, copies = cache.memory(), cache.copies_memory
+        every = [own] if copies is None else [own, copies]
+        return Measured(
+            answer=decode(self.lm.tokenizer, new),
+            prompt_tokens=prompt_tokens,
+            new_tokens=len(new),
+            kept_units=kept_units,
+            final_units=every[-1].units,
+            planned_cache_bytes=sum(one.planned for one in every),
+            peak_cache_bytes=own.peak if copies is None else max(own.peak, own.actual + copies.actual),
+            planned_host_bytes=sum(one.host_planned for one in every),
+            host_bytes=sum(one.host for one in every),
+            planned_disk_bytes=sum(one.disk_planned for one in every),
+            disk_bytes=sum(one.disk for one in every),
+            moved_bytes=every[-1].moved,  # a copy goes on counting
+            peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
+            prefill_seconds=seconds,
+            decode_seconds=end - middle,
+            prefill_tokens_per_second=(read_tokens + prompt_tokens - before) / seconds,
+            decode_tokens_per_second=len(new) / (end - middle),
+            finished=len(new) < most or new[-1] in self.lm.end_ids,
+        )
 
     def read_turn(self, text: str | None, new_tokens: int) -> None:
         """Read a user's turn up to where the answer begins, which has to follow; `say` does both.
@@ -205,22 +340,23 @@ class Chat:
         Raises:
             ValueError: For an empty text, or a conversation that broke off.
         """
-        self._check_whole(*([] if text is None and not self._transcript.turns else [text]))
+        self._check_whole(*([] if text is None and not self.talk.transcript.turns else [text]))
         if self.asked is not None:
             return
-        self.lm.say_what_it_knows(self.name)
-        transcript, stream = self._transcript.copy(), self._stream.copy()
-        seen = self.cache.seen + self.cache.held_back
-        layout = self.protection.asked(stream, seen + len(self._unread))
-        ids, protection = [*self._unread, *stream.rest(transcript.ask(text))], self.protection
+        talk, seen = self.talk.copy(), self.cache.seen + self.cache.held_back
+        protection, stream, layout = talk.protection, talk.stream, None
+        if protection.turns is not None:  # what waits is still part of the turn before
+            layout = Layout(protection.rules, stream, seen + len(talk.unread) - stream.made, protection.turns)
+            layout.turn(USER, stream.taken + len(stream.pending))
+        ids = [*talk.unread, *stream.rest(talk.transcript.ask(text))]
         if layout is not None:
-            protection = replace(protection, turns=tuple(layout.turns(None)))
-            protection.check_answer(self.cache, seen + len(ids), new_tokens)
-            protection.apply(self.cache, seen + len(ids))
+            talk.protection = replace(protection, turns=layout.turns(None))
+            talk.protection.check_answer(self.cache, seen + len(ids), new_tokens)
+            talk.protection.apply(self.cache, seen + len(ids))
         self._torn = True
         if ids:  # a plain text without a question is all there
             read_turn(self.lm.model, torch.tensor([ids]), self.cache, new_tokens=new_tokens)
-        self._transcript, self._stream, self.asked, self.protection = transcript, stream, text or "", protection
+        self.talk, self.asked = talk, text or ""
 
     def write_answer(self, settings: dict[str, Any], streamer: BaseStreamer | None) -> list[int]:
         """Write the answer to the turn that has been read, and return its tokens.
@@ -229,8 +365,8 @@ class Chat:
             settings: What `LongContextModel.settings` returned.
             streamer: Receives tokens as they are written.
         """
-        tokenizer, read = self.lm.tokenizer, self.cache.seen
-        protection = self.protection.began(ASSISTANT, read)
+        tokenizer, read, talk = self.lm.tokenizer, self.cache.seen, self.talk
+        protection = talk.protection.began(ASSISTANT, read)
         if self.cache.policy.decode_budget is not None:  # else nothing is evicted meanwhile
             protection.apply(self.cache)
         try:
@@ -246,9 +382,9 @@ class Chat:
         if unread and unread[-1] in self.lm.end_ids:  # the template writes its own end of a turn
             unread.pop()
         answer = decode(tokenizer, new)
-        self._transcript.answered(answer)
-        self._stream.context = answer[-self._stream.margin :]
-        self._unread, self._torn, self.asked, self.protection = tuple(unread), False, None, protection
+        talk.transcript.answered(answer)
+        talk.stream.context = answer[-talk.stream.margin :]
+        talk.unread, talk.protection, self._torn, self.asked = tuple(unread), protection, False, None
         return new
 
     def _check(self, *texts: Any) -> None:
@@ -269,19 +405,17 @@ class Chat:
             )
         self.cache.check_whole()
         for text in texts:
-            if not (is_text(text) and text.strip()):
-                raise ValueError(f"{text!r} is nothing to answer; give a question as text")
+            check_question(text)
 
     @property
     def messages(self) -> list[dict[str, str]]:
         """What was said, as transformers' chat templates take it; the document is not repeated."""
-        return self._transcript.messages()
+        return self.talk.transcript.messages()
 
     def fork(self) -> Chat:
         """Return a copy that goes its own way."""
         self._check()
-        parts = (self.cache.copy(), self._stream.copy(), self._transcript.copy())
-        return Chat(self.lm, *parts, self.name, self._unread, self.sources, self.protection)
+        return Chat(self.lm, self.cache.copy(), self.talk.copy())
 
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of the cache."""
@@ -294,23 +428,18 @@ class Chat:
             ValueError: If the budget cannot hold it, it is gone already, or it names nothing.
         """
         self._check()
-        rules, read = rules_of(what), self.cache.seen + self.cache.held_back + len(self._unread)
+        rules, read = rules_of(what), self.cache.seen + self.cache.held_back + len(self.talk.unread)
         for rule in rules:
-            if rule.what == "chars":
-                raise ValueError(f"protect={rule} names characters of a text that has been read; name tokens instead")
             if rule.what == "tokens" and max(rule.start or 0, (rule.end or 0) - 1) >= read:
-                raise ValueError(
-                    f"protect={rule} names tokens that have not been read, for the conversation has {read:,}; name "
-                    "some of those, or message:N for a turn that is to come"
-                )
+                beyond = f"names tokens that have not been read, for the conversation has {read:,}"
+                raise Refusal("protect", rule, f"{beyond}; name some of those, or message:N for a turn that is to come")
         if self.protection.turns is not None:
-            roles = {*(turn.role for turn in self.protection.turns), USER, ASSISTANT}
-            check_rules(rules, roles)
+            check_rules(rules, {*(turn.role for turn in self.protection.turns), USER, ASSISTANT})
         protection = replace(self.protection, rules=rules, fixed=0)
         if not rules:
             self.cache.protect()
         protection.apply(self.cache, read)
-        self.protection = protection
+        self.talk.protection = protection
 
     def kept_by_message(self) -> list[KeptTurn]:
         """Return what has stayed of each turn: the system message, the document, what was asked and answered.
@@ -318,7 +447,7 @@ class Chat:
         Raises:
             ValueError: If the conversation was saved by an earlier version, which did not say where they are.
         """
-        return self.protection.kept(self.cache)
+        return kept_of(self.cache, self.protection.known)
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to one file, for `LongContextModel.load_chat`.
@@ -328,31 +457,20 @@ class Chat:
             OSError: If the file cannot be written; nothing half-written stays.
         """
         self._check()
-        turns = [[turn.role, turn.content] for turn in self._transcript.turns]
-        more = {"turns": turns, "unread": list(self._unread)}
-        save(path, self.cache, self.name, self._stream, self._transcript, self.sources, self.protection, **more)
+        save_cache(self.cache, path, notes=self.talk.notes())
 
     def __repr__(self) -> str:
-        return described("Chat", self, f"{len(self._transcript.turns)} turns, ")
+        return described("Chat", self, f"{len(self.talk.transcript.turns)} turns, ")
 
 
-def save(
-    path: str | Path,
-    cache: RetentionCache,
-    name: str,
-    stream: TokenStream,
-    transcript: Transcript,
-    sources: tuple[Source, ...],
-    protection: Protection,
-    **more: Any,
-) -> None:
-    """Write a cache with what a conversation needs to go on."""
-    held: dict[str, Any] = {"name": name, "context": stream.context, "pending": stream.pending}
-    held["sources"] = [asdict(source) for source in sources]
-    script = {"template": transcript.template, "system": transcript.system}
-    held |= protection.data()
-    held["tokenizer"] = vocabulary_fingerprint(stream.tokenizer)
-    save_cache(cache, path, notes={"conversation": {**held, **script, "turns": [], "unread": [], **more}})
+def check_question(text: Any) -> None:
+    """Refuse what cannot be answered.
+
+    Raises:
+        ValueError: Showing it.
+    """
+    if not (is_text(text) and text.strip()):
+        raise ValueError(f"{text!r} is nothing to answer; give a question as text")
 
 
 def described(kind: str, read: Any, what: str = "") -> str:
@@ -369,3 +487,10 @@ def second_tier(memory: CacheMemory) -> str:
     held = {"in host memory": memory.host, "on disk": memory.disk}
     shown = [f"{size:,} bytes {where}" for where, size in held.items() if size]
     return f", beside {memory.host_units:,} units in {' and '.join(shown)}" if shown else ""
+
+
+def now(device: torch.device) -> float:
+    """Return the time in seconds once a device has done all that was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -14,21 +14,18 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from locret.cache.cache import RetentionCache
+from locret.cache.cache_file import save_cache
 from locret.cache.compose import shrunk
 from locret.cache.memory import CacheMemory
-from locret.conversation.chat import LONGEST_ANSWER, Chat, described, save
-from locret.conversation.document import Source, is_text
+from locret.conversation.chat import LONGEST_ANSWER, Chat, check_question, described
 from locret.conversation.evidence import Answered, answered, check_source, reread
-from locret.conversation.text_stream import TokenStream
-from locret.conversation.transcript import Transcript
-from locret.conversation.turns import NOTHING, KeptTurn, Protection
+from locret.conversation.protect import KeptTurn, Protection, kept_of
+from locret.conversation.text import Source
+from locret.conversation.turns import Talk
 from locret.publish_options import ContextPushOptions
 
 if TYPE_CHECKING:
-    from locret.conversation.long_context_model import LongContextModel
-
-_READ_AGAIN = (str, Path, list, tuple, Tensor)
-"""Sources that can be read more than once."""
+    from locret.conversation.model import LongContextModel
 
 
 class Context:
@@ -47,50 +44,44 @@ class Context:
         'The pass key is 71432.'
     """
 
-    def __init__(
-        self,
-        lm: LongContextModel,
-        cache: RetentionCache,
-        stream: TokenStream,
-        transcript: Transcript,
-        name: str,
-        sources: tuple[Source, ...] = (),
-        protection: Protection = NOTHING,
-    ) -> None:
-        self.lm, self.cache, self.name = lm, cache, name
-        self.sources = sources
+    def __init__(self, lm: LongContextModel, cache: RetentionCache, talk: Talk) -> None:
+        self.lm, self.cache, self.talk = lm, cache, talk
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        return self.talk.name
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
         """What was read, with its digest; none in a file of an earlier version."""
-        self.protection = protection
+        return self.talk.sources
+
+    @property
+    def protection(self) -> Protection:
         """What is protected, and where the turns are."""
-        self._stream, self._transcript = stream, transcript
+        return self.talk.protection
+
+    @property
+    def system(self) -> str | None:
+        """The system message in front of the text."""
+        return self.talk.transcript.system
 
     @overload
-    def ask(
-        self, question: str, *, evidence: Literal[True], source: Any = None, max_new_tokens: int = ..., **options: Any
-    ) -> Answered: ...
+    def ask(self, question: str, *, evidence: Literal[True], source: Any = None, **options: Any) -> Answered: ...
 
     @overload
-    def ask(
-        self,
-        question: Sequence[str],
-        *,
-        evidence: Literal[True],
-        source: Any = None,
-        max_new_tokens: int = ...,
-        **options: Any,
-    ) -> list[Answered]: ...
+    def ask(self, question: str, **options: Any) -> str: ...
 
     @overload
-    def ask(self, question: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> str: ...
-
-    @overload
-    def ask(self, question: Sequence[str], *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> list[str]: ...
+    def ask(self, question: Sequence[str], **options: Any) -> list[Any]: ...
 
     def ask(
         self,
         question: str | Sequence[str],
         *,
         stream: bool = False,
+        measured: bool = False,
         evidence: bool = False,
         source: Any = None,
         max_new_tokens: int = LONGEST_ANSWER,
@@ -101,6 +92,7 @@ class Context:
         Args:
             question: What to ask, or a list of questions.
             stream: Return an iterator of the answer's words as they are written, for one question.
+            measured: Return a `Measured` instead of a text: with units, bytes and seconds.
             evidence: Return an `Answered` instead of a text: with how sure the answer is, and where in the text it
                 looked.
             source: With evidence: the text that was read, as `LongContextModel.read` takes it. Where evidence may be
@@ -112,36 +104,29 @@ class Context:
         Raises:
             ValueError: For an empty question, an option that does not exist, or a source that is another text.
         """
-        if evidence:
-            if stream:
-                raise ValueError("stream=True yields words before all is known; leave stream or evidence out")
-            if source is not None:
-                if not isinstance(source, _READ_AGAIN):
-                    raise ValueError(
-                        f"source is a {type(source).__name__}, which cannot be read twice, first to see whether it is "
-                        "what was read and then for its passages; give a text, a path, or token ids"
-                    )
-                check_source(self, source)
-            return self._with_evidence(question, source, max_new_tokens, options)
+        if stream + measured + evidence > 1:
+            raise ValueError("stream, measured and evidence each return something else than a text; give one of them")
         if source is not None:
-            raise ValueError("source is read again only with evidence=True; add that, or leave source out")
-        if isinstance(question, Sequence) and not isinstance(question, str):
+            if not evidence:
+                raise ValueError("source is read again only with evidence=True; add that, or leave source out")
+            check_source(self, source)
+        if not isinstance(question, str) and isinstance(question, Sequence):
             if stream:
                 raise ValueError("stream=True yields one answer; ask one question, or leave it out")
-            return [self.ask(one, max_new_tokens=max_new_tokens, **options) for one in question]
-        if stream:
-            return self.stream(question, max_new_tokens=max_new_tokens, **options)
-        return self.chat().say(question, max_new_tokens=max_new_tokens, **options)
+            how: dict[str, Any] = {"measured": measured, "evidence": evidence, "source": source, **options}
+            return [self.ask(one, max_new_tokens=max_new_tokens, **how) for one in question]
+        if evidence:
+            first = answered(self, question, max_new_tokens, options)
+            again = source is not None and first.flagged
+            return reread(self, question, source, first, max_new_tokens, options) if again else first
+        if measured:
+            return self.chat().measured(question, self.lm.settings(max_new_tokens, options))
+        chat = self.chat()
+        return (chat.stream if stream else chat.say)(question, max_new_tokens=max_new_tokens, **options)
 
-    def _with_evidence(self, question: Any, source: Any, new_tokens: int, options: dict[str, Any]) -> Any:
-        if isinstance(question, Sequence) and not isinstance(question, str):
-            return [self._with_evidence(one, source, new_tokens, options) for one in question]
-        first = answered(self, question, new_tokens, options)
-        return (
-            self.reread(question, source, first, new_tokens, **options)
-            if source is not None and first.flagged
-            else first
-        )
+    def stream(self, question: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> Iterator[str]:
+        """Answer a question from a fork and yield the answer word by word; arguments as for `ask`."""
+        return self.chat().stream(question, max_new_tokens=max_new_tokens, **options)
 
     def reread(
         self, question: str, source: Any, first: Answered, max_new_tokens: int = LONGEST_ANSWER, **options: Any
@@ -156,29 +141,17 @@ class Context:
             **options: As for `ask`.
 
         Raises:
-            ValueError: If the source is another text, its passages are no parts of it, or a turn has no room for what
-                is to be read again.
+            ValueError: If the source is another text, or a turn has no room for what is to be read again.
         """
         return reread(self, question, source, first, max_new_tokens, options)
 
-    @property
-    def system(self) -> str | None:
-        """The system message in front of the text."""
-        return self._transcript.system
-
-    def stream(self, question: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> Iterator[str]:
-        """Answer a question from a fork and yield the answer word by word; arguments as for `ask`."""
-        return self.chat().stream(question, max_new_tokens=max_new_tokens, **options)
-
     def chat(self, cache: RetentionCache | None = None) -> Chat:
         """Return a conversation about the context, in a copy of its cache, or in one that has been made already."""
-        cache = self.cache.copy() if cache is None else cache
-        parts = (self._stream.copy(), self._transcript.copy(), self.name)
-        return Chat(self.lm, cache, *parts, sources=self.sources, protection=self.protection)
+        return Chat(self.lm, self.cache.copy() if cache is None else cache, self.talk.copy())
 
     def fork(self) -> Context:
         """Return an independent copy."""
-        return self._with(self.cache.copy())
+        return Context(self.lm, self.cache.copy(), self.talk.copy())
 
     def shrink(self, budget: int) -> Context:
         """Return a smaller context at once, from the scores that its units have; this one does not change.
@@ -193,53 +166,23 @@ class Context:
             ValueError: If it is no number of units, too few for what is protected, or a rule of its own decides what
                 stays.
         """
-        return self._with(shrunk(self.cache, budget))
-
-    def _with(self, cache: RetentionCache) -> Context:
-        """Return this context with another cache of the same text."""
-        parts = (self._stream.copy(), self._transcript.copy(), self.name, self.sources)
-        return Context(self.lm, cache, *parts, self.protection)
-
-    def merge(self, *chats: Chat) -> Chat:
-        """Return a conversation with what several chats about this context added, one after another.
-
-        Their turns are put onto the context as if each had followed the one before, so that one can ask about all of
-        them. Only what the template writes between two turns is read. Neither context nor chats change.
-
-        Args:
-            *chats: Two or more chats of this context, or forks of one.
-
-        Raises:
-            ValueError: If one of them goes on from something else, or has said nothing.
-        """
-        from locret.conversation.compose import merge  # it makes contexts
-
-        return merge(self, chats)
+        return Context(self.lm, shrunk(self.cache, budget), self.talk.copy())
 
     def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
         """Return what was kept as an ordinary prefix for other code; see `RetentionCache.to_dynamic_cache`."""
         return self.cache.to_dynamic_cache(host=host)
 
     def question_ids(self, question: str) -> Tensor:
-        """Return the (1, L) token ids that follow the prefix of `to_dynamic_cache`: the question, up to its answer.
-
-        Raises:
-            ValueError: For an empty question.
-        """
-        return torch.tensor([self._stream.copy().rest(self._turn(question))])
+        """Return the (1, L) token ids that follow the prefix of `to_dynamic_cache`: the question, up to its answer."""
+        return torch.tensor([self.talk.stream.copy().rest(self._turn(question))])
 
     def question_text(self, question: str) -> str:
-        """Return the text that follows the prefix, whose tokens `question_ids` returns.
-
-        Raises:
-            ValueError: For an empty question.
-        """
-        return self._stream.pending + self._turn(question)
+        """Return the text that follows the prefix, whose tokens `question_ids` returns."""
+        return self.talk.stream.pending + self._turn(question)
 
     def _turn(self, question: str) -> str:
-        if not (is_text(question) and question.strip()):
-            raise ValueError(f"{question!r} is nothing to answer; give a question as text")
-        return self._transcript.copy().ask(question)
+        check_question(question)
+        return self.talk.transcript.copy().ask(question)
 
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of the cache."""
@@ -260,7 +203,7 @@ class Context:
             >>> context.kept_by_message()[0].protected
             'all'
         """
-        return self.protection.kept(self.cache)
+        return kept_of(self.cache, self.protection.known)
 
     def save(self, path: str | Path) -> None:
         """Write the context to one file, for `LongContextModel.load`.
@@ -268,33 +211,17 @@ class Context:
         Raises:
             OSError: If the file cannot be written; nothing half-written stays.
         """
-        save(path, self.cache, self.name, self._stream, self._transcript, self.sources, self.protection)
+        save_cache(self.cache, path, notes=self.talk.notes())
 
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool = False,
-        license: str | None = None,
-        base_model: str | None = None,
-        heads: str | None = None,
-        revision: str | None = None,
-        commit_message: str = "Upload a context with locret",
-        create_pr: bool = False,
-    ) -> str:
+    def push_to_hub(self, repo_id: str, *, base_model: str | None = None, **options: Any) -> str:
         """Publish the context as a repository with a card and a picture of what was kept, for `LongContextModel.load`.
 
         Whoever can read the repository can ask the context about its text, and sees the text's last words.
 
         Args:
             repo_id: Repository on the Hub, org/name; made if it does not exist.
-            private: Make a new repository private.
-            license: Licence of the text as the Hub spells it.
             base_model: The backbone on the Hub, for the card; where it was loaded from if that was the Hub.
-            heads: The retaining heads on the Hub, for the card.
-            revision: Branch to push to, made if it does not exist; main by default.
-            commit_message: Message of the commit.
-            create_pr: Open a pull request instead of committing.
+            **options: As for `locret-context push`: private, license, heads, revision, commit_message, create_pr.
 
         Returns:
             The URL of the repository, or of the pull request.
@@ -306,24 +233,15 @@ class Context:
         Warns:
             UserWarning: If others will see it.
         """
-        from locret.conversation.published import publish
+        from locret.conversation.saved import publish  # it draws, and knows engines
 
         on_hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.lm.name) and not Path(self.lm.name).exists()
         with as_arguments(), tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "context.safetensors")
-            options = ContextPushOptions(
-                context=str(file),
-                repo=repo_id,
-                private=private,
-                license=license,
-                base_model=base_model or (self.lm.name if on_hub else None),
-                heads=heads,
-                revision=revision,
-                commit_message=commit_message,
-                create_pr=create_pr,
-            )
+            base = base_model or (self.lm.name if on_hub else None)
+            push = ContextPushOptions(context=str(file), repo=repo_id, base_model=base, **options)
             self.save(file)
-            return str(publish(options)["url"])
+            return str(publish(push)["url"])
 
     def __repr__(self) -> str:
         return described("Context", self)
@@ -331,7 +249,7 @@ class Context:
 
 @contextmanager
 def as_arguments() -> Iterator[None]:
-    """Name settings in messages as Python's arguments, not as flags."""
+    """Name the settings of option classes as Python's arguments, not as flags."""
     try:
         yield
     except (ValueError, OSError) as error:

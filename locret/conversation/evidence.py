@@ -1,25 +1,33 @@
-"""An answer that says how sure it is, and the re-reading of the passages that it looked at most.
+"""What an answer stands on: how sure it is, where in the text it looked, and how likely a given answer would be.
 
 Where units were evicted, an unsure answer may lack evidence. Where the text is at hand, passages are read again behind
 what is held, in the room that a turn has; if the answer changes, the first one lacked something.
 """
 
-# J segments of the text
+# A tokens of an answer, V words of the vocabulary, J segments of the text, K KV heads, G query heads of a group,
+# S units, D head dim
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from locret.backbone.adapters import input_device
-from locret.cache.watch import Watch
-from locret.conversation.document import Document, open_document
-from locret.conversation.templates import decode
+from locret.backbone.attention import View
+from locret.backbone.chunk import Attended
+from locret.backbone.learned_sinks import attention_weights
+from locret.base.fields import Refusal
+from locret.cache.layer import RetentionLayer
+from locret.cache.reader import answering
+from locret.cache.store import POSITIONS
+from locret.conversation.text import decode, encode, open_document
+from locret.generation import check_finite_logits
+from locret.policy.policy import RetentionPolicy
 
 if TYPE_CHECKING:
     from locret.conversation.context import Context
@@ -28,8 +36,10 @@ UNSURE = 0.9
 """Lead of an answer's least certain token over the runner-up, as probabilities, below which the answer is unsure."""
 PASSAGES = 3
 """Passages that are named, and read again."""
-_SEGMENTS = 3
-"""Neighbouring segments of the text in a passage: a needle may lie across two."""
+LEAST_WIDTH = 32
+"""Tokens of a segment as long as the text is short."""
+_SEGMENTS, _MOST_SEGMENTS = 3, 256
+"""Neighbouring segments in a passage, as a needle may lie across two; and of a text: longer ones have wider ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +56,7 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """An answer, with what is known about the evidence for it."""
+    """An answer, with what is known about the evidence for it; `str` gives its text."""
 
     text: str
     margin: float
@@ -73,8 +83,58 @@ class Answered:
         return {**asdict(self), "flagged": self.flagged, "changed": self.changed}
 
     def __str__(self) -> str:
-        """Return the answer's text."""
         return self.text
+
+
+class Watch:
+    """Follows the attention of an answer's queries to segments of the text, one token at a time.
+
+    Args:
+        layers: How many layers the cache governs, which all count alike.
+        tokens: Tokens of the text; what was said later is in no segment.
+    """
+
+    def __init__(self, layers: int, tokens: int) -> None:
+        self.tokens, self.width = tokens, LEAST_WIDTH
+        while -(-tokens // self.width) > _MOST_SEGMENTS:
+            self.width *= 2
+        self._sums = [torch.zeros(-(-tokens // self.width), dtype=torch.float32) for _ in range(layers)]
+        self._queries = [0] * layers
+
+    def found(self) -> Tensor:
+        """Return (J,) float32: which share of the answer's attention each segment got, 1 at most in all."""
+        means = [one / max(count, 1) for one, count in zip(self._sums, self._queries, strict=True)]
+        return torch.stack(means).mean(0)
+
+    def see(self, nth: int, layer: Attended, view: View, held: RetentionLayer) -> None:
+        """Look at what the one new query of each head attends to in the layer that is `nth` of those with units."""
+        heads = layer.projections.shape.num_kv_heads
+        queries_KGD = layer.query[0, :, 0].unflatten(0, (heads, -1))
+        for part in held.store.parts(view, 1, False):
+            own = slice(None) if part.where is None else slice(part.where[1], part.where[1] + 1)
+            logits_KGS = queries_KGD[own].float() @ part.keys[0].float().transpose(-1, -2) * layer.scaling
+            if layer.softcap is not None:
+                logits_KGS = layer.softcap * torch.tanh(logits_KGS / layer.softcap)
+            sinks = None if layer.learned_sinks is None else layer.learned_sinks.view(heads, -1, 1)[own]
+            weights_KGS, positions_KS = attention_weights(logits_KGS, sinks), part.columns[POSITIONS][0].long()
+            there_KS = (positions_KS >= 0) & (positions_KS < self.tokens)
+            seen_KS = weights_KGS.sum(1).masked_fill(~there_KS, 0.0)
+            segments_KS = (positions_KS // self.width).clamp(0, len(self._sums[nth]) - 1)
+            self._sums[nth].index_add_(0, segments_KS.flatten().cpu(), seen_KS.flatten().cpu())
+            self._queries[nth] += weights_KGS.shape[0] * weights_KGS.shape[1]
+
+    def passages(self, shares_J: Tensor) -> tuple[Passage, ...]:
+        """Return the passages, apart from each other, with the largest shares of `found`."""
+        size, left, found = min(_SEGMENTS, len(shares_J)), shares_J.clone(), list[Passage]()
+        while len(found) < PASSAGES:
+            sums = left.unfold(0, size, 1).sum(-1)
+            best = int(sums.argmax())
+            if sums[best] <= 0:
+                break
+            end = min((best + size) * self.width, self.tokens)
+            found.append(Passage(start=best * self.width, end=end, attention=float(sums[best])))
+            left[best : best + size] = -torch.inf
+        return tuple(found)
 
 
 class Lead(LogitsProcessor):
@@ -90,34 +150,20 @@ class Lead(LogitsProcessor):
         return scores
 
 
-def check_watchable(context: Context, settings: dict[str, Any]) -> None:
-    """Refuse an answer that cannot be watched.
-
-    Raises:
-        ValueError: Saying why, and what to do instead.
-    """
-    if context.cache.policy.recalls_blocks:
-        raise ValueError(
-            f"evidence=True looks at the units that are held, but recall_by={context.cache.policy.recall_by} holds "
-            "blocks; leave evidence out"
-        )
-    if settings.get("num_beams", 1) > 1:
-        raise ValueError(
-            f"evidence=True watches one answer, but num_beams={settings['num_beams']} are searched; leave one of them "
-            "out"
-        )
-
-
 def answered(context: Context, question: str, max_new_tokens: int, options: dict[str, Any]) -> Answered:
     """Answer a question from a fork and say what the answer may lack; see `Context.ask`.
 
     Raises:
-        ValueError: For an empty question, an option that does not exist, or a context that recalls blocks.
+        ValueError: For an empty question, an option that does not exist, or an answer that cannot be watched.
     """
-    lead = Lead()
+    lead, policy = Lead(), context.cache.policy
     processors = LogitsProcessorList([*(options.get("logits_processor") or ()), lead])
     settings = context.lm.settings(max_new_tokens, {**options, "logits_processor": processors})
-    check_watchable(context, settings)
+    if policy.recalls_blocks:
+        rule = f"looks at the units that are held, but {policy.recall_by} recalls blocks; leave evidence out"
+        raise Refusal("evidence", True, rule)
+    if settings.get("num_beams", 1) > 1:
+        raise Refusal("evidence", True, f"watches one answer, but {settings['num_beams']} beams are searched; drop one")
     chat = context.chat()
     chat.read_turn(question, max_new_tokens)
     watch = chat.cache.watch = Watch(len(chat.cache.governed), context.cache.text_end)
@@ -129,31 +175,12 @@ def answered(context: Context, question: str, max_new_tokens: int, options: dict
     return Answered(
         text=str(chat.messages[-1]["content"]),
         margin=lead.least,
-        passages=passages_of(found, watch.width, context.cache.text_end),
+        passages=watch.passages(found),
         evicted=min(held) < chat.cache.seen,
     )
 
 
-def passages_of(shares_J: Tensor, width: int, tokens: int) -> tuple[Passage, ...]:
-    """Return the passages, apart from each other, with the largest shares.
-
-    Args:
-        shares_J: Share of each segment.
-        width: Tokens of a segment.
-        tokens: Tokens of the text.
-    """
-    size = min(_SEGMENTS, len(shares_J))
-    found: list[Passage] = []
-    left = shares_J.clone()
-    while len(found) < PASSAGES:
-        sums = left.unfold(0, size, 1).sum(-1)
-        best = int(sums.argmax())
-        if sums[best] <= 0:
-            break
-        end = min((best + size) * width, tokens)
-        found.append(Passage(start=best * width, end=end, attention=float(sums[best])))
-        left[best : best + size] = -torch.inf
-    return tuple(found)
+# -- reading again ----------------------------------------------------------------------------------------------------
 
 
 def check_source(context: Context, source: Any) -> None:
@@ -162,152 +189,116 @@ def check_source(context: Context, source: Any) -> None:
     Raises:
         ValueError: If its digest is not that of what was read, or no turn of this context has room for passages.
     """
+    if not isinstance(source, (str, list, tuple, Tensor)) and not hasattr(source, "__fspath__"):
+        raise ValueError(f"source is a {type(source).__name__}, which is read once; give a text, a path or ids")
     if context.cache.turn_room < 1:
         raise _no_room(context)
-    if len(context.sources) > 1:
-        raise ValueError(
-            f"{context.name!r} was joined from {len(context.sources)} texts, whose passages are not read again; ask "
-            "the context of one text, or leave source out"
-        )
-    document, read = open_document(source), context.sources[0] if context.sources else None
+    document, read = open_document(source), context.sources
     for _ in document.ids if document.pieces is None else document.pieces:  # type: ignore[union-attr]
         pass
     given = document.read(1)
-    if read is None or (given.sha256, given.of) != (read.sha256, read.of):
-        raise _another_text(context, given.name)
+    if [(one.sha256, one.of) for one in read] != [(given.sha256, given.of)]:
+        raise ValueError(
+            f"source {given.name!r} is not the one text that {context.name!r} was read from, so its passages would be "
+            "others; give that text"
+        )
 
 
 def reread(
     context: Context, question: str, source: Any, first: Answered, max_new_tokens: int, options: dict[str, Any]
 ) -> Answered:
-    """Answer once more, with the passages of the first answer read again behind what is held.
+    """Answer once more, with the passages of the first answer read again behind what is held; see `Context.reread`.
 
-    They take the room that a turn has, `chunk_size` tokens: the cache holds no more than it may for any turn. Passages
-    that are too long for it are looked into first, as texts of their own and within the same budget.
-
-    Args:
-        context: What was asked; it does not change.
-        question: What was asked.
-        source: The text that was read, in any form that `LongContextModel.read` takes.
-        first: The answer.
-        max_new_tokens: As for `Context.ask`.
-        options: As for `Context.ask`.
+    They take the room that a turn has, `chunk_size` tokens: the cache holds no more than it may for any turn. The
+    middle of a passage that is too long for it is read.
 
     Returns:
         The second answer, with the passages that were read for it; the first one, if it looked at none.
-
-    Raises:
-        ValueError: If the source is another text, or a turn has no room.
-    """
-    _check_passages(context, first)
-    if not first.passages:
-        return first
-    most = context.cache.turn_room
-    room = most - len(context.question_ids(f"\n{question}")[0])
-    if room < 1:
-        raise _no_room(context)
-    texts = _tokens_of(context, source, first.passages)
-    chosen: list[tuple[Passage, list[int]]] = []
-    for passage, ids in zip(first.passages, texts, strict=True):
-        if len(ids) > room and not chosen:
-            passage, ids = _narrowed(context, question, passage, ids, room, options)
-        while not chosen and ids and _tokens_asked(context, [(passage, ids)], question) > most:
-            ids = ids[:-1]  # its words may have other tokens in a turn than they had in the text
-            passage = replace(passage, end=passage.end - 1)
-        if ids and _tokens_asked(context, [*chosen, (passage, ids)], question) <= most:
-            chosen.append((passage, ids))
-    if not chosen:
-        raise _no_room(context)
-    second = answered(context, _asked_behind(context, chosen, question), max_new_tokens, options)
-    return replace(second, passages=tuple(passage for passage, _ in chosen), before=first.text)
-
-
-def _no_room(context: Context) -> ValueError:
-    return ValueError(
-        f"passages are read again in the room of a turn, but turns={context.cache.policy.turns!r} and chunk_size="
-        f"{context.cache.policy.chunk_size} leave none beside the question; read the text with "
-        'turns="local" and a larger chunk_size'
-    )
-
-
-def _check_passages(context: Context, first: Any) -> None:
-    """Refuse what is no answer with evidence, or speaks of passages that the text does not have.
-
-    Raises:
-        ValueError: Naming what is wrong.
     """
     if not isinstance(first, Answered):
         raise ValueError(f"first is a {type(first).__name__}; give what ask(..., evidence=True) has returned")
-    for one in first.passages:
-        places = (one.start, one.end) if isinstance(one, Passage) else ()
-        if not places or not all(type(place) is int for place in places):
-            raise ValueError(f"{one!r} is no passage of a text; give what ask(..., evidence=True) has returned")
-        if not 0 <= one.start < one.end <= context.cache.text_end:
-            raise ValueError(
-                f"tokens {one.start} to {one.end} are no passage of {context.name!r}, which has "
-                f"{context.cache.text_end:,} tokens; give places in it, ascending"
-            )
+    check_source(context, source)
+    blocks = context.lm.tokens(open_document(source), system=context.system)
+    ids, room = [one for block in blocks for one in block], context.cache.turn_room
+
+    def turn(passages: Sequence[Passage]) -> str:
+        parts = sorted(passages, key=lambda one: one.start)
+        return "\n".join([*(decode(context.lm.tokenizer, ids[one.start : one.end]) for one in parts), question])
+
+    def fits(passages: Sequence[Passage]) -> bool:
+        return len(context.question_ids(turn(passages))[0]) <= room
+
+    chosen: list[Passage] = []
+    for passage in first.passages:
+        while not chosen and passage.end - passage.start > 1 and not fits([passage]):
+            cut = max(1, (passage.end - passage.start) // 16)
+            passage = replace(passage, start=passage.start + cut, end=max(passage.end - cut, passage.start + cut + 1))
+        if fits([*chosen, passage]):
+            chosen.append(passage)
+    if first.passages and not chosen:
+        raise _no_room(context)
+    if not chosen:
+        return first
+    second = answered(context, turn(chosen), max_new_tokens, options)
+    return replace(second, passages=tuple(chosen), before=first.text)
 
 
-def _asked_behind(context: Context, chosen: Sequence[tuple[Passage, list[int]]], question: str) -> str:
-    """Return a turn of passages, in the order of the text, and a question."""
-    decoded = [decode(context.lm.tokenizer, ids) for _, ids in sorted(chosen, key=lambda one: one[0].start)]
-    return "\n".join([*decoded, question])
-
-
-def _tokens_asked(context: Context, chosen: Sequence[tuple[Passage, list[int]]], question: str) -> int:
-    return len(context.question_ids(_asked_behind(context, chosen, question))[0])
-
-
-def _narrowed(
-    context: Context, question: str, passage: Passage, ids: list[int], room: int, options: dict[str, Any]
-) -> tuple[Passage, list[int]]:
-    """Return the part of a passage, at most `room` tokens, that a reading of the passage alone finds likeliest."""
-    template = context._transcript.template
-    inner = context.lm.read_into(context.cache.fresh(), open_document(ids), template=template, progress=False)
-    found = answered(inner, question, 16, options).passages
-    before = inner.cache.seen - len(ids)  # of the template
-    middle = (found[0].start + found[0].end) // 2 - before if found else len(ids) // 2
-    start = max(0, min(middle - room // 2, len(ids) - room))
-    part = ids[start : start + room]
-    return replace(passage, start=passage.start + start, end=passage.start + start + len(part)), part
-
-
-def _tokens_of(context: Context, source: Any, passages: Sequence[Passage]) -> list[list[int]]:
-    """Return the tokens of passages of a text that is read through once more, without the backbone."""
-    document, read = open_document(source), context.sources[0] if context.sources else None
-    if document.pieces is None or context._stream.pending:
-        found, at = _read_through(context, document, passages)
-    else:  # either it is too short for its last words to wait, or it was counted before it was read: so many tokens say
-        text = list(document.pieces)
-        found, at = _read_through(context, Document(document.name, iter(text)), passages)
-        if read is not None and at != read.tokens:
-            counted = Document(document.name, iter(text))
-            counted.count(context.lm.tokenizer)
-            found, at = _read_through(context, counted, passages)
-    given = document.read(at)
-    if read is None or (given.sha256, given.of, given.tokens) != (read.sha256, read.of, read.tokens):
-        raise _another_text(context, given.name)
-    return found
-
-
-def _read_through(context: Context, document: Document, passages: Sequence[Passage]) -> tuple[list[list[int]], int]:
-    """Return the tokens of passages, and how many tokens there are, as a document is read in this context."""
-    found: list[list[int]] = [[] for _ in passages]
-    at = 0
-    for block in context.lm.tokens(document, system=context.system, template=context._transcript.template):
-        for tokens, passage in zip(found, passages, strict=True):
-            tokens.extend(_part(block, passage.start - at, passage.end - at))
-        at += len(block)
-    return found, at
-
-
-def _another_text(context: Context, name: str) -> ValueError:
+def _no_room(context: Context) -> ValueError:
+    policy = context.cache.policy
     return ValueError(
-        f"source {name!r} is not the text that {context.name!r} was read from, so its passages would be others; give "
-        "that text"
+        f"passages are read again in the room of a turn, but turns={policy.turns!r} and chunk_size={policy.chunk_size} "
+        'leave none beside the question; read the text with turns="local" and a larger chunk_size'
     )
 
 
-def _part(block: Sequence[int], start: int, end: int) -> Iterable[int]:
-    return block[max(start, 0) : max(end, 0)]
+# -- likelihood -------------------------------------------------------------------------------------------------------
+
+
+class Likelihood(NamedTuple):
+    """What a model gives an answer: a measure for models too small to write it."""
+
+    nats: float
+    """Minus the logarithm of the probability of the whole answer."""
+    hits: int
+    """Tokens that are the likeliest at their place."""
+    tokens: int
+    """Tokens of the answer."""
+
+
+def likelihood(context: Context, question: str, answer: str) -> Likelihood:
+    """Return how likely an answer to a question about a context is; the context does not change.
+
+    Raises:
+        ValueError: For an empty question.
+    """
+    lm, twin = context.lm, context.cache.copy()
+    question_ids, answer_ids = context.question_ids(question)[0].tolist(), encode(lm.tokenizer, answer)
+    twin.reserve(0, len(question_ids) + len(answer_ids))
+    with answering(lm.model, twin):
+        return likelihood_of(lm.model, [*question_ids, *answer_ids], len(answer_ids), twin)
+
+
+def likelihood_of(model: nn.Module, ids: Sequence[int], answer: int, cache: Any = None) -> Likelihood:
+    """Return how likely the last `answer` of some tokens are, behind what a cache holds, which grows by all of them."""
+    tokens_1L = torch.tensor([list(ids)], device=input_device(model))
+    with torch.inference_mode():
+        out = model(input_ids=tokens_1L, past_key_values=cache, use_cache=cache is not None, logits_to_keep=answer + 1)
+        check_finite_logits(model, out.logits[0])
+        logs_AV = out.logits[0, :-1].float().log_softmax(-1)
+    targets_A: Tensor = tokens_1L[0, -answer:].to(logs_AV.device)
+    nats = -float(logs_AV.gather(1, targets_A[:, None]).double().sum())
+    return Likelihood(nats, int((logs_AV.argmax(-1) == targets_A).sum()), answer)
+
+
+def policy_of_share(
+    tokens: int, share: float, *, chunk_size: int = 256, local_len: int = 32, **changes: Any
+) -> RetentionPolicy:
+    """Return the policy that keeps a share, 0 to 1, of a text's tokens in every KV head, its newest ones included.
+
+    The newest `local_len` tokens always stay, at most an eighth of what stays.
+    """
+    units = max(8, round(tokens * share))
+    local = min(local_len, max(1, units // 8))
+    budget = units - local
+    numbers: dict[str, Any] = {"stabilizers": min(64, budget // 4), "positions": "compact", **changes}
+    return RetentionPolicy(budget=budget, chunk_size=chunk_size, local_len=local, **numbers)

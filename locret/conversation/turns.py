@@ -1,69 +1,245 @@
-"""Where the turns of a text are among its tokens, which of them are protected, and what of each has stayed."""
+"""A conversation as text and as tokens: what the template writes of each message, and where that is.
 
-# K KV heads, C kept units
+Three templates:
+    chat      the tokenizer's own chat template, which writes its special tokens itself
+    original  the one-shot format the original heads were trained on, whatever the backbone (fastchat's `one_shot`)
+    none      the texts as they are, one after the other
+
+A document is part of the first user turn, in front of the first question, and is itself never held: a mark stands for
+it. What a turn adds is what the template writes after that mark, or after the last answer, up to where the assistant
+speaks. So template tokens are right whatever the template does between turns. Templates that write earlier turns
+otherwise once a conversation goes on (they move the system message, or drop reasoning) contradict what has been read;
+that is said once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from locret.base.fields import shown
-from locret.conversation.rules import ASSISTANT, EACH, QUESTION, ROLES, USER, Rule
-from locret.conversation.templates import encode
-from locret.conversation.text_stream import TokenStream
-from locret.policy.protection import MOST_SPANS, Guarantee, Span, checked_rows
+from locret.base.fields import Refusal, checked_values
+from locret.cache.cache_file import CONTEXT_WRITERS, read_notes
+from locret.conversation.protect import (
+    EACH,
+    NOTHING,
+    SYSTEM,
+    TEMPLATES,
+    TOOL,
+    KeptTurn,
+    Protection,
+    Rule,
+    Turn,
+    check_named,
+    kept_of,
+    protection_from,
+    rules_of,
+    spans_of,
+)
+from locret.conversation.text import LONGEST_PENDING, Source, TokenStream, is_text, leading_special_ids
+from locret.policy.protection import Span
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from locret.cache.cache import RetentionCache
 
+ORIGINAL_SYSTEM = (
+    "A chat between a curious human and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the human's questions."
+)
+ORIGINAL_ROLES = {"user": "Human", "assistant": "Assistant"}
+_NEXT = "\n### "
+# Letters and digits only, so that no template trims, escapes or rewrites them.
+MARK, ANSWER = "LocretDocument7f3a9c", "LocretAnswer7f3a9c"
+MOST_MESSAGES = 512
+"""Messages whose places can be found: the template is asked once for each."""
+_ROLES = {"developer": SYSTEM, "function": TOOL}
 
-class Turn(NamedTuple):
-    """A turn of a conversation, with what the template writes around it."""
+
+class Message(NamedTuple):
+    """One turn of a chat; `role` is user, assistant or system."""
 
     role: str
-    """One of `ROLES`: a document is what a user's first turn begins with, tools are the definitions of them."""
-    start: int
-    """Its first token."""
-    end: int | None
-    """The token after its last one; None while it goes on."""
+    content: str
 
 
-def spans_of(
-    rules: Sequence[Rule], turns: Sequence[Turn], characters: Iterable[Span] = (), fixed: int = 0
-) -> list[Span]:
-    """Return what rules come to, as far as the turns are known.
+def check_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Refuse a template that does not exist or that the tokenizer does not have.
+
+    Raises:
+        Refusal: For an unknown name, or `chat` with a tokenizer that has no chat template.
+    """
+    if template not in TEMPLATES:
+        raise Refusal("template", template, f"is unknown; choose one of {', '.join(TEMPLATES)}")
+    if template == "chat" and not tokenizer.chat_template:
+        raise Refusal("template", "chat", "is what the tokenizer does not have; use original or none")
+
+
+def render(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str, answer: str | None = None
+) -> str:
+    """Render messages up to where the assistant answers, or with that answer and what ends its turn.
+
+    Raises:
+        Refusal: If the tokenizer's chat template refuses the messages.
+    """
+    if template != "chat":
+        begun = beginning(messages, template)
+        if template == "none":
+            return begun + (answer or "")
+        opened = f"{begun}{_NEXT}Assistant:"
+        return opened if answer is None else f"{opened} {answer}{_NEXT}"
+    chat = [message._asdict() for message in messages]
+    if answer is not None:
+        chat.append({"role": "assistant", "content": answer})
+    try:
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer is None))
+    except Exception as error:  # whatever a stranger's template does
+        roles = ", ".join(message.role for message in messages)
+        raise Refusal("template", "chat", f"refuses turns of {roles} ({error}); use original or none") from None
+
+
+def beginning(messages: Sequence[Message], template: str) -> str:
+    """Return what the template "original" or "none" writes of the first messages of a conversation."""
+    if template == "none":
+        return "\n".join(message.content for message in messages)
+    # `one_shot` of fastchat 0.2.36 without its example, as the original label script falls back to.
+    system = "\n".join(message.content for message in messages if message.role == "system") or ORIGINAL_SYSTEM
+    return _NEXT.join([system, *(f"{ORIGINAL_ROLES[m.role]}: {m.content}" for m in messages if m.role != "system")])
+
+
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a CRC-32 of which text each token stands for: ids mean the same to tokenizers that share it."""
+    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    return f"{zlib.crc32(json.dumps(vocabulary).encode()):08x}"
+
+
+# -- turns about a document -------------------------------------------------------------------------------------------
+
+
+class Transcript:
+    """The turns about a document, and what each adds.
 
     Args:
-        rules: What is to be protected. Of several shares that a turn is given, the one for the fewest turns counts.
-        turns: The turns so far.
-        characters: What the rules about characters come to.
-        fixed: First turns of which only rules by number or token say something; see `Protection`.
+        tokenizer: Gives the chat template.
+        template: One of `TEMPLATES`.
+        system: System message; the template's own default if None. Where a template has no such role, it opens the
+            first user turn.
+        turns: What was said before: user and assistant in turns.
+
+    Raises:
+        Refusal: For a template that does not exist or is missing.
     """
-    last = max((nth for nth, turn in enumerate(turns) if turn.role == USER), default=None)
-    spans, shared = list(characters), dict[int, int]()
-    for rule in sorted(rules, key=_reach):
-        if rule.what == "tokens":
-            assert rule.start is not None
-            spans.append(Span(rule.start, rule.end, rule.share, str(rule)))
-        for nth, turn in enumerate(turns):
-            named = {"message": rule.start == nth}
-            if nth >= fixed:
-                named |= {QUESTION: nth == last, EACH: True, turn.role: True}
-                named["message"] |= rule.start == nth - len(turns)
-            if not named.get(rule.what) or turn.end == turn.start:
-                continue
-            if rule.share is None or shared.setdefault(nth, _reach(rule)) == _reach(rule):
-                spans.append(Span(turn.start, turn.end, rule.share, f"message {nth}, {turn.role}"))
-    return list(dict.fromkeys(spans))
 
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: str,
+        system: str | None = None,
+        turns: tuple[Message, ...] = (),
+    ) -> None:
+        check_template(tokenizer, template)
+        self.tokenizer, self.template, self.system, self.turns = tokenizer, template, system, turns
 
-def _reach(rule: Rule) -> int:
-    """Return how many turns a rule is about: one, those of a role, or all."""
-    return 2 if rule.what == EACH else 1 if rule.what in ROLES else 0
+    def copy(self) -> Transcript:
+        """Return a transcript that goes its own way."""
+        return Transcript(self.tokenizer, self.template, self.system, self.turns)
+
+    @property
+    def special(self) -> list[int]:
+        """The token ids before all text; a chat template writes its own."""
+        return leading_special_ids(self.tokenizer) if self.template != "chat" else []
+
+    def opening(self) -> str:
+        """Return the text before the document.
+
+        Raises:
+            Refusal: If the template refuses the turns, or writes the document twice or not at all.
+        """
+        return self.around(None)[0]
+
+    def system_end(self) -> int:
+        """Return how many characters of the text before the document are the system turn; 0 without one."""
+        if self.system is None:
+            return 0
+        opening = self.opening()
+        if self.template == "chat":
+            with suppress(Exception):  # whatever a stranger's template does
+                alone = [Message("system", self.system)._asdict()]  # with what the template writes at its end
+                text = self.tokenizer.apply_chat_template(alone, tokenize=False, add_generation_prompt=False)
+                if text and opening.startswith(text):
+                    return len(text)
+        said = self.system.strip()
+        found = opening.find(said)
+        return found + len(said) if found >= 0 else 0
+
+    def around(self, question: str | None) -> tuple[str, str]:
+        """Return the text before and after the document, up to where the assistant answers the question about it.
+
+        Raises:
+            Refusal: If the template refuses the turns, or writes the document twice or not at all.
+        """
+        text = self._render((Message("user", MARK if question is None else f"{MARK}\n\n{question}"),))
+        before, mark, after = text.partition(MARK)
+        if not mark or after.count(MARK) != (question or "").count(MARK):
+            rule = "writes the user's text twice or not at all, so no document can be streamed through it"
+            raise Refusal("template", self.template, f"{rule}; use original or none")
+        return before, after
+
+    def ask(self, text: str | None) -> str:
+        """Take a user's turn and return what it adds, up to where the assistant answers.
+
+        Args:
+            text: What is asked; None: the document is the whole first turn.
+
+        Raises:
+            Refusal: If the template refuses the turns.
+        """
+        first = MARK if text is None else f"{MARK}\n\n{text}"
+        turns = (*self.turns, Message("user", text or "" if self.turns else first))
+        if not self.turns:
+            before, added = self.around(text)
+            agrees = before == self.opening()
+        else:
+            mark = ANSWER
+            while any(mark in said.content for said in turns):
+                mark += "0"
+            before, _, added = self._render((*turns[:-2], Message("assistant", mark), turns[-1])).rpartition(mark)
+            agrees = before.rstrip() == self._render(turns[:-2]).rstrip()
+            agrees = agrees and turns[-2].content.strip() in self._render(turns)
+        if not agrees and self.template == "chat":
+            warnings.warn(
+                "the tokenizer's chat template writes earlier turns otherwise once a conversation goes on (it moves "
+                "the system message, say, or drops reasoning); what has been read stays as it was read",
+                stacklevel=3,
+            )
+        self.turns = turns
+        return added
+
+    def answered(self, text: str) -> None:
+        """Take the assistant's turn; templates write white space around it themselves."""
+        self.turns = (*self.turns, Message("assistant", text if self.template == "none" else text.strip()))
+
+    def messages(self) -> list[dict[str, str]]:
+        """Return the conversation as transformers takes it, without the document."""
+        said = [turn._replace(content=turn.content.removeprefix(MARK).removeprefix("\n\n")) for turn in self.turns[:1]]
+        system = [] if self.system is None else [Message("system", self.system)]
+        return [message._asdict() for message in (*system, *said, *self.turns[1:])]
+
+    def _render(self, turns: tuple[Message, ...]) -> str:
+        if self.system is None:
+            return render(self.tokenizer, turns, self.template)
+        try:
+            return render(self.tokenizer, (Message("system", self.system), *turns), self.template)
+        except Refusal:
+            first = turns[0]._replace(content=f"{self.system}\n\n{turns[0].content}")
+            return render(self.tokenizer, (first, *turns[1:]), self.template)
 
 
 class Layout:
@@ -79,8 +255,6 @@ class Layout:
     def __init__(self, rules: Sequence[Rule], stream: TokenStream, before: int = 0, turns: Sequence[Turn] = ()) -> None:
         self.rules, self.stream, self.before, self._earlier = rules, stream, before, tuple(turns)
         self._starts: list[tuple[str, int | None]] = []
-        self._document = 0
-        self._document_end: int | None = None
 
     def turn(self, role: str, character: int | None = None) -> None:
         """Say that a turn begins with a character of the stream; None: with its first token, or those before."""
@@ -88,288 +262,216 @@ class Layout:
         if character is not None:
             self.stream.locate(character)
 
-    def document(self, character: int) -> None:
-        """Say at which character of the stream the document begins, of which rules may name characters."""
-        self._document = character
-        for rule in self.rules:
-            for one in (rule.start, rule.end) if rule.what == "chars" else ():
-                if one is not None:
-                    self.stream.locate(max(0, character + one))
-
-    def document_ends(self, character: int) -> None:
-        """Say which character of the stream follows the document; else all of the stream is the document's."""
-        self._document_end = character
-        self.stream.locate(character)
-
-    def turns(self, end: int | None) -> list[Turn]:
+    def turns(self, end: int | None) -> tuple[Turn, ...]:
         """Return the turns whose beginning has tokens; the last one goes on to `end`."""
         begun = [(turn.role, turn.start) for turn in self._earlier]
         for role, character in self._starts:
             if character is None:
                 begun.append((role, 0))
             elif (place := self.stream.found.get(character)) is not None:
-                begun.append((role, self.before + place.first))
+                begun.append((role, self.before + place))
         ends = [*(start for _, start in begun[1:]), end]
-        return [Turn(role, start, after) for (role, start), after in zip(begun, ends, strict=True)]
-
-    def spans(self, end: int | None = None) -> list[Span]:
-        """Return what is protected of what has tokens."""
-        characters = []
-        for rule in self.rules:
-            start = self._at(rule.start)
-            if rule.what == "chars" and start is not None:
-                after = self._after(rule)
-                last = end if after is None else self.before + after.after
-                if last is None or last > self.before + start.first:
-                    characters.append(Span(self.before + start.first, last, rule.share, str(rule)))
-        return spans_of(self.rules, self.turns(end), characters)
-
-    def _at(self, character: int | None) -> Any:
-        return None if character is None else self.stream.found.get(max(0, self._document + character))
-
-    def _after(self, rule: Rule) -> Any:
-        """Return where the character is that follows a rule's; one without an end goes on to the document's."""
-        if rule.end is not None:
-            return self._at(rule.end)
-        return None if self._document_end is None else self.stream.found.get(self._document_end)
+        return tuple(Turn(role, start, after) for (role, start), after in zip(begun, ends, strict=True))
 
     def watched(self, blocks: Iterable[list[int]], cache: RetentionCache) -> Iterator[list[int]]:
         """Pass tokens on; what is protected of them is told to the cache that reads them before it does."""
         known: list[Span] = []
         for block in blocks:
-            if self.rules and (found := self.spans()) != known:
+            if self.rules and (found := spans_of(self.rules, self.turns(None))) != known:
                 cache.protect(found)
                 known = found
             yield block
 
-    def fixed(self, end: int) -> tuple[Rule, ...]:
-        """Return the rules for what follows: those about characters have become tokens, all before `end`.
 
-        Raises:
-            ValueError: If characters are beyond the text.
-        """
-        rules = list[Rule]()
-        taken = self.stream.taken + len(self.stream.pending) if self._document_end is None else self._document_end
-        for rule in self.rules:
-            if rule.what == "chars":
-                assert rule.start is not None
-                if self._document + (rule.start + 1 if rule.end is None else rule.end) > taken:
-                    raise ValueError(f"protect={rule} is outside of the document; give characters within it")
-                span = next((one for one in self.spans(end) if one.name == str(rule)), None)
-                last = end + len(encode(self.stream.tokenizer, self.stream.pending))  # with the words that wait
-                whole = span is not None and self._at(rule.end) is not None
-                rule = Rule("tokens", span.start if span else end, span.end if span and whole else last, rule.share)
-            rules.append(rule)
-        return tuple(rules)
+@dataclass
+class Talk:
+    """How a text that has been read goes on: what waits, what was said, what it is called, what is protected."""
 
+    stream: TokenStream
+    transcript: Transcript
+    name: str
+    sources: tuple[Source, ...] = ()
+    protection: Protection = NOTHING
+    unread: tuple[int, ...] = ()
+    """Tokens of the last answer that the cache does not hold yet."""
 
-def moved_turns(turns: Sequence[Turn], distance: int, first: int, seen: int) -> list[Turn]:
-    """Return turns of a text of `seen` tokens, but for its `first` ones, that begins so many tokens later."""
-    spans = [(one.role, max(one.start, first), seen if one.end is None else one.end) for one in turns]
-    return [Turn(role, start + distance, end + distance) for role, start, end in spans if end > start]
+    def copy(self) -> Talk:
+        """Return one that goes its own way."""
+        return replace(self, stream=self.stream.copy(), transcript=self.transcript.copy())
 
-
-@dataclass(frozen=True)
-class KeptTurn:
-    """What of a turn has stayed."""
-
-    role: str
-    start: int
-    """Its first token."""
-    tokens: int
-    """Tokens that have been read of it."""
-    units: float
-    """Units that stayed, the mean over all layers with scored units and their KV heads."""
-    least: int
-    """Units of the KV head that holds the fewest."""
-    most: int
-    """Units of the KV head that holds the most."""
-    share: float
-    """The part of all units held that are its own, 0 to 1."""
-    protected: str | None
-    """all where it is pinned, part where some of it is, or its least share of the budget; None: nothing."""
+    def notes(self, **more: Any) -> dict[str, Any]:
+        """Return what a file holds of it, for `saved_talk`."""
+        script = self.transcript
+        held: dict[str, Any] = {"name": self.name, "context": self.stream.context, "pending": self.stream.pending}
+        held |= {"sources": [asdict(source) for source in self.sources], **self.protection.data()}
+        held |= {"tokenizer": vocabulary_fingerprint(self.stream.tokenizer)}
+        held |= {"template": script.template, "system": script.system, "turns": [list(turn) for turn in script.turns]}
+        return {"conversation": {**held, "unread": list(self.unread), **more}}
 
 
-def kept_turns(heads: Iterable[Tensor], turns: Sequence[Turn], seen: int, spans: Sequence[Span] = ()) -> list[KeptTurn]:
-    """Count what has stayed of each turn.
+def saved_talk(path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Talk:
+    """Return how a saved context or conversation goes on, without its units.
 
     Args:
-        heads: (C,) positions that each KV head of each layer holds, ascending.
-        turns: The turns, in their order.
-        seen: Tokens that have been read.
-        spans: What is protected.
+        path: The file.
+        tokenizer: The one that it was made with.
+        vocabulary: Token ids there are.
+
+    Raises:
+        ValueError: If the file is none, is damaged, or was made with another tokenizer.
     """
-    starts = torch.tensor([min(turn.start, seen) for turn in turns])
-    ends = torch.tensor([seen if turn.end is None else min(turn.end, seen) for turn in turns])
-    held, counts = 0, []
-    for head in heads:
-        own = head[head >= 0].long().cpu().contiguous()
-        held += len(own)
-        counts.append(torch.searchsorted(own, ends) - torch.searchsorted(own, starts))
-    counts_HT = torch.stack(counts)
-    found = []
-    for nth, turn in enumerate(turns):
-        mine = counts_HT[:, nth]
-        found.append(
-            KeptTurn(
-                turn.role,
-                turn.start,
-                int(ends[nth] - starts[nth]),
-                round(float(mine.double().mean()), 3),
-                int(mine.min()),
-                int(mine.max()),
-                round(int(mine.sum()) / max(held, 1), 4),
-                _protection(range(int(starts[nth]), int(ends[nth])), spans, seen),
-            )
-        )
-    return found
+    notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
+    if notes is None:
+        raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
+    sources, protection = checked_notes(notes, path, vocabulary)
+    # Files of earlier versions do not say.
+    if notes.get("tokenizer", ours := vocabulary_fingerprint(tokenizer)) != ours:
+        raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
+    turns = tuple(Message(role, content) for role, content in notes["turns"])
+    transcript = Transcript(tokenizer, notes["template"], notes["system"], turns)
+    stream = TokenStream(tokenizer, context=notes["context"], pending=notes["pending"])
+    return Talk(stream, transcript, notes["name"], sources, protection, tuple(notes["unread"]))
 
 
-def kept_of(cache: RetentionCache, turns: Sequence[Turn]) -> list[KeptTurn]:
-    """Count what a cache of one row holds of each turn; called in all processes alike."""
-    heads = (head for layer in cache.backbone.layers for head in cache.kept_everywhere(layer)[0])
-    return kept_turns(heads, turns, cache.seen, cache.protected[0] if cache.protected else ())
+def checked_notes(notes: Any, path: str | Path, vocabulary: int) -> tuple[tuple[Source, ...], Protection]:
+    """Return what notes say of sources and protection; refuse what a context would not have written.
+
+    Raises:
+        ValueError: Naming what is wrong.
+    """
+
+    def waits(value: Any) -> bool:
+        return is_text(value) and len(value) <= LONGEST_PENDING
+
+    def are_turns(value: Any) -> bool:
+        roles = [turn[0] for turn in value if len(turn) == 2 and is_text(turn[1])]
+        return isinstance(value, list) and roles == ["user", "assistant"] * (len(value) // 2) and len(value) % 2 == 0
+
+    checks: dict[str, Callable[[Any], bool]] = {
+        **dict.fromkeys(("name", "template"), lambda value: isinstance(value, str)),
+        **dict.fromkeys(("context", "pending"), waits),
+        "system": lambda value: value is None or is_text(value),
+        "turns": are_turns,
+        "unread": lambda value: all(type(one) is int and 0 <= one < vocabulary for one in [*value]),
+    }
+    for name, fits in checks.items():
+        with suppress(TypeError, KeyError, IndexError):
+            if fits(notes[name]):
+                continue
+        raise ValueError(f"{path} is damaged: its conversation has no {name} that could be right; save it again")
+    try:
+        sources = tuple(Source(**checked_values(Source, one, "sources")) for one in notes.get("sources", []))
+        return sources, protection_from(notes)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged: {error}; save it again") from error
 
 
-def _protection(tokens: range, spans: Sequence[Span], seen: int) -> str | None:
-    pinned = Guarantee.of([span for span in spans if span.share is None], 0)
-    count = pinned.needed(tokens.stop) - pinned.needed(tokens.start)
-    shares = [span for span in spans if span.share is not None and span.within(seen) == tokens]
-    if tokens and count == len(tokens):
-        return "all"
-    return f"{shares[0].share:g}" if shares else "part" if count else None
-
-
-def as_table(kept: Sequence[KeptTurn]) -> str:
-    """Return a report for people: a line per turn."""
-    lines = [f"{'':>4}{'message':<11}{'tokens':>10}{'units':>9}{'least':>7}{'most':>7}  {'of all':>6}  protected"]
-    for nth, one in enumerate(kept):
-        lines.append(
-            f"{nth:>3} {one.role:<11}{one.tokens:>10,}{one.units:>9,.1f}{one.least:>7,}{one.most:>7,}"
-            f"  {one.share:>6.1%}  {one.protected or '-'}"
-        )
-    return "\n".join(lines)
+# -- whole conversations ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Protection:
-    """What of a conversation is protected, and where its turns are."""
+class Conversation:
+    """Token ids of a conversation, and where its messages are."""
 
-    rules: tuple[Rule, ...] = ()
-    turns: tuple[Turn, ...] | None = None
-    """In their order, each up to the next; None where a file of an earlier version does not say."""
-    fixed: int = 0
-    """First turns of which rules by role, or by number from the end, say nothing, as they are about those that follow:
-    the turns of texts that were joined, whose own rules have become tokens."""
+    ids: list[int]
+    turns: tuple[Turn, ...]
+    """One for each message, in their order; what the template writes between two belongs to one of them."""
 
-    def asked(self, stream: TokenStream, first: int) -> Layout | None:
-        """Return where a user's turn is that is about to be tokenised.
-
-        Args:
-            stream: Makes its tokens; what waits there is still part of the turn before.
-            first: Position of the next token that it makes.
-        """
-        if self.turns is None:
-            return None
-        layout = Layout(self.rules, stream, first - stream.made, self.turns)
-        layout.turn(USER, stream.taken + len(stream.pending))
-        return layout
-
-    def began(self, role: str, start: int) -> Protection:
-        """Return the conversation with a turn that begins there."""
-        if self.turns is None:
-            return self
-        ended = (*self.turns[:-1], *(turn._replace(end=start) for turn in self.turns[-1:]))
-        return replace(self, turns=(*ended, Turn(role, start, None)))
-
-    def apply(self, cache: RetentionCache, seen: int | None = None) -> None:
-        """Tell a cache what the rules protect, if there are some, of which so many tokens are known.
+    def spans(self, *protect: str | Span | Rule) -> list[Span]:
+        """Return what is to be protected, for `RetentionCache.protect`; see `LongContextModel.read`.
 
         Raises:
-            ValueError: If there is no room for it, or it is gone.
+            Refusal: If one of them names nothing that is there.
         """
-        if self.rules:
-            turns = [turn if turn.end is not None else turn._replace(end=seen) for turn in self._known()]
-            cache.protect(self._spans(turns))
-
-    def check_answer(self, cache: RetentionCache, start: int, tokens: int) -> None:
-        """Refuse an answer that would be protected itself and could outgrow what an answer may hold.
-
-        Args:
-            cache: Of the conversation.
-            start: Position of the answer's first token.
-            tokens: The most that it may have.
-
-        Raises:
-            ValueError: If there is no room for all of them.
-        """
-        if not self.rules or self.turns is None or cache.policy.decode_budget is None:
-            return
-        *before, answer = self.began(ASSISTANT, start).turns or ()
-        cache.check_room(checked_rows([self._spans(before)]))
-        try:
-            cache.check_room(checked_rows([self._spans([*before, answer._replace(end=start + tokens)])]))
-        except ValueError as error:
-            raise ValueError(
-                f"an answer of max_new_tokens={tokens} may find no room: {error}, or lower max_new_tokens"
-            ) from None
+        rules = rules_of(protect)
+        for rule in rules:
+            if rule.what == "tokens" and max(rule.start or 0, (rule.end or 1) - 1) >= len(self.ids):
+                raise Refusal("protect", rule, f"is outside of the prompt, which has {len(self.ids):,} tokens")
+        check_named(rules, [turn.role for turn in self.turns])
+        for rule in rules:
+            named = spans_of([rule], [turn._replace(end=None) for turn in self.turns])
+            if rule.what != EACH and named and not spans_of([rule], self.turns):
+                raise Refusal("protect", rule, "names a message of which the template writes nothing; leave it out")
+        return spans_of(rules, self.turns)
 
     def kept(self, cache: RetentionCache) -> list[KeptTurn]:
-        """Return what a cache holds of each turn.
-
-        Raises:
-            ValueError: If it is not known where they are.
-        """
-        return kept_of(cache, self._known())
-
-    def data(self) -> dict[str, Any]:
-        """Return plain data, for `protection_from`."""
-        return {
-            "protect": [str(rule) for rule in self.rules],
-            "messages": None if self.turns is None else [list(turn) for turn in self.turns],
-            "fixed": self.fixed,
-        }
-
-    def _spans(self, turns: Sequence[Turn]) -> list[Span]:
-        return spans_of(self.rules, turns, fixed=self.fixed)
-
-    def _known(self) -> tuple[Turn, ...]:
-        if self.turns is None:
-            raise ValueError(
-                "where its messages are is not known, for it was saved by an earlier version, or is no conversation; "
-                "read the text again"
-            )
-        return self.turns
+        """Return what a cache that has read the prompt, and no other text, holds of each message."""
+        return kept_of(cache, self.turns)
 
 
-NOTHING = Protection()
+def written(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    places: bool = True,
+) -> Conversation:
+    """Return a conversation as a template writes it, up to where the assistant answers.
 
-
-def protection_from(notes: Mapping[str, Any]) -> Protection:
-    """Return what a file says of a conversation's turns and of what is protected of them.
+    Args:
+        tokenizer: The backbone's.
+        template: One of `TEMPLATES`.
+        messages: As transformers' chat templates take them.
+        tools: Definitions of tools, likewise.
+        places: Find where the messages are; without it any messages do, and there are no turns.
 
     Raises:
-        ValueError: If that makes no sense.
+        Refusal: If the template refuses them, does not write tools, or rewrites messages so that they are not found;
+            its setting is "messages", "tools" or "protect".
     """
-    given, messages = notes.get("protect", []), notes.get("messages")
-    if not isinstance(given, list) or len(given) > MOST_SPANS:
-        raise ValueError(f"protect is {shown(given)}, which is no list of names")
-    # Held against each other by who named them: what spans of a composed context came to may be whole and shared.
-    rules = tuple(dict.fromkeys(map(Rule.of, given)))
-    if messages is None:
-        return Protection(rules)
-    turns, at = list[Turn](), 0
-    for one in messages if isinstance(messages, list) else [None]:
-        whole: list[Any] = one if isinstance(one, list) and len(one) == 3 else [None] * 3
-        role, start, end = whole
-        goes_on = end is None and isinstance(messages, list) and one is messages[-1]
-        if role not in ROLES or type(start) is not int or not (goes_on or type(end) is int):
-            raise ValueError(f"messages are {shown(messages)}, which are none")
-        if not at <= start <= (start if goes_on else end) < 1 << 62:
-            raise ValueError(f"messages are {shown(messages)}, which are in no order")
-        turns.append(Turn(role, start, end))
-        at = start if goes_on else end
-    fixed = notes.get("fixed", 0)  # files of earlier versions do not say
-    if type(fixed) is not int or not 0 <= fixed <= len(turns):
-        raise ValueError(f"fixed messages are {shown(fixed)}, which is no number of them")
-    return Protection(rules, tuple(turns), fixed)
+    if not messages or not all(isinstance(one, Mapping) and "role" in one for one in messages):
+        raise ValueError("messages are no conversation; give a list of {'role': ..., 'content': ...}")
+
+    def text(count: int, tools: Any, *, answers: bool = False) -> str:
+        some = list(messages[:count])
+        if template == "chat":
+            made = tokenizer.apply_chat_template(
+                some, tools=tools or None, tokenize=False, add_generation_prompt=answers
+            )
+            return str(made)
+        turns = [Message(_ROLES.get(one["role"], one["role"]), str(one.get("content") or "")) for one in some]
+        return render(tokenizer, turns, template) if answers else beginning(turns, template)
+
+    if tools and template != "chat":
+        raise ValueError(f"tools have no effect with template={template}; leave them out, or use the chat template")
+    try:
+        whole = text(len(messages), tools, answers=True)
+        without = text(len(messages), None, answers=True) if tools else None
+    except Exception as error:  # whatever a stranger's template does
+        raise ValueError(f"the tokenizer's chat template refuses these messages ({error}); change them") from error
+    if whole == without:
+        raise ValueError("tools have no effect, for this tokenizer's chat template does not write them; leave them out")
+    special = leading_special_ids(tokenizer) if template != "chat" else []
+    stream = TokenStream(tokenizer)
+    layout = Layout((), stream, len(special))
+    if places:
+        for message, start in zip(messages, _starts(whole, messages, lambda nth: text(nth, tools)), strict=True):
+            layout.turn(_ROLES.get(message["role"], message["role"]), start or None)
+    ids = [*special, *stream.rest(whole)]
+    return Conversation(ids, layout.turns(len(ids)) if places else ())
+
+
+def _starts(text: str, messages: Sequence[Mapping[str, Any]], beginning: Callable[[int], str]) -> list[int]:
+    """Return at which character each message begins: where the template would end the ones before it."""
+    lost = "so its place is not known; give neither protect nor kept"
+    if len(messages) > MOST_MESSAGES:
+        raise ValueError(f"{len(messages):,} messages are more than {MOST_MESSAGES}, {lost}")
+    starts = [0]
+    for nth in range(1, len(messages)):
+        before = None
+        with suppress(Exception):  # whatever a stranger's template does
+            before = beginning(nth)
+        if before is not None and text.startswith(before) and len(before) >= starts[-1]:
+            starts.append(len(before))
+            continue
+        said = str(messages[nth - 1].get("content") or "").strip()
+        found = text.find(said, starts[-1])
+        if not said or found < 0:
+            raise ValueError(f"the chat template rewrites message {nth - 1}, or it is empty, {lost}")
+        starts.append(found + len(said))
+    for nth, (message, start, end) in enumerate(zip(messages, starts, [*starts[1:], len(text)], strict=True)):
+        said = str(message.get("content") or "").strip()
+        if said not in text[start:end] and said in text:
+            raise ValueError(f"the template moves message {nth}, {message['role']}, to another place, {lost}")
+    return starts

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from locret.conversation.document import is_text
-from locret.conversation.saved_turns import saved_turns
+from locret.conversation.text import is_text
+from locret.conversation.turns import saved_talk
 from locret.engines.prefix import Prefix
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ class SavedPrompts:
 
     def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase) -> None:
         self.prefix = Prefix.from_file(path)
-        self._stream, self._transcript, self.name, self._unread = saved_turns(path, tokenizer, self.prefix.vocab_size)
+        self._talk = saved_talk(path, tokenizer, self.prefix.vocab_size)
+        self.name = self._talk.name
 
     def question_ids(self, question: str) -> list[int]:
         """Return the token ids that follow the prefix: the question, up to where its answer begins.
@@ -42,7 +43,8 @@ class SavedPrompts:
         """
         if not (is_text(question) and question.strip()):
             raise ValueError(f"{question!r} is nothing to answer; give a question as text")
-        return [*self._unread, *self._stream.copy().rest(self._transcript.copy().ask(question))]
+        talk = self._talk.copy()
+        return [*talk.unread, *talk.stream.rest(talk.transcript.ask(question))]
 
     def ids(self, question: str) -> list[int]:
         """Return the whole prompt: the ids that stand for the context, and the question's.

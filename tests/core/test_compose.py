@@ -135,7 +135,7 @@ def test_it_is_asked_like_any_context_and_by_any_engine(
 
 def test_units_are_shared_as_asked_and_openings_do_not_repeat(both: list[Context]) -> None:
     first = both[0].cache.seen
-    offset = first + len(both[0]._stream.copy().rest("\n\n"))
+    offset = first + len(both[0].talk.stream.copy().rest("\n\n"))
     whole = locret.compose(both)
     assert whole.name == "text + text"
     assert whole.cache.seen == offset + both[1].cache.seen - 2  # <bos><user>
@@ -363,84 +363,6 @@ def test_a_sliding_backbone_can_be_made_smaller() -> None:
 
 
 # -- merge ------------------------------------------------------------------------------------------------------------
-
-
-def test_what_two_chats_added_follows_the_context(both: list[Context], tmp_path: Path) -> None:
-    context = both[0]
-    chats = [context.chat(), context.chat()]
-    for chat, question in zip(chats, ("What is the grass?", "Who built the tower?"), strict=True):
-        chat.say(question, max_new_tokens=6, min_new_tokens=6)
-    chats[1].say("And then?", max_new_tokens=3)
-    before = [Prefix.of(read.cache).digest for read in (context, *chats)]
-    whole = context.merge(*chats)
-    assert [Prefix.of(read.cache).digest for read in (context, *chats)] == before
-    assert whole.messages == [*chats[0].messages, *chats[1].messages]
-    waiting = len(context._stream.copy().rest("\n\n"))
-    added = [chat.cache.seen - context.cache.seen for chat in chats]
-    between = 1 + 2  # the last token of the first answer; <eos><user>
-    assert whole.cache.seen == context.cache.seen + added[0] + between + added[1] - waiting
-    assert whole.memory().units == context.memory().units + added[0] + between + added[1] - waiting
-    assert whole.cache.text_end == context.cache.seen
-    assert whole.cache.policy == context.cache.policy
-    ours, theirs, second = (read.cache.to_dynamic_cache().layers for read in (whole, chats[0], chats[1]))
-    for one, other, last in zip(ours, theirs, second, strict=True):
-        assert torch.equal(one.values[:, :, : other.values.shape[2]], other.values)
-        torch.testing.assert_close(one.keys[:, :, : other.keys.shape[2]], other.keys, atol=1e-5, rtol=0)
-        tail = added[1] - waiting
-        assert torch.equal(one.values[:, :, -tail:], last.values[:, :, -tail:])
-    whole.save(tmp_path / "a.chat")
-    again = whole.lm.load_chat(tmp_path / "a.chat")
-    assert again.say("Is it so?", max_new_tokens=6) == whole.say("Is it so?", max_new_tokens=6)
-    assert whole.fork().say("x " * 200, max_new_tokens=4) is not None
-
-
-def test_the_first_layer_of_merged_chats_is_that_of_one_conversation(both: list[Context]) -> None:
-    context = both[0]
-    chats = [context.chat(), context.chat()]
-    for chat, question in zip(chats, ("What is the grass?", "Who built the tower?"), strict=True):
-        chat.say(question, max_new_tokens=6, min_new_tokens=6)
-    whole = context.merge(*chats)
-    asked = [context.question_ids(question)[0].tolist() for question in ("What is the grass?", "Who built the tower?")]
-    answers = [chat.lm.tokenizer(chat.messages[-1]["content"], add_special_tokens=False).input_ids for chat in chats]
-    waiting = len(context._stream.copy().rest("\n\n"))
-    eos, user = (context.lm.tokenizer.convert_tokens_to_ids(token) for token in ("<eos>", "<user>"))
-    ids = [*asked[0], *answers[0], eos, user, *asked[1][waiting:], *answers[1][:-1]]
-    one = context.fork()
-    seen = torch.zeros(1, one.cache.seen, dtype=torch.long)
-    one.cache.digest = None
-    generate(context.lm.model, torch.cat([seen, torch.tensor([ids])], 1), cache=one.cache, max_new_tokens=1)
-    ours, theirs = (cache.to_dynamic_cache().layers[0] for cache in (whole.cache, one.cache))
-    torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=0)
-    torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=0)
-
-
-def test_chats_that_were_compacted_can_be_merged(both: list[Context]) -> None:
-    context = both[0]
-    chats = [context.chat(), context.chat(), context.chat()]
-    chats[0].say("Who?", max_new_tokens=4)
-    for chat in chats[1:]:
-        chat.say("y " * 200, max_new_tokens=4)  # longer than a chunk, so it competes with the document
-    assert chats[1].memory().units < context.memory().units + 100
-    whole = context.merge(*chats)
-    assert whole.say("Who?", max_new_tokens=4) is not None
-    assert bool((whole.cache.kept_positions(0).diff(dim=-1) > 0).all())
-
-
-def test_chats_that_cannot_be_merged_are_refused(lm: LongContextModel, both: list[Context]) -> None:
-    chat, silent, other = both[0].chat(), both[0].chat(), both[1].chat()
-    for speaking in (chat, other):
-        speaking.say("Who?", max_new_tokens=3)
-    elsewhere = LongContextModel(lm.model, lm.tokenizer, lm.scorer, POLICY).read(FIRST).chat()
-    elsewhere.say("Who?", max_new_tokens=3)
-    for chats, said in (
-        ([chat], "merge joins what two or more chats"),
-        ([chat, both[0]], "merge joins what two or more chats"),
-        ([chat, silent], "has said nothing yet"),
-        ([chat, other], "does not go on from this context"),
-        ([chat, elsewhere], "belongs to another model"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            both[0].merge(*chats)  # type: ignore[arg-type]
 
 
 # -- how exactly a rotation is undone ---------------------------------------------------------------------------------

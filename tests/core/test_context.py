@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ ANSWER = "The pass key is 71432."
 def lm() -> LongContextModel:
     pair = {"model": "checkpoints/tiny", "heads": "checkpoints/tiny-heads"}
     loaded = LongContextModel.from_pretrained(**pair, policy=POLICY, device="cpu", dtype="float32")
-    loaded._knows_little = False
     return loaded
 
 
@@ -65,7 +63,7 @@ def test_everything_that_can_be_read_gives_the_same_answer(lm: LongContextModel,
         lm.read(TEXT, name=5)  # type: ignore[call-overload]
     both = lm.read([TEXT, path])
     assert [one.name for one in both] == ["text", "a text.txt"]
-    assert lm.ask(both, QUESTION) == [ANSWER, ANSWER]
+    assert [one.ask(QUESTION) for one in both] == [ANSWER, ANSWER]
 
 
 def test_a_text_of_one_word_is_read_whole(lm: LongContextModel) -> None:
@@ -329,23 +327,6 @@ def test_a_damaged_file_is_refused(context: Context, name: str, value: Any, tmp_
         context.lm.load_chat(tmp_path / "b")
 
 
-def test_a_context_of_another_model_is_refused(lm: LongContextModel, context: Context) -> None:
-    other = LongContextModel(lm.model, lm.tokenizer, "random", POLICY)
-    with pytest.raises(ValueError, match="was not read by this model"):
-        other.ask([context], QUESTION)
-
-
-def test_the_embedded_backbone_says_once_what_it_knows(lm: LongContextModel) -> None:
-    fresh = LongContextModel(lm.model, lm.tokenizer, "random", POLICY)
-    context = fresh.read(TEXT)
-    with pytest.warns(UserWarning, match="knows only texts that locret generates") as caught:
-        context.ask(QUESTION, max_new_tokens=1)
-    assert [one.filename for one in caught] == [__file__]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        context.ask(QUESTION, max_new_tokens=1)
-
-
 def test_an_interrupted_read_leaves_no_context(lm: LongContextModel) -> None:
     def pieces() -> Iterator[str]:
         yield TEXT
@@ -362,7 +343,6 @@ def test_an_interrupted_read_leaves_no_context(lm: LongContextModel) -> None:
 def test_every_policy_reads(lm: LongContextModel, rule: dict[str, Any]) -> None:
     policy = RetentionPolicy(**{**POLICY.to_dict(), **rule})
     other = LongContextModel(lm.model, lm.tokenizer, "snapkv", policy)
-    other._knows_little = False
     context = other.read(TEXT)
     assert context.ask([QUESTION, "Who?"], max_new_tokens=2)
     assert context.chat().say(QUESTION, max_new_tokens=2)
@@ -373,13 +353,6 @@ def test_arguments_are_named_as_in_python() -> None:
         LongContextModel.from_pretrained("nowhere/at/all", scorer="snapkv")
     with pytest.raises(ValueError, match="exclude each other"):
         LongContextModel.from_pretrained("checkpoints/tiny", scorer="snapkv", heads="checkpoints/tiny-heads")
-
-
-def test_nothing_is_said_about_the_text_that_the_embedded_backbone_knows(lm: LongContextModel) -> None:
-    fresh = LongContextModel(lm.model, lm.tokenizer, "random", POLICY)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fresh.read("recipes/infer/pass_key.txt", progress=False).ask(QUESTION, max_new_tokens=1)
 
 
 def test_a_policy_may_be_numbers_by_name_or_a_budget() -> None:
@@ -400,7 +373,6 @@ def test_a_policy_may_be_numbers_by_name_or_a_budget() -> None:
 def test_another_scorer_may_ask_what_was_saved(lm: LongContextModel, context: Context, tmp_path: Path) -> None:
     context.save(tmp_path / "a")
     other = LongContextModel(lm.model, lm.tokenizer, "streaming", POLICY)
-    other._knows_little = False
     with pytest.raises(ValueError, match="allow_other_scorer=True"):
         other.load(tmp_path / "a")
     assert other.load(tmp_path / "a", allow_other_scorer=True).cache.seen == context.cache.seen

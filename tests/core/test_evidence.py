@@ -11,7 +11,6 @@ import pytest
 import locret
 from locret import Context, LongContextModel, RetainingHeads, RetentionPolicy, scorers
 from locret.conversation import evidence
-from locret.conversation.document import open_document
 from locret.conversation.evidence import PASSAGES, UNSURE, Answered, Passage
 
 POLICY = RetentionPolicy(budget=48, chunk_size=256, stabilizers=8, local_len=16)
@@ -160,47 +159,6 @@ def test_reading_again_takes_the_room_of_a_turn(
         assert cache.memory().actual <= cache.memory().planned
 
 
-def test_long_passages_are_looked_into_first(lm: LongContextModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locret.cache.watch._MOST_SEGMENTS", 4)
-    text = TEXT * 3
-    coarse = LongContextModel(lm.model, lm.tokenizer, lm.scorer, RetentionPolicy(budget=48, chunk_size=128))
-    coarse._knows_little = False
-    context = coarse.read(text)
-    first = context.ask(QUESTION, evidence=True, max_new_tokens=16)
-    assert first.passages[0].end - first.passages[0].start > 128
-    second = context.reread(QUESTION, text, first, 16)
-    assert second.before == first.text
-    (passage,) = second.passages
-    assert first.passages[0].start <= passage.start < passage.end <= first.passages[0].end
-    assert passage.end - passage.start < 128
-
-
-@pytest.mark.parametrize("text", [TEXT, FACT * 3], ids=["long", "short"])
-@pytest.mark.parametrize("chunk_size", [256, 128])
-@pytest.mark.parametrize("way", ["counted", "none", "original"])
-def test_passages_are_found_however_the_text_was_read(
-    lm: LongContextModel, monkeypatch: pytest.MonkeyPatch, way: str, chunk_size: int, text: str
-) -> None:
-    policy, template = replace(POLICY, chunk_size=chunk_size), None if way == "counted" else way
-    own = LongContextModel(lm.model, lm.tokenizer, lm.scorer, policy, template=template)
-    other = LongContextModel(lm.model, lm.tokenizer, lm.scorer, policy)  # whose template is that of chats
-    own._knows_little = other._knows_little = False
-    document = open_document(text)
-    if way == "counted":  # as for a budget that is a share of the text
-        document.count(lm.tokenizer)
-    context = own.read_into(own.new_cache(), document, progress=False)
-    context.lm = other
-    end = context.cache.text_end - 2
-    passage = Passage(start=end - (150 if text is TEXT else 8), end=end, attention=0.1)
-    first = replace(context.ask(QUESTION, evidence=True, max_new_tokens=4), passages=(passage,))
-    texts = evidence._tokens_of(context, text, [passage])
-    assert "".join(lm.tokenizer.decode(texts[0]).removeprefix("##").split()) in "".join(text.split())
-    assert len(texts[0]) == passage.end - passage.start
-    assert context.reread(QUESTION, text, first, 4).before == first.text
-    with pytest.raises(ValueError, match="is not the text that"):
-        context.reread(QUESTION, text + "More.", first, 4)
-
-
 def test_it_is_saved_with_the_context(lm: LongContextModel, context: Context, tmp_path: Path) -> None:
     context.save(tmp_path / "text.ctx")
     loaded = lm.load(tmp_path / "text.ctx")
@@ -212,10 +170,10 @@ def test_it_is_saved_with_the_context(lm: LongContextModel, context: Context, tm
 def test_what_cannot_be_said_is_refused(lm: LongContextModel, context: Context) -> None:
     both = locret.compose([context, context])
     assert both.ask(QUESTION, evidence=True, max_new_tokens=4).passages
-    with pytest.raises(ValueError, match="was joined from 2 texts, whose passages are not read again"):
+    with pytest.raises(ValueError, match="is not the one text that"):
         both.ask(QUESTION, evidence=True, source=TEXT)
     blocks = LongContextModel(lm.model, lm.tokenizer, "streaming", {"budget": 256, "recall_by": "infllm"})
-    with pytest.raises(ValueError, match="evidence=True looks at the units that are held, but recall_by=infllm"):
+    with pytest.raises(ValueError, match="evidence=True looks at the units that are held, but infllm recalls blocks"):
         blocks.read(TEXT).ask(QUESTION, evidence=True)
     refused: dict[str, dict[str, Any]] = {
         "stream=True yields words": {"stream": True, "evidence": True},

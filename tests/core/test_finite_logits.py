@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from locret import LongContextModel
-from locret.conversation.likelihood import likelihood
+from locret.conversation.evidence import likelihood
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import PagedContexts
 

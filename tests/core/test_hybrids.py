@@ -37,7 +37,7 @@ from locret import (
 from locret.backbone.adapters import attention_modules, describe
 from locret.cache.cache_file import read_prefix
 from locret.cache.limits import planned_bytes
-from locret.conversation.saved_context import SavedContext
+from locret.conversation.saved import SavedContext
 from locret.labels import answer_labels
 from locret.train.step import train_step
 

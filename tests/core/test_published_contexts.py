@@ -12,8 +12,7 @@ import yaml
 from hub_server import READ_TOKEN
 
 from locret import LongContextModel, RetentionPolicy, prefill, save_cache
-from locret.conversation.published import find_context, publish
-from locret.conversation.saved_context import SavedContext
+from locret.conversation.saved import SavedContext, find_context, publish
 from locret.publish_options import ContextPushOptions
 
 TEXT = "The number of Oslo is 48213. The red house stands near the river. " * 12
@@ -173,7 +172,7 @@ def test_a_saved_context_is_described_as_it_is_held(lm: LongContextModel, read: 
         held = read.cache.kept_positions(layer)[0]
         assert [one.tolist() for one in saved.kept(layer)] == [[p for p in head if p >= 0] for head in held.tolist()]
     assert saved.tokens == read.cache.seen
-    assert saved.units == [read.memory().units] * len(lm.backbone.layers)
+    assert saved.units() == [read.memory().units] * len(lm.backbone.layers)
     shutil.copy(tmp_path / "a.ctx", tmp_path / "b.ctx")
     assert SavedContext.open(tmp_path / "b.ctx").facts()["digest"] == saved.facts()["digest"]
     ragged = RetentionPolicy(budget=32, chunk_size=32, stabilizers=8, local_len=8, head_budgets="adaptive")

@@ -13,7 +13,7 @@ import locret
 from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.cache.limits import Limits
 from locret.chunked_prefill import read_turn
-from locret.conversation.transcript import DOCUMENT
+from locret.conversation.turns import MARK
 from locret.engines.prefix import Prefix
 
 POLICY = RetentionPolicy(budget=64, chunk_size=96, stabilizers=16, local_len=16)
@@ -184,8 +184,9 @@ def test_a_second_turn_is_what_an_engine_writes_that_keeps_the_first(
     context = lm.read("The grass is green. " * 30)
     chat = context.chat()
     chat.say("What is green?", max_new_tokens=6, min_new_tokens=6)
-    added = chat._stream.copy().rest(chat._transcript.copy().ask("And then?"))
-    following = torch.tensor([[*chat._unread, *added]])
+    talk = chat.talk.copy()
+    added = talk.stream.rest(talk.transcript.ask("And then?"))
+    following = torch.tensor([[*talk.unread, *added]])
     wanted = continued(plain, chat.cache, following, 6)
     chat.say("And then?", max_new_tokens=6, min_new_tokens=6)
     decoded = lm.tokenizer.decode(wanted[0], skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -206,7 +207,7 @@ def test_a_turn_in_pieces_is_the_turn_in_one(lm: LongContextModel, plain: torch.
 
 def test_a_question_may_name_what_marks_the_document(lm: LongContextModel, plain: torch.nn.Module) -> None:
     context = lm.read("The grass is green. " * 30)
-    question = f"What is {DOCUMENT}, and what is {DOCUMENT}?"
+    question = f"What is {MARK}, and what is {MARK}?"
     assert question in context.question_text(question)
     wanted = lm.tokenizer.decode(engine(plain, context, question)[0], skip_special_tokens=True)
     chat = context.chat()

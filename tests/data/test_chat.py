@@ -6,9 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from locret.conversation.templates import ORIGINAL_SYSTEM, Message, encode, leading_special_ids, render
-from locret.conversation.text_stream import token_stream
-from locret.conversation.transcript import Transcript
+from locret.conversation.text import encode, leading_special_ids, token_stream
+from locret.conversation.turns import ORIGINAL_SYSTEM, Message, Transcript, render
 from locret.data.training.chat import tokenise_row
 from locret.data.training.rows import Row
 
@@ -131,7 +130,7 @@ def test_leading_special_ids_are_those_the_tokenizer_adds():
 
 def test_a_template_without_a_system_role_says_so_and_the_message_opens_the_users_turn():
     tokenizer, turns = make_tokenizer(LLAMA2), [Message("system", "Be kind."), Message("user", "Who?")]
-    with pytest.raises(ValueError, match=r"refuses turns of system, user \(no system role\); use --template original"):
+    with pytest.raises(ValueError, match=r"refuses turns of system, user \(no system role\); use original"):
         render(tokenizer, turns, "chat")
     before, after = Transcript(tokenizer, "chat", "Be kind.").around("Who?")
     whole = render(tokenizer, [Message("user", "Be kind.\n\nA text.\n\nWho?")], "chat")
@@ -145,5 +144,5 @@ def test_a_template_with_a_mistake_in_it_is_refused():
 
 def test_a_template_that_repeats_the_users_text_cannot_be_streamed():
     twice = "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="writes the user's text 2 times, so a document cannot be streamed"):
+    with pytest.raises(ValueError, match="writes the user.s text twice or not at all"):
         Transcript(make_tokenizer(twice), "chat").around(None)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from locret.conversation.text_stream import GROWTH, read_text, token_stream
+from locret.conversation.text import GROWTH, read_text, token_stream
 
 WORDS = ["the", "key", "1234567", "größer", "日本語の文", "e\u0301a", "🙂🙃", "x.y", "don't", "--", "…", "A" * 9]
 SPACES = [" ", " ", " ", "\n", "\n\n", "  ", "\t", " \n "]
@@ -140,8 +140,6 @@ def test_what_is_no_text_is_refused_by_name(tmp_path, monkeypatch):
     ]:
         with pytest.raises(ValueError, match=sentence):
             list(read_text(path))
-    with pytest.raises(ValueError, match="window=100 cannot hold cuts with margin=64; use window >= 4"):
-        token_stream(GPT2, [], window=100, margin=64)
 
     def refuse(*_arguments, **_named):
         raise PermissionError(13, "Permission denied")

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from locret.conversation.templates import Message
+from locret.conversation.turns import Message
 from locret.data.training.json_rows import BadRow, JsonRows, stream_entries
 from locret.data.training.rows import REQUEST, Row, detect_schema, read_row, reconstruction
 from locret.data.training.sources import ALIASES, load_rows

@@ -14,8 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from locret import LongContextModel, generate
 from locret.conversation.chat import AnswerStreamer
-from locret.conversation.document import Document
-from locret.conversation.templates import decode
+from locret.conversation.text import Document, decode
 
 
 @pytest.fixture(scope="module")

@@ -118,7 +118,7 @@ def test_shares_of_heads_count_every_unit_that_is_held() -> None:
 
 
 def _document() -> Any:
-    from locret.conversation.document import open_document
+    from locret.conversation.text import open_document
 
     return open_document(TEXT)
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from locret import shipped
-from locret.conversation.rules import rules_of
+from locret.conversation.protect import rules_of
 from locret.data import tasks
 from locret.data.tasks.prompts import build_prompt
 from locret.infer.evaluation.command import command

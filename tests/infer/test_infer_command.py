@@ -13,7 +13,7 @@ import pytest
 import torch
 from infer_cases import write_text
 
-from locret.conversation.transcript import Transcript
+from locret.conversation.turns import Transcript
 
 QUESTION = "What is the pass key?"
 KEYS = {
@@ -179,22 +179,6 @@ def test_an_answer_is_no_part_of_the_protected_question(ask: Infer, counted: tup
     assert (question["role"], question["protected"]) == ("user", "all")
 
 
-def test_characters_of_a_document_end_with_it(
-    ask: Infer, infer: Infer, backbone: Path, heads: Path, tmp_path: Path
-) -> None:
-    text = write_text(tmp_path / "short.txt", 1_199)
-    size = len(text.read_text().strip())
-    last = ask("--prompt-file", text, "--protect", f"chars:{size - 30}-", "--kept")["messages"]
-    same = ask("--prompt-file", text, "--protect", f"chars:{size - 30}-{size}", "--kept")["messages"]
-    assert [one["protected"] for one in last] == ["part", None]
-    assert last == same
-    for given in (f"chars:{size - 30}-{size + 11}", f"chars:{size}-"):
-        call = ("--prompt-file", text, "--question", QUESTION, "--protect", given)
-        outcome = infer("--model", backbone, "--heads", heads, *call)
-        assert outcome.code == 2
-        assert f"--protect {given} is outside of the document; give characters within it" in outcome.err
-
-
 def test_policy_is_the_users_then_the_heads_then_the_default(ask: Infer, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text("chunk_size: 48\nlocal_len: 4\n")
     policy = ask("--config", tmp_path / "recipe.yaml", "--local-len", 5, "--dry-run")["policy"]
@@ -247,7 +231,7 @@ def test_true_positions_beyond_the_context_are_warned_about_once(
     err = infer(*arguments, "--positions", "original").err
     assert err.count("warning") == 1
     assert "beyond 4096, the longest context of this backbone" in err
-    assert "--positions compact" in err
+    assert "compact positions" in err
 
 
 def test_picture_is_drawn(ask: Infer, tmp_path: Path) -> None:

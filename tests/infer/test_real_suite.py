@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from locret import LongContextModel, shipped
-from locret.conversation.likelihood import likelihood, policy_of_share
+from locret.conversation.evidence import likelihood, policy_of_share
 from locret.data import real
 from locret.infer.evaluation import command as locret_eval
 from locret.infer.evaluation.real import Cell, recovered, summary, tables
@@ -100,7 +100,7 @@ def test_a_likelihood_is_that_of_the_whole_prompt_where_everything_is_kept() -> 
 
 
 def _document(text: str) -> Any:
-    from locret.conversation.document import open_document
+    from locret.conversation.text import open_document
 
     return open_document(text, "text")
 

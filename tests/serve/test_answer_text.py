@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from locret.conversation.templates import decode
+from locret.conversation.text import decode
 from locret.engines.transformers import Written
 from locret.infer.serve.answers import AnswerText, Piece
 from locret.infer.serve.responses import Answer, ChatForm

@@ -20,7 +20,7 @@ import torch
 from running import FILLER, QUESTION, Running, refused, running, text_with, until
 
 from locret import Context, LongContextModel, generate, prefill
-from locret.conversation.templates import decode
+from locret.conversation.text import decode
 from locret.infer.serve import app
 from locret.infer.serve.state import LONG_WORK
 

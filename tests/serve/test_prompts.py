@@ -15,7 +15,8 @@ from running import FILLER, Running, never, running
 
 from locret import LongContextModel
 from locret.cache.cache_file import read_saved
-from locret.conversation.templates import Message, encode, leading_special_ids, render
+from locret.conversation.text import encode, leading_special_ids
+from locret.conversation.turns import Message, render
 from locret.infer.serve.index import Entry
 from locret.infer.serve.kept import positions_of
 from locret.infer.serve.library import Library
@@ -113,8 +114,8 @@ def test_other_templates_are_those_of_the_toolkit_and_write_no_tools(
 
 def test_messages_are_where_the_template_writes_them(prompts: Prompts) -> None:
     draft, texts = drafted(prompts, tools=[TOOL], kept=True), ["tool weather", "user: Remember it.", "assistant:"]
-    assert [turn.role for turn in draft.turns] == ["system", "user", "assistant", "tool", "user", "tools"]
-    texts += ["tool: The grass is green.", "user: What is the pass key?", "tool weather"]
+    assert [turn.role for turn in draft.turns] == ["system", "user", "assistant", "tool", "user"]
+    texts += ["tool: The grass is green.", "user: What is the pass key?"]
     found = [prompts.lm.tokenizer.decode(draft.ids[turn.start : turn.end]).strip() for turn in draft.turns]
     assert [one[: len(text)] for one, text in zip(found, texts, strict=True)] == texts
     assert "71432" in found[0]
@@ -134,7 +135,7 @@ def test_a_tools_output_cannot_push_instructions_out(prompts: Prompts) -> None:
     assert [one["protected"] for one in ours[:3]] == ["all", "0.1", "0.05"]
     assert ours[1]["least"] >= 6
     assert ours[2]["least"] >= 3
-    assert ours[5]["least"] == ours[5]["tokens"]
+    assert ours[4]["least"] == ours[4]["tokens"]
     assert sum(one["tokens"] for one in ours[:5]) == sum(one["tokens"] for one in bare[:5])
 
 
@@ -158,10 +159,9 @@ def test_what_was_read_for_others_is_not_taken_for_protected(prompts: Prompts) -
     ("protect", "message"),
     [
         ("sytem", "protect='sytem' names nothing to protect"),
-        ("document", "finds no turn of that role here; there are system, tools, user, assistant, tool"),
+        ("document", "finds no turn of that role here; there are system, user, assistant, tool"),
         ("message:9", "is none of 5 messages"),
         ("tokens:9-99999", "outside of the prompt"),
-        ("chars:0-9", "names characters of a document"),
         ("tool", "spans need .* most of them for message 3, tool .* but budget=64 holds 64"),
         ("each=0.5", "raise budget, or protect less"),
     ],
@@ -196,10 +196,10 @@ def test_short_conversations_need_no_room(prompts: Prompts) -> None:
 def test_uploads_protect(
     library: Library, read: Read, serving: LongContextModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    entry = read(library, "book", FILLER * 9, system="Be brief.", protect=["system", "chars:300-340"])
+    entry = read(library, "book", FILLER * 9, system="Be brief.", protect=["system", "tokens:60-70"])
     kept = serving.load(entry.path).kept_by_message()
     assert kept[0].least == kept[0].tokens
-    for name in ("tools", "system", "user", "assistant=0.1", "question", "message:1"):
+    for name in ("system", "user", "assistant=0.1", "question", "message:1"):
         with pytest.raises(Refusal, match=f"protect={name} (finds no|is none of 1 messages)"):
             library.read("other", library.upload("other"), protect=[name])
     prompts = Prompts(serving, library)

@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 from locret import RetainingHeads
 from locret.backbone.adapters import describe
-from locret.conversation.templates import Message
+from locret.conversation.turns import Message
 from locret.data.training.rows import Row
 from locret.data.training.stream import TrainingStream
 from locret.labels.labels import answer_labels, observe

@@ -2,60 +2,59 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import chain
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-import torch
 from torch import nn
 
-from locret import loading, scorers, shipped
-from locret.backbone.adapters import unwrap
+from locret import loading, scorers
+from locret.backbone.adapters import Backbone, unwrap
+from locret.base.fields import Refusal
+from locret.base.nearest import nearest
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import load_cache
 from locret.cache.disk import Disk
 from locret.cache.store import Store
 from locret.chunked_prefill import prefill
-from locret.conversation import answer_options
-from locret.conversation.chat import Chat
+from locret.conversation.chat import Chat, answer_settings
 from locret.conversation.context import Context, as_arguments
-from locret.conversation.document import (
+from locret.conversation.protect import (
+    ASSISTANT,
+    DOCUMENT,
+    SYSTEM,
+    USER,
+    Protection,
+    Rule,
+    check_named,
+    check_rules,
+    rules_of,
+)
+from locret.conversation.text import (
     Document,
-    PositionWarning,
     ReadingBar,
-    Source,
+    TokenStream,
     as_prompt,
     is_text,
+    leading_special_ids,
     open_document,
+    trimmed,
 )
-from locret.conversation.prompt import Prompt, written
-from locret.conversation.rules import ASSISTANT, DOCUMENT, SYSTEM, USER, Rule, check_named, check_rules, rules_of
-from locret.conversation.saved_turns import saved_protection, saved_sources, saved_turns
-from locret.conversation.templates import Message, leading_special_ids
-from locret.conversation.text_stream import TokenStream, trimmed
-from locret.conversation.transcript import Transcript
-from locret.conversation.turns import Layout, Protection
+from locret.conversation.turns import Conversation, Layout, Talk, Transcript, saved_talk, written
 from locret.heads.heads import RetainingHeads
 from locret.loading.options import BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy, policy_of
 from locret.policy.protection import Span
 from locret.policy.resolve import resolve
-from locret.scorers import Scorer
-from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
+from locret.scorers import Scorer, chosen
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Protect = str | Span | Rule | Iterable[str | Span | Rule] | None
 """What is to be protected, as people say it."""
-EMBEDDED_KNOWS = (
-    "the embedded backbone knows only texts that locret generates, such as recipes/infer/pass_key.txt; for texts of "
-    "your own give a language model of the Hub"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +70,7 @@ class LongContextModel:
     Args:
         model: The backbone.
         tokenizer: The backbone's.
-        scorer: Retaining heads, a scorer object, or the name of a training-free scorer.
+        scorer: Retaining heads, a scorer object, or the name of a training-free scorer; "full" keeps every unit.
         policy: How many units stay, also as a mapping of its numbers; if None, what the heads recommend, else the
             defaults.
         budget: Instead of a policy: the units that stay per layer and KV head, on average; all else as the heads
@@ -111,7 +110,6 @@ class LongContextModel:
         self.template = template or ("chat" if tokenizer.chat_template else "none")
         self.name = str(getattr(unwrap(model).config, "name_or_path", "") or type(unwrap(model)).__name__)
         self._transcript()  # refuses a template that cannot hold a document
-        self._knows_little = shipped.is_embedded_backbone(self.name)
 
     @classmethod
     def from_pretrained(
@@ -122,24 +120,11 @@ class LongContextModel:
         scorer: str | Scorer | None = None,
         policy: RetentionPolicy | Mapping[str, Any] | None = None,
         budget: int | None = None,
-        adapter: str | None = None,
-        revision: str | None = None,
-        device: str | torch.device = "auto",
-        dtype: str | torch.dtype = "auto",
-        torch_dtype: str | torch.dtype | None = None,
-        device_map: str | dict[str, int | str] | None = None,
-        max_memory: dict[int | str, int | str] | None = None,
-        offload_folder: str | Path | None = None,
-        load_in_4bit: bool = False,
-        load_in_8bit: bool = False,
-        quantization_config: Any = None,
-        gguf_file: str | None = None,
-        attn_implementation: str | None = None,
-        trust_remote_code: bool = False,
         allow_other_base: bool = False,
         template: str | None = None,
         store: type[Store] | str | None = None,
         disk: Disk | str | Path | None = None,
+        **backbone: Any,
     ) -> LongContextModel:
         """Load a backbone with its tokenizer, and heads or a scorer for it.
 
@@ -148,29 +133,16 @@ class LongContextModel:
                 `checkpoints/tiny-heads`; `smollm2` is a real one that a package brings.
             heads: Retaining heads: a folder, a Hub id, loaded ones; "auto" takes the best on the Hub for this backbone.
             scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides.
-            policy: How many units stay, also as a mapping of its numbers; if None, what the heads recommend, else the
-                defaults.
-            budget: Instead of a policy: the units that stay per layer and KV head, on average; all else as the heads
-                recommend it, or the defaults.
-            adapter: LoRA adapter (PEFT) to put on the backbone.
-            revision: Branch, tag or commit of the backbone.
-            device: "cpu", "cuda", "cuda:N" or "mps"; "auto" takes the first of CUDA, mps and cpu that there is.
-            dtype: Of the weights; "auto" takes the backbone's own on an accelerator, and what is fast on a CPU.
-            torch_dtype: The older name of `dtype` in transformers.
-            device_map: Where weights are, as in transformers, instead of `device`.
-            max_memory: The most that `device_map` may put in each place, as in transformers.
-            offload_folder: Folder for weights that `device_map` puts on disk, as in transformers.
-            load_in_4bit: Quantise the weights while they are loaded (bitsandbytes: NF4, double quantisation).
-            load_in_8bit: Quantise the weights while they are loaded (bitsandbytes: LLM.int8).
-            quantization_config: Quantise the weights in another way: one of transformers' configs, its values, or a
-                JSON file.
-            gguf_file: GGUF file in the folder or repository; or give a local one as `model`.
-            attn_implementation: As in transformers.
-            trust_remote_code: Run Python code that comes with the backbone.
+            policy: How many units stay, as in the class.
+            budget: Instead of a policy, as in the class.
             allow_other_base: Accept heads of another backbone of the same shape.
             template: How turns become text, as in the class.
             store: What holds the units, as in `RetentionCache`.
             disk: A new file, or a folder, for the second tiers of all contexts, as in `RetentionCache`.
+            **backbone: How the backbone is loaded, as in transformers: device ("cpu", "cuda", "mps", else the best
+                there is), dtype (or torch_dtype), revision, adapter (LoRA of PEFT), device_map, max_memory,
+                offload_folder, load_in_4bit, load_in_8bit, quantization_config, gguf_file, attn_implementation,
+                trust_remote_code.
 
         Raises:
             ValueError: If something is missing, broken or does not match.
@@ -178,30 +150,11 @@ class LongContextModel:
         """
         if heads is not None and scorer is not None:
             raise ValueError(f"heads {heads} and scorer {scorer} exclude each other; drop one of them")
-        if torch_dtype is not None:
-            if dtype != "auto":
-                raise ValueError(f"dtype={dtype} and torch_dtype={torch_dtype} are one setting; give dtype alone")
-            dtype = torch_dtype
         policy = policy_of(policy, budget)
         with as_arguments():
             if isinstance(heads, str):
-                heads = chosen_heads(heads, str(model))
-            source = _Backbone(
-                model=str(model),
-                revision=revision,
-                adapter=adapter,
-                dtype=str(dtype).removeprefix("torch."),
-                device=str(device),
-                device_map=device_map,
-                max_memory=max_memory,
-                offload_folder=None if offload_folder is None else str(offload_folder),
-                load_in_4bit=load_in_4bit,
-                load_in_8bit=load_in_8bit,
-                quantization_config=quantization_config,
-                gguf_file=gguf_file,
-                trust_remote_code=trust_remote_code,
-                attn_implementation=attn_implementation,
-            )
+                heads = chosen.chosen_heads(heads, str(model))
+            source = _source(str(model), backbone)
             place, found = loading.device_of_source(source), heads if heads is not None else scorer
             named = ScorerOptions(heads=str(heads) if heads is not None else None, allow_other_base=allow_other_base)
             if found is None:
@@ -212,42 +165,26 @@ class LongContextModel:
                     stacklevel=2,
                 )
             if isinstance(heads, (str, Path)):
-                found, _ = load_scorer(named)
+                found, _ = chosen.load_scorer(named)
             elif isinstance(found, str):
-                found, recommended = load_scorer(replace(named, scorer=found))
+                found, recommended = chosen.load_scorer(replace(named, scorer=found))
                 policy = _with_changes(policy, recommended)
             config = loading.load_config(source)
             if isinstance(found, RetainingHeads):
-                check_matches(named, found, config)
+                chosen.check_matches(named, found, config)
                 policy = _with_budget(policy, budget, found)
             tokenizer = loading.load_tokenizer(source)
-            backbone = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
+            whole = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
         assert isinstance(found, (RetainingHeads, Scorer))
-        return cls(backbone, tokenizer, found, policy, template=template, store=store, disk=disk)
+        return cls(whole, tokenizer, found, policy, template=template, store=store, disk=disk)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
     @overload
-    def read(
-        self,
-        source: list[str] | list[Path] | tuple[str | Path, ...],
-        *,
-        system: str | None = None,
-        name: str | None = None,
-        progress: bool = True,
-        protect: Protect = None,
-    ) -> list[Context]: ...
+    def read(self, source: list[str] | list[Path] | tuple[str | Path, ...], **how: Any) -> list[Context]: ...
 
     @overload
-    def read(
-        self,
-        source: Any,
-        *,
-        system: str | None = None,
-        name: str | None = None,
-        progress: bool = True,
-        protect: Protect = None,
-    ) -> Context: ...
+    def read(self, source: Any, **how: Any) -> Context: ...
 
     def read(
         self,
@@ -270,28 +207,24 @@ class LongContextModel:
             name: What to call the context; else the file's name.
             progress: Show a progress bar, in a notebook or where somebody watches standard error.
             protect: What stays whatever its scores, also in the chats that follow: "system", "document", "question"
-                (the last turn of the user), "user", "assistant", "message:N", "tokens:A-B", "chars:A-B" of the
-                document, or a `Span`; each with a least share of the budget, as "document=0.5", instead of all its
-                units; "each=0.05" gives every turn a share. Or a list of them.
+                (the last turn of the user), "user", "assistant", "message:N", "tokens:A-B", or a `Span`; each with a
+                least share of the budget, as "document=0.5", instead of all its units; "each=0.05" gives every turn a
+                share. Or a list of them.
 
         Raises:
             ValueError: For an empty text, a file that is not there or not text, or more protected than the budget
                 holds.
         """
+        how: dict[str, Any] = {"system": system, "progress": progress, "protect": protect}
         if isinstance(source, (list, tuple)) and source and all(isinstance(one, (str, Path)) for one in source):
             if name is not None:
                 raise ValueError(f"name={name!r} names one context, but {len(source)} texts are given; leave it out")
-            documents = [open_document(one) for one in source]
-            return [
-                self.read_into(self.new_cache(), one, system=system, progress=progress, protect=protect)
-                for one in documents
-            ]
-        document = open_document(source, name)
-        return self.read_into(self.new_cache(), document, system=system, progress=progress, protect=protect)
+            return [self.read_into(self.new_cache(), one, **how) for one in map(open_document, source)]
+        return self.read_into(self.new_cache(), open_document(source, name), **how)
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> Prompt:
+    ) -> Conversation:
         """Return a whole conversation as token ids, and where its messages are, to be read by `locret.prefill`.
 
         Args:
@@ -311,12 +244,9 @@ class LongContextModel:
         """Return how many characters the template writes for a system message; 0 where it writes nothing of it."""
         return self._transcript(system).system_end()
 
-    def tokens(
-        self, document: Document, *, system: str | None = None, template: str | None = None
-    ) -> Iterator[list[int]]:
+    def tokens(self, document: Document, *, system: str | None = None) -> Iterator[list[int]]:
         """Yield the token ids that `read_into` feeds."""
-        stream, transcript = TokenStream(self.tokenizer), self._transcript(system, template)
-        return self._ids(document, transcript, stream, ReadingBar(document, False), Layout((), stream))
+        return self._ids(document, self._transcript(system), TokenStream(self.tokenizer), ReadingBar(document, False))
 
     def read_into(
         self,
@@ -324,7 +254,6 @@ class LongContextModel:
         document: Document,
         *,
         system: str | None = None,
-        template: str | None = None,
         progress: bool = True,
         new_tokens: int = 0,
         feed: Callable[[Iterator[list[int]]], Iterable[list[int]]] | None = None,
@@ -337,18 +266,19 @@ class LongContextModel:
             cache: Filled in place.
             document: What to read.
             system: As in `read`.
-            template: How turns become text; None: as for the model's other texts.
             progress: As in `read`.
             new_tokens: As for `prefill`.
             feed: Takes the token ids as they are made, and hands them on.
             on_chunk: Called with the cache after every chunk.
             protect: As in `read`.
         """
-        transcript, stream = self._transcript(system, template), TokenStream(self.tokenizer)
-        layout = self._layout(rules_of(protect), transcript, stream, document)
-        bar = ReadingBar(document, progress, lambda: stream.pending)
-        ids = self._ids(document, transcript, stream, bar, layout)
-        return self._read(cache, ids, document, transcript, stream, bar, layout, new_tokens, feed, on_chunk)
+        talk, layout = self._opened(document, system, rules_of(protect))
+        bar = ReadingBar(document, progress)
+        ids = layout.watched(self._ids(document, talk.transcript, talk.stream, bar), cache)
+        self._read(cache, bar.blocks(ids if feed is None else feed(ids)), bar, new_tokens, on_chunk)
+        talk.sources = (document.read(cache.seen),)
+        talk.protection = Protection(tuple(layout.rules), layout.turns(None))
+        return Context(self, cache, talk)
 
     def converse(
         self,
@@ -372,82 +302,62 @@ class LongContextModel:
             new_tokens: Longest answer in tokens, as for `prefill`.
             protect: As in `read`.
         """
-        transcript, stream = self._transcript(system), TokenStream(self.tokenizer)
-        layout = self._layout(rules_of(protect), transcript, stream, document)
-        bar = ReadingBar(document, progress, lambda: stream.pending)
-        roles = [*([SYSTEM] if transcript.system_end() else []), DOCUMENT, *([] if question is None else [USER])]
-        check_named(layout.rules, roles)
-        self.say_what_it_knows(document.name)
-        asked = transcript.copy()
+        talk, layout = self._opened(document, system, rules_of(protect))
+        there = [SYSTEM] if talk.transcript.system_end() else []
+        check_named(layout.rules, [*there, DOCUMENT, *([] if question is None else [USER])])
+        asked, bar = talk.transcript.copy(), ReadingBar(document, progress)
         added = asked.ask(question)
-        ids = self._ids(document, transcript, stream, bar, layout, (added, question is not None))
+        ids = self._ids(document, talk.transcript, talk.stream, bar, layout, (added, question is not None))
         cache = self.new_cache() if cache is None else cache
-        context = self._read(cache, ids, document, asked, stream, bar, layout, new_tokens)
-        protection = Protection(layout.fixed(cache.seen), tuple(layout.turns(cache.seen)))
-        protection.apply(cache, cache.seen)
-        chat = context.chat(cache)
-        chat.protection, chat.asked = protection, question or ""
+        self._read(cache, bar.blocks(layout.watched(ids, cache)), bar, new_tokens)
+        talk.transcript, talk.sources = asked, (document.read(cache.seen),)
+        talk.protection = Protection(tuple(layout.rules), layout.turns(cache.seen))
+        talk.protection.apply(cache, cache.seen)
+        chat = Chat(self, cache, talk)
+        chat.asked = question or ""
         return chat
+
+    def _opened(self, document: Document, system: str | None, rules: tuple[Rule, ...]) -> tuple[Talk, Layout]:
+        """Return a conversation about a document that is about to be read, and where its turns will be.
+
+        Raises:
+            Refusal: If a rule is about what there is not.
+        """
+        transcript = self._transcript(system)
+        end = transcript.system_end()
+        dropped = "" if system is None else " of which the template writes something"
+        roles = [*([SYSTEM] if end else []), DOCUMENT, USER, ASSISTANT]
+        check_rules(rules, roles, system=f"give a system message{dropped}")
+        talk = Talk(TokenStream(self.tokenizer), transcript, document.name)
+        layout = Layout(rules, talk.stream, len(transcript.special))
+        if end:
+            layout.turn(SYSTEM)
+        layout.turn(DOCUMENT, end or None)
+        return talk, layout
 
     def _read(
         self,
         cache: RetentionCache,
-        ids: Iterator[list[int]],
-        document: Document,
-        transcript: Transcript,
-        stream: TokenStream,
+        ids: Iterable[list[int]],
         bar: ReadingBar,
-        layout: Layout,
         new_tokens: int,
-        feed: Callable[[Iterator[list[int]]], Iterable[list[int]]] | None = None,
         on_chunk: Callable[[RetentionCache], None] | None = None,
-    ) -> Context:
+    ) -> None:
         """Read ids into a cache, with a bar."""
-        warn = PositionWarning(self.backbone, cache.policy)
+        warn = _PositionWarning(self.backbone, cache.policy)
 
         def after_chunk(cache: RetentionCache) -> None:
-            warn(cache)
-            bar(cache)
-            if on_chunk is not None:
-                on_chunk(cache)
+            for look in (warn, bar, *([] if on_chunk is None else [on_chunk])):
+                look(cache)
 
-        blocks: Iterable[list[int]] = bar.blocks(layout.watched(ids, cache))
-        if feed is not None:
-            blocks = feed(iter(blocks))
-        bar.start()
+        done = False
         try:
-            prompt = as_prompt(blocks, cache.policy, cache.policy.prefill_units)
+            prompt = as_prompt(ids, cache.policy, cache.policy.prefill_units)
             prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=after_chunk)
             warn(cache)
-            bar.end()
+            done = True
         finally:
-            bar.close()
-        protection = Protection(layout.fixed(cache.seen), tuple(layout.turns(None)))
-        return Context(self, cache, stream, transcript, document.name, (document.read(cache.seen),), protection)
-
-    def _layout(
-        self, rules: tuple[Rule, ...], transcript: Transcript, stream: TokenStream, document: Document
-    ) -> Layout:
-        """Return where the turns of a document are that is about to be read.
-
-        Raises:
-            ValueError: If a rule is about what there is not.
-        """
-        end = transcript.system_end()
-        dropped = "" if transcript.system is None else " of which the template writes something"
-        roles = [*([SYSTEM] if end else []), DOCUMENT, USER, ASSISTANT]
-        check_rules(rules, roles, system=f"give a system message as system{dropped}")
-        for rule in rules:
-            if rule.what == "chars" and document.pieces is None:
-                raise ValueError(f"protect={rule} names characters, but token ids are read; name tokens, as tokens:A-B")
-        layout = Layout(rules, stream, len(self._special(transcript.template)))
-        if end:
-            layout.turn(SYSTEM)
-        layout.turn(DOCUMENT, end or None)
-        return layout
-
-    def _special(self, template: str) -> list[int]:
-        return leading_special_ids(self.tokenizer) if template != "chat" else []
+            bar.close(whole=done)
 
     def _ids(
         self,
@@ -455,51 +365,37 @@ class LongContextModel:
         transcript: Transcript,
         stream: TokenStream,
         bar: ReadingBar,
-        layout: Layout,
+        layout: Layout | None = None,
         added: tuple[str, bool] | None = None,
     ) -> Iterator[list[int]]:
         """Yield the tokens of what comes before the document, and of the document but for its last words.
 
         No words wait where what the turn adds to the document is given, and whether that is a question.
         """
-        if special := self._special(transcript.template):
+        if special := transcript.special:
             yield special
         opening = transcript.opening()
         if document.pieces is None:
             assert document.ids is not None
             yield from self._given(opening, document.ids, stream)
-            yield from self._end(added, stream, layout)
-            return
-        dropped = list[int]()
-        pieces: Iterator[str] = (piece for piece in document.pieces if piece)
-        pieces = bar.pieces(pieces) if transcript.template == "none" else trimmed(bar.pieces(pieces), dropped.append)
-        first = next(pieces, None)
-        if first is None:
-            raise ValueError(f"{document.name} is empty; give a text to read")
-        layout.document(len(opening) - sum(dropped))
+        else:
+            pieces: Iterator[str] = filter(None, bar.pieces(document.pieces))
+            pieces = pieces if transcript.template == "none" else trimmed(pieces)
+            if (first := next(pieces, None)) is None:
+                raise ValueError(f"{document.name} is empty; give a text to read")
+            waiting = () if added is not None else (stream.hold(),)
+            some = False
+            for blocks in (stream.add([opening, first]), stream.add(pieces), *waiting):
+                for block in blocks:
+                    some = True
+                    yield block
+            if not some and added is None:  # too short to be cut
+                yield stream.finish()
         if added is not None:
-            yield from stream.add(chain([opening, first], pieces))
-            yield from self._end(added, stream, layout)
-            return
-        some = False
-        for blocks in (stream.add([opening, first]), stream.add(pieces), stream.hold()):
-            for block in blocks:
-                some = True
-                yield block
-        if not some:  # too short to be cut
-            yield stream.finish()
-
-    @staticmethod
-    def _end(added: tuple[str, bool] | None, stream: TokenStream, layout: Layout) -> Iterator[list[int]]:
-        """Yield the tokens of what a turn adds to a document."""
-        if added is None:
-            return
-        end = stream.taken + len(stream.pending)
-        layout.document_ends(end)
-        if added[1]:
-            layout.turn(USER, end)
-        if ids := stream.rest(added[0]):
-            yield ids
+            if added[1] and layout is not None:
+                layout.turn(USER, stream.taken + len(stream.pending))
+            if ids := stream.rest(added[0]):
+                yield ids
 
     def _given(self, opening: str, ids: Any, stream: TokenStream) -> Iterator[list[int]]:
         """Yield the opening and ids that a user gave, without a begin of text of their own."""
@@ -510,39 +406,28 @@ class LongContextModel:
         for block in ids:
             if not newest and start and block[: len(start)] == start:
                 block = block[len(start) :]
-            if len(block) and not 0 <= min(block) <= max(block) < self._vocabulary:
+            if len(block) and not 0 <= min(block) <= max(block) < self.vocabulary:
                 foreign = min(block) if min(block) < 0 else max(block)
                 raise ValueError(
-                    f"token id {foreign} is not among the {self._vocabulary} of this backbone; use its own tokenizer"
+                    f"token id {foreign} is not among the {self.vocabulary} of this backbone; use its own tokenizer"
                 )
             newest = [*newest, *block][-stream.margin // 8 :]
             if len(block):
                 yield block
         stream.context = self.tokenizer.decode(newest, clean_up_tokenization_spaces=False)
 
-    def _transcript(self, system: str | None = None, template: str | None = None) -> Transcript:
+    def _transcript(self, system: str | None = None) -> Transcript:
         if system is not None and not is_text(system):
-            raise ValueError(f"system={system!r} is no text; give the system message as one")
-        transcript = Transcript(self.tokenizer, template or self.template, system)
+            raise Refusal("system", repr(system), "is no text; give the system message as one")
+        transcript = Transcript(self.tokenizer, self.template, system)
         transcript.opening()
         return transcript
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def ask(self, contexts: Sequence[Context], question: str, **options: Any) -> list[str]:
-        """Ask several contexts the same question and return the answers in their order; see `Context.ask`.
-
-        Raises:
-            ValueError: If one of them is not a context of this model.
-        """
-        for context in contexts:
-            if not isinstance(context, Context) or context.lm is not self:
-                raise ValueError(f"{context!r} was not read by this model; ask it with its own ask")
-        return [context.ask(question, **options) for context in contexts]
-
     def settings(self, max_new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `locret.generate` for one answer; see `answer_options.settings`."""
-        return answer_options.settings(self.model, self.tokenizer, self.end_ids, max_new_tokens, options)
+        """Return the arguments of `locret.generate` for one answer; see `answer_settings`."""
+        return answer_settings(self.model, self.tokenizer, self.end_ids, max_new_tokens, options)
 
     @property
     def end_ids(self) -> list[int]:
@@ -550,74 +435,47 @@ class LongContextModel:
         ends: Any = unwrap(self.model).generation_config.eos_token_id
         return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
-    def say_what_it_knows(self, name: str) -> None:
-        """Say once that the embedded backbone knows no language, when it is asked about a text of another `name`."""
-        if self._knows_little and name != shipped.TEXT.name:
-            self._knows_little = False
-            warnings.warn(EMBEDDED_KNOWS, stacklevel=_users_level())
-
     # -- on disk ------------------------------------------------------------------------------------------------------
 
-    def load(
+    def load(self, path: str | Path, **how: Any) -> Context:
+        """Return a context that `Context.save` has written, or `Context.push_to_hub` has published.
+
+        Args:
+            path: The file, or org/name on the Hub.
+            **how: revision: branch, tag or commit on the Hub. allow_other_scorer: accept another scorer than the text
+                was read with, what was kept stays. disk: a new file, or a folder, for its second tier; if not given,
+                that of this model.
+
+        Raises:
+            ValueError: If the file is none, or was made with another backbone or scorer.
+            OSError: If the file cannot be read.
+        """
+        cache, talk = self._load(path, **how)
+        if talk.transcript.turns:
+            raise ValueError(f"{path} holds a conversation; load it with load_chat, or go on with locret-chat")
+        return Context(self, cache, talk)
+
+    def load_chat(self, path: str | Path, **how: Any) -> Chat:
+        """Return a conversation that `Chat.save` has written, or a new one about a context; see `load`."""
+        return Chat(self, *self._load(path, **how))
+
+    def _load(
         self,
         path: str | Path,
         *,
         revision: str | None = None,
         allow_other_scorer: bool = False,
         disk: Disk | str | Path | None = None,
-    ) -> Context:
-        """Return a context that `Context.save` has written, or `Context.push_to_hub` has published.
-
-        Args:
-            path: The file, or org/name on the Hub.
-            revision: Branch, tag or commit on the Hub.
-            allow_other_scorer: Accept another scorer than the text was read with: what was kept stays.
-            disk: A new file, or a folder, for its second tier; if not given, that of this model.
-
-        Raises:
-            ValueError: If the file is none, or was made with another backbone or scorer.
-            OSError: If the file cannot be read.
-        """
-        read, turns, _ = self._load(path, allow_other_scorer, disk, revision)
-        if turns:
-            raise ValueError(f"{path} holds a conversation; load it with load_chat, or go on with locret-chat")
-        return Context(*read)
-
-    def load_chat(
-        self, path: str | Path, *, allow_other_scorer: bool = False, disk: Disk | str | Path | None = None
-    ) -> Chat:
-        """Return a conversation that `Chat.save` has written, or a new one about a context.
-
-        Args:
-            path: The file, or a context's org/name on the Hub.
-            allow_other_scorer: As in `load`.
-            disk: As in `load`.
-
-        Raises:
-            ValueError: If the file is none, or was made with another backbone or scorer.
-            OSError: If the file cannot be read.
-        """
-        read, _, unread = self._load(path, allow_other_scorer, disk)
-        return Chat(*read[:5], unread=unread, sources=read[5], protection=read[6])
-
-    def _load(
-        self,
-        path: str | Path,
-        allow_other_scorer: bool,
-        disk: Disk | str | Path | None,
-        revision: str | None = None,
-    ) -> tuple[_Parts, tuple[Message, ...], tuple[int, ...]]:
-        from locret.conversation.published import find_context
+    ) -> tuple[RetentionCache, Talk]:
+        from locret.conversation.saved import find_context  # it draws, and knows engines
 
         path = find_context(path, revision=revision)
-        stream, transcript, name, unread = saved_turns(path, self.tokenizer, self._vocabulary)
-        sources, where = saved_sources(path), self.disk if disk is None else disk
-        protection = saved_protection(path)
+        talk, where = saved_talk(path, self.tokenizer, self.vocabulary), self.disk if disk is None else disk
         cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=where)
-        return (self, cache, stream, transcript, name, sources, protection), transcript.turns, unread
+        return cache, talk
 
     @property
-    def _vocabulary(self) -> int:
+    def vocabulary(self) -> int:
         """Token ids there are."""
         return int(unwrap(self.model).config.get_text_config().vocab_size)
 
@@ -625,16 +483,53 @@ class LongContextModel:
         return f"LongContextModel({self.name}, scorer {self.scorer.name}, budget {self.policy.budget:,})"
 
 
-_Parts = tuple[LongContextModel, RetentionCache, TokenStream, Transcript, str, tuple[Source, ...], Protection]
-"""What contexts and chats are made of."""
+class _PositionWarning:
+    """Says once, as early as it is known, that a text goes beyond the positions the backbone was trained on."""
+
+    def __init__(self, backbone: Backbone, policy: RetentionPolicy) -> None:
+        self.backbone, self.policy, self.said = backbone, policy, False
+
+    def __call__(self, cache: RetentionCache) -> None:
+        limit, slides = self.backbone.max_positions, self.backbone.slides
+        if self.said or cache.next_position <= limit:
+            return
+        self.said = True
+        way_out = (
+            "shorten the prompt"
+            if slides
+            else "use compact positions, which number the kept units only"
+            if self.policy.positions == "original"
+            else "lower budget or chunk_size"
+            if self.policy.when == "chunk"
+            else "evict after each chunk, which holds fewer units"
+        )
+        warnings.warn(
+            f"rotary positions reach beyond {limit}, the longest context of this backbone, where its answers usually "
+            f"fall apart; reading goes on, but {way_out}",
+            stacklevel=2,
+        )
 
 
-def _users_level() -> int:
-    """Return the `stacklevel` of a warning of the caller that shows the line which called locret."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("locret", "torch"):
-        frame, level = frame.f_back, level + 1
-    return level
+def _source(model: str, given: dict[str, Any]) -> _Backbone:
+    """Return how a backbone is loaded, from Python's arguments.
+
+    Raises:
+        ValueError: If one is unknown, or they do not go together.
+    """
+    names = {field.name for field in fields(_Backbone)} - {"model", "shard", "shard_offload", "shard_offload_dir"}
+    for name in given:
+        if name not in (*names, "torch_dtype"):
+            meant = nearest(name, names)
+            hint = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(sorted(names))}"
+            raise ValueError(f"{name} is no argument of from_pretrained; {hint}")
+    given = {name: value for name, value in given.items() if value is not None}
+    older = given.pop("torch_dtype", None)
+    if older is not None and given.setdefault("dtype", older) != older:
+        raise ValueError(f"dtype={given['dtype']} and torch_dtype={older} are one setting; give dtype alone")
+    for name in ("dtype", "device", "offload_folder"):
+        if name in given:
+            given[name] = str(given[name]).removeprefix("torch.")
+    return _Backbone(model=model, **given)
 
 
 def _with_budget(policy: RetentionPolicy | None, budget: int | None, scorer: Any) -> RetentionPolicy | None:

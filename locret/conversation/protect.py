@@ -1,0 +1,363 @@
+"""What of a conversation is protected: rules by name, where its turns are, and what of each has stayed."""
+
+# C kept units, H KV heads of all layers, T turns
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from locret.base.fields import Refusal, shown
+from locret.policy.protection import MOST_SPANS, Guarantee, Span, checked_rows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from locret.cache.cache import RetentionCache
+
+SYSTEM, DOCUMENT, USER, ASSISTANT, TOOL = "system", "document", "user", "assistant", "tool"
+ROLES = (SYSTEM, DOCUMENT, USER, ASSISTANT, TOOL)
+QUESTION, EACH = "question", "each"
+TEMPLATES = ("chat", "original", "none")
+"""How turns become text; see `locret.conversation.turns`."""
+_RULE = re.compile(
+    rf"(?P<what>{'|'.join((*ROLES, QUESTION, EACH))}|message:(?P<nth>-?\d{{1,9}})|"
+    r"tokens:(?P<start>\d{1,15})-(?P<end>\d{0,15}))(=(?P<share>[\d.eE+-]{1,24}))?"
+)
+_FORMS = (
+    f"{', '.join(ROLES)}, {QUESTION}, {EACH}=SHARE, message:N or tokens:A-B, each of them with =SHARE for a least "
+    "share of the budget"
+)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is to be protected, by name.
+
+    Examples:
+        >>> Rule.of("system")
+        Rule(what='system', start=None, end=None, share=None)
+        >>> str(Rule.of("message:3=0.1"))
+        'message:3=0.1'
+    """
+
+    what: str
+    """A role, "question" (the last turn of the user), "each" (every turn), "message" or "tokens"."""
+    start: int | None = None
+    """Number of the message; or the first token."""
+    end: int | None = None
+    """The token after the last; None: to the end."""
+    share: float | None = None
+    """The least share of the budget; None: all its units stay."""
+
+    @classmethod
+    def of(cls, given: Any) -> Rule:
+        """Return the rule that a text or a span means.
+
+        Raises:
+            Refusal: If it means none.
+        """
+        if isinstance(given, Rule):
+            return given
+        if isinstance(given, Span):
+            return cls("tokens", given.start, given.end, given.share)
+        found = _RULE.fullmatch(given) if isinstance(given, str) else None
+        if found is None:
+            raise Refusal("protect", shown(given), f"names nothing to protect; give {_FORMS}")
+        try:
+            share = None if found["share"] is None else float(found["share"])
+            Span(0, 1, share)
+        except ValueError:
+            rule = "has no share of the budget; give more than 0 and at most 1, such as =0.1"
+            raise Refusal("protect", shown(given), rule) from None
+        if found["what"] == EACH and share is None:
+            rule = "would keep all units of every message, so none could go; give a share, as each=0.05"
+            raise Refusal("protect", EACH, rule)
+        if found["nth"] is not None:
+            return cls("message", int(found["nth"]), None, share)
+        if found["start"] is None:
+            return cls(found["what"], None, None, share)
+        rule = cls("tokens", int(found["start"]), int(found["end"]) if found["end"] else None, share)
+        if rule.end is not None and rule.end <= int(found["start"]):
+            raise Refusal("protect", shown(given), "is empty; its end has to be larger than its start")
+        return rule
+
+    def __str__(self) -> str:
+        place = f":{self.start}" if self.start is not None else ""
+        if self.what == "tokens":
+            place += f"-{'' if self.end is None else self.end}"
+        return f"{self.what}{place}{'' if self.share is None else f'={self.share!r}'}"
+
+    @property
+    def reach(self) -> int:
+        """How many turns it is about: 0 one, 1 those of a role, 2 all."""
+        return 2 if self.what == EACH else 1 if self.what in ROLES else 0
+
+
+def rules_of(protect: Any) -> tuple[Rule, ...]:
+    """Return the rules that an argument means: texts and spans, or one.
+
+    Raises:
+        Refusal: If one of them means none, or the same is protected as a whole and with a share.
+    """
+    if protect is None:
+        return ()
+    if isinstance(protect, Mapping):
+        raise Refusal("protect", shown(protect), "is a mapping; give a list of rules, as ['system=0.1', 'each=0.05']")
+    one = isinstance(protect, (str, Span, Rule)) or not isinstance(protect, Iterable)
+    given = [protect] if one else list(protect)
+    # Spans may be what several rules came to: a system message that stays whole has its share of each message, too.
+    named = [Rule.of(rule) for rule in given if not isinstance(rule, Span)]
+    for rule in named:
+        whole = replace(rule, share=None)
+        if rule.share is not None and whole in named:
+            raise Refusal("protect", rule, f"adds nothing to {whole}, which keeps all units; drop one of them")
+    return tuple(dict.fromkeys(map(Rule.of, given)))
+
+
+def check_rules(
+    rules: Iterable[Rule], roles: Iterable[str], way_out: str = "name another one", system: str | None = None
+) -> None:
+    """Refuse rules about turns that there never are.
+
+    Args:
+        rules: What is to be protected.
+        roles: Of the turns that there may be.
+        way_out: What to do instead.
+        system: The same where a system message is meant, if it is another.
+
+    Raises:
+        Refusal: Naming the rule, and the way out.
+    """
+    for rule in rules:
+        if rule.what in ROLES and rule.what not in roles:
+            instead = system or way_out if rule.what == SYSTEM else way_out
+            raise Refusal("protect", rule, f"finds no turn of that role here; {instead}, or leave it out")
+
+
+def check_named(rules: Iterable[Rule], roles: Sequence[str]) -> None:
+    """Refuse rules about turns that a conversation does not have, where the roles of all its turns are known.
+
+    Raises:
+        Refusal: Naming the rule, and what there is.
+    """
+    rules = tuple(rules)
+    for rule in rules:
+        if rule.what == "message" and not -len(roles) <= (rule.start or 0) < len(roles):
+            raise Refusal("protect", rule, f"is none of {len(roles)} messages; they are counted from 0")
+        if rule.what == QUESTION and USER not in roles:
+            raise Refusal("protect", rule, "finds no question of the user here; ask one, or leave it out")
+    there = ", ".join(role for role in ROLES if role in roles)
+    check_rules(rules, roles, f"there are {there}; name one of those")
+
+
+class Turn(NamedTuple):
+    """A turn of a conversation, with what the template writes around it."""
+
+    role: str
+    """One of `ROLES`: a document is what a user's first turn begins with."""
+    start: int
+    """Its first token."""
+    end: int | None
+    """The token after its last one; None while it goes on."""
+
+
+def spans_of(rules: Sequence[Rule], turns: Sequence[Turn], fixed: int = 0) -> list[Span]:
+    """Return what rules come to, as far as the turns are known.
+
+    Args:
+        rules: What is to be protected. Of several shares that a turn is given, the one for the fewest turns counts.
+        turns: The turns so far.
+        fixed: First turns of which only rules by number or token say something; see `Protection`.
+    """
+    last = max((nth for nth, turn in enumerate(turns) if turn.role == USER), default=None)
+    spans, shared = list[Span](), dict[int, int]()
+    for rule in sorted(rules, key=lambda rule: rule.reach):
+        if rule.what == "tokens":
+            assert rule.start is not None
+            spans.append(Span(rule.start, rule.end, rule.share, str(rule)))
+        for nth, turn in enumerate(turns):
+            named = {"message": rule.start == nth}
+            if nth >= fixed:
+                named |= {QUESTION: nth == last, EACH: True, turn.role: True}
+                named["message"] |= rule.start == nth - len(turns)
+            if not named.get(rule.what) or turn.end == turn.start:
+                continue
+            if rule.share is None or shared.setdefault(nth, rule.reach) == rule.reach:
+                spans.append(Span(turn.start, turn.end, rule.share, f"message {nth}, {turn.role}"))
+    return list(dict.fromkeys(spans))
+
+
+@dataclass(frozen=True)
+class KeptTurn:
+    """What of a turn has stayed."""
+
+    role: str
+    start: int
+    """Its first token."""
+    tokens: int
+    """Tokens that have been read of it."""
+    units: float
+    """Units that stayed, the mean over all layers with scored units and their KV heads."""
+    least: int
+    """Units of the KV head that holds the fewest."""
+    most: int
+    """Units of the KV head that holds the most."""
+    share: float
+    """The part of all units held that are its own, 0 to 1."""
+    protected: str | None
+    """all where it is pinned, part where some of it is, or its least share of the budget; None: nothing."""
+
+
+def kept_turns(heads: Iterable[Tensor], turns: Sequence[Turn], seen: int, spans: Sequence[Span] = ()) -> list[KeptTurn]:
+    """Count what has stayed of each turn.
+
+    Args:
+        heads: (C,) positions that each KV head of each layer holds, ascending.
+        turns: The turns, in their order.
+        seen: Tokens that have been read.
+        spans: What is protected.
+    """
+    import torch  # help should not wait for it
+
+    starts = torch.tensor([min(turn.start, seen) for turn in turns])
+    ends = torch.tensor([seen if turn.end is None else min(turn.end, seen) for turn in turns])
+    held, counts = 0, []
+    for head in heads:
+        own = head[head >= 0].long().cpu().contiguous()
+        held += len(own)
+        counts.append(torch.searchsorted(own, ends) - torch.searchsorted(own, starts))
+    counts_HT, found = torch.stack(counts), []
+    for nth, turn in enumerate(turns):
+        mine, tokens = counts_HT[:, nth], range(int(starts[nth]), int(ends[nth]))
+        mean, part = round(float(mine.double().mean()), 3), round(int(mine.sum()) / max(held, 1), 4)
+        numbers = (mean, int(mine.min()), int(mine.max()), part)
+        found.append(KeptTurn(turn.role, turn.start, len(tokens), *numbers, _protection(tokens, spans, seen)))
+    return found
+
+
+def kept_of(cache: RetentionCache, turns: Sequence[Turn]) -> list[KeptTurn]:
+    """Count what a cache of one row holds of each turn; called in all processes alike."""
+    heads = (head for layer in cache.backbone.layers for head in cache.kept_everywhere(layer)[0])
+    return kept_turns(heads, turns, cache.seen, cache.protected[0] if cache.protected else ())
+
+
+def _protection(tokens: range, spans: Sequence[Span], seen: int) -> str | None:
+    pinned = Guarantee.of([span for span in spans if span.share is None], 0)
+    count = pinned.needed(tokens.stop) - pinned.needed(tokens.start)
+    shares = [span for span in spans if span.share is not None and span.within(seen) == tokens]
+    if tokens and count == len(tokens):
+        return "all"
+    return f"{shares[0].share:g}" if shares else "part" if count else None
+
+
+def as_table(kept: Sequence[KeptTurn]) -> str:
+    """Return a report for people: a line per turn."""
+    lines = [f"{'':>4}{'message':<11}{'tokens':>10}{'units':>9}{'least':>7}{'most':>7}  {'of all':>6}  protected"]
+    for nth, one in enumerate(kept):
+        lines.append(
+            f"{nth:>3} {one.role:<11}{one.tokens:>10,}{one.units:>9,.1f}{one.least:>7,}{one.most:>7,}"
+            f"  {one.share:>6.1%}  {one.protected or '-'}"
+        )
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What of a conversation is protected, and where its turns are."""
+
+    rules: tuple[Rule, ...] = ()
+    turns: tuple[Turn, ...] | None = None
+    """In their order, each up to the next; None where a file of an earlier version does not say."""
+    fixed: int = 0
+    """First turns of which rules by role, or by number from the end, say nothing: in files of earlier versions, the
+    turns of texts that were joined, whose own rules have become tokens."""
+
+    def began(self, role: str, start: int) -> Protection:
+        """Return the conversation with a turn that begins there."""
+        if self.turns is None:
+            return self
+        ended = (*self.turns[:-1], *(turn._replace(end=start) for turn in self.turns[-1:]))
+        return replace(self, turns=(*ended, Turn(role, start, None)))
+
+    def apply(self, cache: RetentionCache, seen: int | None = None) -> None:
+        """Tell a cache what the rules protect, if there are some, of which so many tokens are known.
+
+        Raises:
+            ValueError: If there is no room for it, or it is gone.
+        """
+        if self.rules:
+            turns = [turn if turn.end is not None else turn._replace(end=seen) for turn in self.known]
+            cache.protect(spans_of(self.rules, turns, self.fixed))
+
+    def check_answer(self, cache: RetentionCache, start: int, tokens: int) -> None:
+        """Refuse an answer that begins there, is protected itself, and could outgrow what an answer may hold.
+
+        Raises:
+            ValueError: If there is no room for so many tokens of it.
+        """
+        if not self.rules or self.turns is None or cache.policy.decode_budget is None:
+            return
+        *before, answer = self.began(ASSISTANT, start).known
+        cache.check_room(checked_rows([spans_of(self.rules, before, self.fixed)]))
+        try:
+            whole = spans_of(self.rules, [*before, answer._replace(end=start + tokens)], self.fixed)
+            cache.check_room(checked_rows([whole]))
+        except ValueError as error:
+            rule = f"may find no room: {error}, or lower max_new_tokens"
+            raise Refusal("max_new_tokens", tokens, rule) from None
+
+    @property
+    def known(self) -> tuple[Turn, ...]:
+        """The turns.
+
+        Raises:
+            ValueError: If it is not known where they are.
+        """
+        if self.turns is None:
+            raise ValueError(
+                "where its messages are is not known, for it was saved by an earlier version, or is no conversation; "
+                "read the text again"
+            )
+        return self.turns
+
+    def data(self) -> dict[str, Any]:
+        """Return plain data, for `protection_from`."""
+        turns = None if self.turns is None else [list(turn) for turn in self.turns]
+        return {"protect": [str(rule) for rule in self.rules], "messages": turns, "fixed": self.fixed}
+
+
+NOTHING = Protection()
+
+
+def protection_from(notes: Mapping[str, Any]) -> Protection:
+    """Return what a file says of a conversation's turns and of what is protected of them.
+
+    Raises:
+        ValueError: If that makes no sense.
+    """
+    given, messages = notes.get("protect", []), notes.get("messages")
+    if not isinstance(given, list) or len(given) > MOST_SPANS:
+        raise ValueError(f"protect is {shown(given)}, which is no list of names")
+    rules = tuple(dict.fromkeys(map(Rule.of, given)))
+    if messages is None:
+        return Protection(rules)
+    turns, at = list[Turn](), 0
+    try:
+        for nth, (role, start, end) in enumerate(messages):
+            goes_on = end is None and nth == len(messages) - 1
+            after = start if goes_on else end
+            if role not in (*ROLES, "tools") or type(start) is not int or type(after) is not int:
+                raise TypeError
+            if not at <= start <= after < 1 << 62:
+                raise TypeError
+            turns.append(Turn(role, start, end))
+            at = after
+    except (TypeError, ValueError):
+        raise ValueError(f"messages are {shown(messages)}, which cannot be right") from None
+    fixed = notes.get("fixed", 0)  # files of earlier versions do not say
+    if type(fixed) is not int or not 0 <= fixed <= len(turns):
+        raise ValueError(f"fixed messages are {shown(fixed)}, which is no number of them")
+    return Protection(rules, tuple(turns), fixed)

@@ -1,0 +1,338 @@
+"""Saved contexts, from their files alone: what one is, how it is drawn and published on the Hugging Face Hub.
+
+No backbone is loaded for any of it. What comes from the Hub is a safetensors file, checked as any other; nothing of a
+repository is run.
+"""
+
+# K KV heads, C kept units
+
+from __future__ import annotations
+
+import re
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
+from torch import Tensor
+
+from locret import hub, shipped
+from locret._version import __version__
+from locret.base.tables import markdown
+from locret.cache.cache_file import SavedCache, described_scorer, read_saved
+from locret.cache.layer import HOST
+from locret.cache.store import POSITIONS
+from locret.conversation.protect import NOTHING, KeptTurn, Protection, kept_turns
+from locret.conversation.text import Source
+from locret.conversation.turns import checked_notes
+from locret.engines.prefix import Prefix
+from locret.pictures import Retention, as_lines, can_draw, retention_map
+from locret.policy.protection import spans_from
+from locret.publish_options import ContextPushOptions, check_repository
+
+_LONGEST = 200
+"""Characters of a text that are shown."""
+
+
+@dataclass(frozen=True)
+class SavedContext:
+    """A file that `Context.save`, `Chat.save` or `save_cache` wrote, all of it checked."""
+
+    path: Path
+    saved: SavedCache
+    sources: tuple[Source, ...] = ()
+    """What it was read from, where the file says."""
+    protection: Protection = NOTHING
+    """What is protected, and where its turns are."""
+
+    @classmethod
+    def open(cls, path: str | Path) -> SavedContext:
+        """Read and check a file.
+
+        Raises:
+            ValueError: If there is none, it is no saved context, or is damaged.
+            OSError: If it cannot be read.
+        """
+        saved = read_saved(path)
+        notes = saved.notes.get("conversation")
+        return cls(Path(path), saved, *(() if notes is None else checked_notes(notes, path, saved.state["vocab_size"])))
+
+    @property
+    def conversation(self) -> Mapping[str, Any]:
+        """What a conversation needs to go on; empty for a cache that was saved on its own."""
+        return self.saved.notes.get("conversation", {})  # type: ignore[no-any-return]
+
+    @property
+    def name(self) -> str:
+        """What its text was called."""
+        return str(self.conversation.get("name", self.path.name))
+
+    @property
+    def shown_name(self) -> str:
+        """The name on one line, without what a terminal or a page could take for more than text."""
+        return shown_text(self.name)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that were read."""
+        return int(self.saved.state["seen"])
+
+    @property
+    def scorer(self) -> str:
+        """The name of what rated its units."""
+        scorer = self.saved.state.get("scorer")
+        return str(scorer.get("name") if isinstance(scorer, dict) else scorer)
+
+    @property
+    def dtype(self) -> str:
+        """The type of its keys and values, or how many bits they have in codes."""
+        policy = self.saved.policy
+        if not policy.exact_bits:
+            return f"{policy.key_bits} and {policy.value_bits} bits"
+        first = self.saved.tensors[f"layers.{self.saved.backbone.layers[0]}.keys"]
+        return str(first.dtype).removeprefix("torch.")
+
+    def units(self, counter: str = "fill") -> list[int]:
+        """Return a counter of each full-attention layer: its units per KV head, a mean where heads differ."""
+        return [int(self.saved.state["layers"][index].get(counter, 0)) for index in self.saved.backbone.layers]
+
+    def bytes_of(self, *, host: bool) -> int:
+        """Return the bytes of the units of one tier, with what belongs to each."""
+        return sum(
+            tensor.numel() * tensor.element_size()
+            for name, tensor in self.saved.tensors.items()
+            if name.startswith("layers.") and name.split(".", 2)[2].startswith(HOST) == host
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Return what there is to say about it, as plain data."""
+        state, backbone, notes, prefix = self.saved.state, self.saved.backbone, self.conversation, self.prefix
+        return {
+            "context": str(self.path),
+            "name": self.name,
+            "sources": [asdict(source) for source in self.sources],
+            "tokens": self.tokens,
+            "units": self.units(),
+            "bytes": self.bytes_of(host=False),
+            "host_units": self.units("host_fill"),
+            "host_bytes": self.bytes_of(host=True),
+            "dtype": self.dtype,
+            "positions": self.saved.policy.positions,
+            "digest": None if isinstance(prefix, str) else prefix.digest.hex(),
+            "no_prefix_because": prefix if isinstance(prefix, str) else None,
+            "backbone": {**asdict(backbone), "layers": list(backbone.layers)},
+            "weights": state.get("weights"),
+            "scorer": state.get("scorer"),
+            "policy": self.saved.policy.to_dict(),
+            "template": notes.get("template"),
+            "system": notes.get("system"),
+            "turns": len(notes.get("turns", [])),
+            "protect": [str(rule) for rule in self.protection.rules],
+            "messages": None if (kept := self.kept_by_message()) is None else [asdict(one) for one in kept],
+            "file_bytes": self.path.stat().st_size,
+            "format": state.get("format"),
+            "written_by": state.get("toolkit_version"),
+        }
+
+    def lines(self) -> list[tuple[str, str]]:
+        """Return the facts as people read them: what, and how much of it."""
+        policy, backbone, facts, prefix = self.saved.policy, self.saved.backbone, self.facts(), self.prefix
+        system = "a system message" if facts["system"] else "no system message"
+        shapes = {backbone.shape(index): None for index in range(backbone.num_layers)}
+        widths = " or ".join(f"{one.num_kv_heads} KV heads, head dim {one.head_dim}" for one in shapes)
+        weights = str(facts["weights"]).rpartition(":")[2][:12] if facts["weights"] else "not recorded"
+        numbers = ("budget", "chunk_size", "stabilizers", "local_len")
+        found = {
+            "name": self.name,
+            "source": "; ".join(
+                f"{one.name}, {one.tokens:,} tokens, SHA-256 of its {one.of} {one.sha256[:16]}" for one in self.sources
+            ),
+            "read": f"{self.tokens:,} tokens, template {facts['template'] or 'none'}, {system}",
+            "held": f"{_span(facts['units'])} units per KV head, {facts['bytes']:,} bytes, {self.dtype}",
+            "second tier": f"{_span(facts['host_units'])} units per KV head, {facts['host_bytes']:,} bytes"
+            if any(facts["host_units"])
+            else "",
+            "said": f"{facts['turns']} turns" if facts["turns"] else "",
+            "backbone": f"{backbone.model_type}, {backbone.num_layers} layers of {widths}, weights {weights}",
+            "scorer": described_scorer(self.saved.state),
+            "policy": ", ".join(f"{name} {int(getattr(policy, name)):,}" for name in numbers),
+            "positions": policy.positions,
+            "other engines": f"no: {prefix}"
+            if isinstance(prefix, str)
+            else f"a prefix of {prefix.units:,} tokens, digest {prefix.digest.hex()[:16]}",
+            "file": f"{facts['file_bytes']:,} bytes, {facts['format']}, written by locret {facts['written_by']}",
+        }
+        return [(name, shown_text(text)) for name, text in found.items() if text]
+
+    def kept(self, layer: int) -> list[Tensor]:
+        """Return for every KV head of a full-attention layer the (C,) positions in the text that it holds."""
+        positions = self.saved.tensors[f"layers.{layer}.{POSITIONS}"].long()
+        if positions.dim() == 1:  # head after head, row after row
+            counts = self.saved.tensors[f"layers.{layer}.counts"][0].tolist()
+            return list(positions[: sum(counts)].split(counts))
+        return [head[head >= 0] for head in positions[0]]
+
+    def kept_by_message(self) -> list[KeptTurn] | None:
+        """Return what has stayed of each turn; None where the file does not say where they are."""
+        if self.protection.turns is None:
+            return None
+        heads = (head for layer in self.saved.backbone.layers for head in self.kept(layer))
+        rows = spans_from(self.saved.state.get("protected", []))
+        return kept_turns(heads, self.protection.turns, self.tokens, rows[0] if rows else ())
+
+    def retention(self, title: str) -> Retention:
+        """Return what is drawn of it."""
+        return Retention(title, {layer: self.kept(layer) for layer in self.saved.backbone.layers}, self.tokens)
+
+    @cached_property
+    def prefix(self) -> Prefix | str:
+        """What other engines are handed; where the context is no ordinary prefix, the reason."""
+        try:
+            return Prefix.from_file(self.path)
+        except ValueError as error:
+            return str(error).removeprefix(f"{self.path}: ")
+
+
+def shown_text(text: str) -> str:
+    """Return a text of a file for a terminal or a page: on one line, without control characters, not too long."""
+    line = text if text.isprintable() else ascii(text)[1:-1]
+    return line if len(line) <= _LONGEST else line[: _LONGEST - 3] + "..."
+
+
+def _span(counts: Sequence[int]) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"
+
+
+# -- on the Hub -------------------------------------------------------------------------------------------------------
+
+FILE, PICTURE, CARD, TAG = "context.safetensors", "kept.png", "README.md", "locret-context"
+_LACKS = f"has no {FILE}, so it does not hold a context; give a repository that locret-context push made"
+_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TEMPLATE = """\
+---
+{{ card_data }}
+---
+
+# {{ title }}
+
+What a language model keeps of a text of {{ tokens }} tokens, as [locret](https://github.com/locret/locret) has read it:
+{{ units }} cache units per KV head, which answer questions about the text without reading it again. A cache unit is the
+key and value of one token in one KV head of one layer. The file holds numbers for one backbone with the same weights,
+and runs no code. Whoever has it can ask about the text, and its header holds the text's last words.
+
+## What was kept
+
+{{ picture }}Each line is a layer, from the beginning of the text to its end; a higher bar: more was kept there.
+
+```
+{{ kept }}
+```
+
+{{ facts }}
+
+## How to use
+
+```python
+from locret import LongContextModel
+
+lm = LongContextModel.from_pretrained("{{ base }}", {{ scorer }})
+context = lm.load("{{ repo }}")
+print(context.ask("What is the text about?"))
+```
+
+```bash
+locret-context pull {{ repo }} --output book.ctx
+locret-context ask book.ctx --model {{ base }} {{ flags }} --question "What is the text about?"
+```
+{{ engines }}
+Written by locret {{ version }}.
+"""
+_ENGINES = """
+As the first {units} tokens of a prompt [other engines](https://github.com/locret/locret/blob/main/docs/engines.md) take
+it, too; for llama.cpp: `locret-context export book.ctx --to llamacpp --output book.bin`.
+"""
+
+
+def find_context(name: str | Path, *, revision: str | None = None) -> Path:
+    """Return the file of a context: the one named, or a download of the repository named, not checked yet.
+
+    Args:
+        name: A file, or org/name on the Hub.
+        revision: Branch, tag or commit on the Hub.
+
+    Raises:
+        ValueError: If a revision of a file is asked for, or the Hub has no such context.
+        OSError: If the Hub refuses or cannot be reached.
+    """
+    path, text = Path(name), str(name)
+    if not path.exists() and _REPOSITORY.fullmatch(text) and not path.parent.exists():
+        return download(text, revision=revision)
+    if revision is not None:
+        raise ValueError(f"revision={revision!r} is of a repository on the Hub, but {text} is a file; leave it out")
+    return path
+
+
+def download(repo: str, *, revision: str | None = None) -> Path:
+    """Return the file of a context on the Hub, in the download cache; raises as `find_context`."""
+    check_repository(repo)
+    with hub.one_sentence("load", repo, what="file", lacks=_LACKS):
+        return Path(hf_hub_download(repo, FILE, revision=revision))
+
+
+def publish(options: ContextPushOptions) -> dict[str, Any]:
+    """Check and upload a saved context, with its card and picture; returns and raises as `locret.hub.upload`.
+
+    Raises:
+        ValueError: Also if the file is not that of a context.
+
+    Warns:
+        UserWarning: If others will see it.
+    """
+    saved = SavedContext.open(shipped.find(options.context))
+    if not saved.conversation or saved.conversation.get("turns"):
+        what = "a conversation, with what was said" if saved.conversation else "a cache without its conversation"
+        raise ValueError(
+            f"{options.context} holds {what}; push a context, as context.save or locret-context read write it"
+        )
+    if not options.private:
+        warnings.warn(
+            f"whoever can read {options.repo} can ask this context about its text, and sees the text's last words; a "
+            "private repository (--private, or private=True) keeps them to those you choose",
+            stacklevel=2,
+        )
+    contents: dict[str, Path | bytes] = {FILE: saved.path.resolve()}
+    if can_draw("a picture of what was kept"):
+        with tempfile.TemporaryDirectory() as folder:
+            retention_map([saved.retention(saved.shown_name)], Path(folder, PICTURE))
+            contents[PICTURE] = Path(folder, PICTURE).read_bytes()
+    return hub.upload(options, {CARD: card(saved, options, picture=PICTURE in contents).encode(), **contents})
+
+
+def card(saved: SavedContext, options: ContextPushOptions, *, picture: bool) -> str:
+    """Return the card of a context, front matter included, with a picture or without."""
+    trained = saved.scorer == "retaining_heads"
+    scorer = saved.scorer if re.fullmatch(r"[\w:.+-]+", saved.scorer) else "its-scorer"
+    heads, units = options.heads or "path/to/its-heads", f"{max(saved.units()):,}"
+    values: dict[str, Any] = {
+        "title": saved.shown_name,
+        "tokens": f"{saved.tokens:,}",
+        "units": units,
+        "picture": f"![what was kept]({PICTURE})\n\n" if picture else "",
+        "kept": "\n".join(as_lines(saved.retention(saved.shown_name))),
+        "facts": "\n".join(markdown(("", ""), saved.lines(), numbers=False)),
+        "base": options.base_model or "path/to/its-backbone",
+        "scorer": f'heads="{heads}"' if trained else f'scorer="{scorer}"',
+        "flags": f"--heads {heads}" if trained else f"--scorer {scorer}",
+        "repo": options.repo,
+        "engines": "" if isinstance(saved.prefix, str) else _ENGINES.format(units=units),
+        "version": __version__,
+    }
+    tags = [TAG, "long-context", "kv-cache"]
+    data = ModelCardData(library_name="locret", tags=tags, base_model=options.base_model, license=options.license)
+    made: ModelCard = ModelCard.from_template(card_data=data, template_str=_TEMPLATE, **values)
+    return str(made)

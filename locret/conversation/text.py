@@ -1,0 +1,546 @@
+"""What there is to read: a text, a file, pieces or ids; opened here, tokenised in bounded memory, shown as it is read.
+
+A text may be cut where tokenising the text on both sides of the cut in one piece gives the same tokens as tokenising
+up to the cut, and then beyond it. That is tested at every cut, with `margin` characters on each side; what follows one
+is tokenised together with what precedes it, and the tokens of the latter dropped, so that nothing happens at a cut that
+happens only at a text's start (a space put before the first word, say). No offsets are needed, so any tokenizer does.
+
+Cuts are looked for before white space first, then anywhere. If a whole window has none (a word longer than that, in
+which no cut can be proven), it grows up to `GROWTH` times, and is then cut regardless: memory stays bounded and no text
+is lost, but the tokens next to that cut may differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from array import array
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from locret import shipped
+from locret.base.fields import shown
+from locret.policy.policy import RetentionPolicy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from locret.cache.cache import RetentionCache
+
+GROWTH = 4
+WINDOW = 1 << 17
+"""Characters that are tokenised at a time."""
+LONGEST_PENDING = GROWTH * WINDOW
+"""Characters that may wait for what follows them."""
+TRIES = 24
+"""Cuts tried of each kind, and starts of the text before a cut: enough to fall on each phase of a digit group."""
+HELD = 64
+"""Characters at a text's end that wait for what follows; tokens are shorter, but for long runs of one character."""
+WORD_START = re.compile(r"(?<=\S)(?=\s)")
+_FILES = (".txt", ".md", ".rst", ".tex", ".json", ".jsonl", ".csv", ".html", ".htm", ".xml", ".log", ".pdf", ".epub")
+_LONGEST_PATH = 4096
+_SLICE = 1 << 14
+"""Characters between two looks at how far a text has been read."""
+
+
+# -- tokens -----------------------------------------------------------------------------------------------------------
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the token ids of a text without special tokens around it, whatever the model's maximum length."""
+    arguments: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+    return list(tokenizer(text, **arguments)["input_ids"])
+
+
+def decode(tokenizer: Any, ids: Iterable[int]) -> str:
+    """Return the text of generated ids, as the model wrote it: no clean-up that would differ from word to word."""
+    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def leading_special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids that the tokenizer puts before a text by default (bos), found by asking it."""
+    plain = encode(tokenizer, "a")
+    special = list(tokenizer.encode("a", add_special_tokens=True))
+    for start in range(len(special) - len(plain) + 1):
+        if special[start : start + len(plain)] == plain:
+            return special[:start]
+    return []
+
+
+def token_stream(
+    tokenizer: PreTrainedTokenizerBase,
+    pieces: Iterable[str],
+    *,
+    add_special_tokens: bool = True,
+    window: int = WINDOW,
+    margin: int = 1 << 10,
+) -> Iterator[list[int]]:
+    """Tokenise a text that comes in pieces, holding a few windows of it at most.
+
+    Args:
+        tokenizer: Any tokenizer; no offsets are needed.
+        pieces: The text, cut anywhere.
+        add_special_tokens: Whether to begin with the tokenizer's leading special tokens (bos).
+        window: Characters tokenised at a time, at least 4 `margin`.
+        margin: Characters on each side of a cut that have to agree. Longer than any word, tokens are exact.
+
+    Yields:
+        Lists of token ids, none empty; concatenated they are the ids of the whole text without trailing special tokens.
+    """
+    if add_special_tokens and (special := leading_special_ids(tokenizer)):
+        yield special
+    stream = TokenStream(tokenizer, window=window, margin=margin)
+    yield from stream.add(pieces)
+    if ids := stream.finish():
+        yield ids
+
+
+class TokenStream:
+    """A text that is tokenised as it comes in; the tokens are those of the whole text.
+
+    Args:
+        tokenizer: Any tokenizer; no offsets are needed.
+        window: Characters tokenised at a time.
+        margin: Characters on each side of a cut that have to agree.
+        context: The end of a text that came before and whose tokens are known.
+        pending: What followed it, and has no tokens yet.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        window: int = WINDOW,
+        margin: int = 1 << 10,
+        context: str = "",
+        pending: str = "",
+    ) -> None:
+        self.tokenizer, self.window, self.margin = tokenizer, window, margin
+        self.context, self.pending = context, pending
+        self.taken = self.made = 0
+        """Characters that have their tokens, and how many tokens those are."""
+        self.found: dict[int, int] = {}
+        """The number of the first token that does not end before a character that `locate` has asked for."""
+        self._wanted: set[int] = set()
+
+    def locate(self, character: int) -> None:
+        """Ask for the place of a character that has no token yet, counted from where this stream began."""
+        assert character >= self.taken
+        self._wanted.add(character)
+
+    def add(self, pieces: Iterable[str]) -> Iterator[list[int]]:
+        """Take more of the text and yield the tokens that no later text can change."""
+        wanted = self.window
+        for piece in pieces:
+            for start in range(0, len(piece), self.window):  # a piece may be the whole text
+                self.pending += piece[start : start + self.window]
+                while len(self.pending) >= wanted:
+                    block = _cut(self.tokenizer, self.context, self.pending, self.margin)
+                    if block is None and wanted < GROWTH * self.window:
+                        wanted += self.window
+                        continue
+                    block = block or _forced_cut(self.tokenizer, self.context, self.pending, self.margin)
+                    wanted = self.window
+                    yield from self._taken(block)
+
+    def hold(self) -> Iterator[list[int]]:
+        """Yield the tokens of all but the last words, which wait for the text that follows them."""
+        margin = min(HELD, len(self.pending) // 4)
+        block = _cut(self.tokenizer, self.context, self.pending, margin, within_words=margin == HELD)
+        if block is None and len(self.pending) > self.margin:
+            block = _forced_cut(self.tokenizer, self.context, self.pending, HELD)
+        if block is not None:
+            yield from self._taken(block)
+
+    def rest(self, text: str) -> list[int]:
+        """Return the tokens of all that waits and of a last text."""
+        return [*(token for block in self.add([text]) for token in block), *self.finish()]
+
+    def copy(self) -> TokenStream:
+        """Return a stream that goes its own way."""
+        state = {"context": self.context, "pending": self.pending}
+        twin = TokenStream(self.tokenizer, window=self.window, margin=self.margin, **state)
+        twin.taken, twin.made, twin.found, twin._wanted = self.taken, self.made, dict(self.found), set(self._wanted)
+        return twin
+
+    def finish(self) -> list[int]:
+        """Return the tokens of all that waits: nothing follows, or what does is no text."""
+        ids = _encode_after(self.tokenizer, self.context, self.pending)
+        self._note(self.pending, ids)
+        self.context, self.pending = (self.context + self.pending)[-self.margin :], ""
+        return ids
+
+    def _note(self, text: str, ids: list[int]) -> None:
+        """Count a text and its tokens, which follow the context, and find what was asked for in it."""
+        inside = [one for one in self._wanted if one < self.taken + len(text)]
+        places = _places(self.tokenizer, self.context, text, ids, [one - self.taken for one in inside])
+        self.found |= {one: self.made + place for one, place in zip(inside, places, strict=True)}
+        self._wanted.difference_update(inside)
+        self.taken, self.made = self.taken + len(text), self.made + len(ids)
+
+    def _taken(self, block: _Block) -> Iterator[list[int]]:
+        self._note(self.pending[: block.cut], block.ids)
+        self.context, self.pending = block.context, self.pending[block.cut :]
+        if block.ids:
+            yield block.ids
+
+
+class _Block(NamedTuple):
+    """A text up to a cut: its tokens, and its end, with which the text after the cut is to be tokenised."""
+
+    cut: int
+    ids: list[int]
+    context: str
+
+
+def _cut(
+    tokenizer: PreTrainedTokenizerBase, context: str, text: str, margin: int, *, within_words: bool = True
+) -> _Block | None:
+    """Cut a text in its second half where that changes no token; None if no such place is found.
+
+    A margin that is shorter than a word does not show that a cut within one is right.
+    """
+    first, last = max(len(text) // 2, margin), len(text) - margin
+    word_starts = [match.start() for match in WORD_START.finditer(text, first, last)][-TRIES:]
+    within = range(last, max(first, last - TRIES), -1) if within_words else ()
+    for cut in [*reversed(word_starts), *within]:
+        ids = _encode_after(tokenizer, context, text[:cut])
+        before = _faithful_end(tokenizer, ids, context + text[:cut], margin)
+        if before is None:
+            continue
+        before_ids = encode(tokenizer, before)
+        if encode(tokenizer, before + text[cut : cut + margin])[: len(before_ids)] == before_ids:
+            return _Block(cut, ids, before)
+    return None
+
+
+def _forced_cut(tokenizer: PreTrainedTokenizerBase, context: str, text: str, margin: int) -> _Block:
+    cut = len(text) - margin
+    return _Block(cut, _encode_after(tokenizer, context, text[:cut]), text[cut - margin : cut])
+
+
+def _faithful_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, margin: int) -> str | None:
+    """The last `margin` or more characters of a text whose tokens, made without the rest, end as `ids`; or None.
+
+    Starting inside a word or a group of digits changes the tokens for a while; a start is right if they agree at last.
+    """
+    earliest = max(len(text) - 2 * margin, 0)
+    word_starts = [match.start() for match in WORD_START.finditer(text, earliest, len(text) - margin)][:TRIES]
+    for start in [*word_starts, *range(earliest, min(earliest + TRIES, len(text) - 1))]:
+        end_ids = encode(tokenizer, text[start:])
+        agreeing = max(len(end_ids) // 2, 1)
+        if end_ids[-agreeing:] == ids[-agreeing:]:
+            return text[start:]
+    return None
+
+
+def _encode_after(tokenizer: PreTrainedTokenizerBase, context: str, text: str) -> list[int]:
+    """Return the tokens of a text that follows another; if they cannot be told apart, those of the text alone."""
+    context_ids = encode(tokenizer, context) if context else []
+    ids = encode(tokenizer, context + text)
+    return ids[len(context_ids) :] if ids[: len(context_ids)] == context_ids else encode(tokenizer, text)
+
+
+def _places(
+    tokenizer: PreTrainedTokenizerBase, context: str, text: str, ids: list[int], characters: list[int]
+) -> list[int]:
+    """Return for characters of a text the first of its tokens, which follow a context, that does not end before it."""
+    if not characters:
+        return []
+    if not tokenizer.is_fast:  # no offsets: what is the same without what follows
+        return [shared(_encode_after(tokenizer, context, text[:one]), ids) for one in characters]
+    before = len(encode(tokenizer, context)) if context else 0
+    skipped, whole = context, encode(tokenizer, context + text)
+    if whole[before:] != ids:  # they could not be told apart
+        skipped, before = "", 0
+    arguments: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    offsets = tokenizer(skipped + text, **arguments)["offset_mapping"][before:]
+    ends = [end - len(skipped) for _, end in offsets]
+    return [bisect_right(ends, one) for one in characters]
+
+
+def shared(ids: Iterable[int], others: Iterable[int]) -> int:
+    """Return how many ids two lists begin with alike."""
+    agree = [one == other for one, other in zip(ids, others, strict=False)]
+    return (*agree, False).index(False)
+
+
+# -- documents --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """What a context was read from."""
+
+    name: str
+    sha256: str
+    """Of the text in UTF-8, without byte-order mark, line ends as newlines; or of ids in decimal, one a line."""
+    of: str
+    """What that is the digest of: "text" or "ids"."""
+    tokens: int
+    """Tokens that were read, those before the text included."""
+
+    def __post_init__(self) -> None:
+        if not is_text(self.name) or self.of not in ("text", "ids"):
+            raise ValueError(f"name={shown(self.name)} of {shown(self.of)} is no source")
+        if not isinstance(self.sha256, str) or not re.fullmatch("[0-9a-f]{64}", self.sha256):
+            raise ValueError(f"sha256={shown(self.sha256)} is no SHA-256 in hexadecimal digits")
+        if type(self.tokens) is not int or self.tokens < 1:
+            raise ValueError(f"tokens={shown(self.tokens)} is no number of tokens")
+
+
+@dataclass
+class Document:
+    """A text to read, or its token ids, and how much of it there is; its digest is that of what has been taken."""
+
+    name: str
+    pieces: Iterable[str] | None = None
+    ids: Iterable[list[int]] | None = None
+    size: int | None = None
+    """Characters, bytes or tokens; None if unknown."""
+    unit: str = "characters"
+    source: Path | None = None
+    _digest: Any = field(default_factory=hashlib.sha256, init=False, repr=False)
+    _of: str = field(default="text", init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.name.encode("utf-8", "replace").decode()  # the name of a file may be bytes that are no text
+        if self.pieces is not None:
+            self.pieces = self._noted(self.pieces, str)
+        elif self.ids is not None:
+            self.ids = self._noted(self.ids, lambda block: "".join(f"{one}\n" for one in block))
+            self._of = "ids"
+
+    def _noted(self, parts: Iterable[Any], as_text: Callable[[Any], str]) -> Iterator[Any]:
+        for part in parts:
+            self._digest.update(as_text(part).encode("utf-8", "surrogatepass"))
+            yield part
+
+    def read(self, tokens: int) -> Source:
+        """Return what has been read, once all has been taken, as so many tokens."""
+        return Source(name=self.name, sha256=self._digest.hexdigest(), of=self._of, tokens=tokens)
+
+    def count(self, tokenizer: Any) -> None:
+        """Tokenise it all, so that its size is known in tokens; 8 bytes each are held."""
+        assert self.pieces is not None
+        found = whole(token_stream(tokenizer, trimmed(self.pieces), add_special_tokens=False))[0].tolist()
+        if not found:
+            raise ValueError(f"{self.name} is empty; give a text to read")
+        self.pieces, self.ids, self.size, self.unit = None, [found], len(found), "tokens"
+
+
+def open_document(source: Any, name: str | None = None) -> Document:
+    """Return what a user gave to be read.
+
+    A str is the path of a file if there is one of that name, else the text itself. Of an iterator the first item
+    decides: pieces of a text, ids, or lists of ids.
+
+    Args:
+        source: A text, a path, an iterator of pieces of a text, ids, or an iterator of ids or of lists of them.
+        name: What to call it; else the file's name.
+
+    Raises:
+        ValueError: For an empty text, a file that is not there, or something else.
+    """
+    if name is not None and not is_text(name):
+        raise ValueError(f"name={name!r} is no text; give a name, or leave it out")
+    if isinstance(source, str) and not _is_path(source):
+        if not source.strip():
+            raise ValueError("the text is empty; give something to read")
+        return Document(name or "text", iter([_piece(source)]), size=len(source))
+    if isinstance(source, (str, Path)):
+        return open_file(source, name)
+    if isinstance(source, Tensor):
+        if source.ndim > 2 or (source.ndim == 2 and source.shape[0] != 1):
+            raise ValueError(f"ids of shape {tuple(source.shape)} are no single text; give (N,) ids")
+        source = source.flatten().tolist()
+    size = len(source) if isinstance(source, (list, tuple, array)) else None
+    if isinstance(source, (bytes, bytearray, Mapping, Set)) or not isinstance(source, Iterable):
+        raise ValueError(
+            f"{type(source).__name__} cannot be read; give a text, a path, an iterator of pieces, or token ids"
+        )
+    items = iter(source)
+    first = next(items, None)
+    if first is None:
+        raise ValueError("the text is empty; give something to read")
+    items = chain([first], items)
+    if isinstance(first, str):
+        return Document(name or "text", map(_piece, items))
+    return Document(name or "ids", ids=map(_ids, items), size=size if isinstance(first, int) else None, unit="tokens")
+
+
+def open_file(file: str | Path, name: str | None = None, setting: str = "") -> Document:
+    """Return a file's text, or that of standard input for `-`; messages put `setting` before the path.
+
+    Raises:
+        ValueError: If it is missing, a folder or not readable; while it is read, if it is not UTF-8.
+    """
+    path = Path(os.path.expanduser(shipped.find(str(file))))
+    size = path.stat().st_size if path.is_file() else None
+    called = name or ("standard input" if str(file) == "-" else path.name)
+    return Document(called, read_text(file, setting=setting), size=size, unit="bytes", source=path)
+
+
+def read_text(source: str | Path, block_chars: int = 1 << 20, setting: str = "--prompt-file ") -> Iterator[str]:
+    """Read a UTF-8 text block by block; a byte-order mark is dropped, line ends become newlines.
+
+    Args:
+        source: Path of a file, or the name of a shipped text; `-` is standard input.
+        block_chars: Characters per block; never more are held.
+        setting: What error messages put before the path.
+
+    Yields:
+        Blocks of at most `block_chars` characters. The file is opened at once, not at the first block.
+
+    Raises:
+        ValueError: If the file is missing, a folder or not readable, or, while reading, not UTF-8.
+    """
+    where: Any = sys.stdin.fileno() if str(source) == "-" else os.path.expanduser(shipped.find(str(source)))
+    try:
+        stream = open(where, encoding="utf-8-sig", closefd=not isinstance(where, int))  # noqa: SIM115
+    except FileNotFoundError:
+        raise ValueError(f"{setting}{source}: no such file; check the path, or use - for standard input") from None
+    except IsADirectoryError:
+        raise ValueError(f"{setting}{source}: that is a folder; give one text file") from None
+    except OSError as error:
+        raise ValueError(f"{setting}{source}: cannot be read ({error.strerror}); check its permissions") from None
+
+    def blocks() -> Iterator[str]:
+        with stream:
+            try:
+                while block := stream.read(block_chars):
+                    yield block
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{setting}{source}: not UTF-8 text ({error.reason}); convert it, "
+                    "for instance with `iconv -t UTF-8`"
+                ) from None
+
+    return blocks()
+
+
+def trimmed(pieces: Iterable[str]) -> Iterator[str]:
+    """Yield a text without the white space around it, as chat templates write it; no piece is empty."""
+    held, started = "", False
+    for piece in pieces:
+        piece = held + (piece if started else piece.lstrip())
+        body = piece.rstrip()
+        held = piece[len(body) :]
+        if body:
+            started = True
+            yield body
+
+
+def is_text(value: Any) -> bool:
+    """Return whether a tokenizer can read a value: half characters (surrogates) are no text."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
+
+
+def _piece(item: Any) -> str:
+    if not is_text(item):
+        raise ValueError(f"a piece of the text is {repr(item)[:80]}, which is no text in Unicode; give texts only")
+    return item  # type: ignore[no-any-return]
+
+
+def _ids(item: Any) -> list[int]:
+    """Return one id, or several, as numbers of Python; nothing is rounded."""
+    if type(item) is int:
+        return [item]
+    try:
+        ids = torch.as_tensor(item).flatten()
+        if isinstance(item, (list, tuple)) and not len(ids):  # a line of a text may have no tokens
+            return []
+        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+            raise TypeError
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{shown(item)} among the token ids is none; give whole numbers, or lists of them") from None
+    return ids.tolist()
+
+
+def _is_path(text: str) -> bool:
+    if "\n" in text or len(text) > _LONGEST_PATH or not text.strip():
+        return False
+    if os.path.exists(os.path.expanduser(shipped.find(text))):
+        return True
+    # A mistyped name must not be read as a text of one line.
+    one_word = len(text.split()) == 1
+    return text.lower().endswith(_FILES) or (one_word and ("/" in text or os.sep in text))
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+class ReadingBar:
+    """A progress bar over a text; it counts what the text's size is known in, as far as its tokens have been read."""
+
+    def __init__(self, document: Document, show: bool = True) -> None:
+        notebook = any(cls.__name__ == "tqdm_notebook" for cls in tqdm.__mro__)
+        disable = not show or (False if notebook else None)  # None: where nobody watches standard error
+        unit = {"bytes": "B", "characters": "chars", "tokens": "token"}[document.unit]
+        self.bar = tqdm(total=document.size, unit=unit, unit_scale=True, desc="reading", disable=disable)
+        self.unit, self.given, self.tokens = document.unit, 0, 0
+
+    def pieces(self, pieces: Iterable[str]) -> Iterator[str]:
+        """Pass a text on, and count it."""
+        for piece in pieces:
+            for start in range(0, len(piece), _SLICE):
+                part = piece[start : start + _SLICE]
+                self.given += len(part.encode("utf-8", "surrogatepass")) if self.unit == "bytes" else len(part)
+                yield part
+
+    def blocks(self, blocks: Iterable[list[int]]) -> Iterator[list[int]]:
+        """Pass token ids on, and count them."""
+        for block in blocks:
+            self.tokens += len(block)
+            yield block
+
+    def __call__(self, cache: RetentionCache) -> None:
+        """Show how far a cache has got."""
+        done = self.tokens if self.unit == "tokens" else self.given
+        done = int(done * min(1.0, cache.seen / max(self.tokens, 1)))
+        self.bar.update(max(0, min(done, self.bar.total or done) - self.bar.n))
+
+    def close(self, *, whole: bool) -> None:
+        """Leave the bar as it is, full if all has been read."""
+        if whole and self.bar.total is not None:
+            self.bar.update(max(0, self.bar.total - self.bar.n))
+        self.bar.close()
+
+
+def as_prompt(blocks: Iterable[list[int]], policy: RetentionPolicy, most: int) -> Tensor | Iterable[list[int]]:
+    """Return ids as `prefill` takes them: as a whole where the plan depends on their number, or where they are few.
+
+    Args:
+        blocks: Lists of ids.
+        policy: How they will be read.
+        most: Tokens that are not worth a stream: no more than their number is allocated then.
+    """
+    if policy.plans_by_length:
+        return whole(blocks)
+    rest, head = iter(blocks), list[int]()
+    for block in rest:
+        head.extend(block)
+        if len(head) > most:
+            return chain([head], rest)
+    return torch.tensor([head], dtype=torch.long)
+
+
+def whole(blocks: Iterable[list[int]]) -> Tensor:
+    """Return ids as (1, N), 8 bytes each, for a plan that depends on N."""
+    found = array("q")
+    for block in blocks:
+        found.extend(block)
+    return torch.tensor(found, dtype=torch.long)[None]
