@@ -13,26 +13,9 @@ from locret.lookups.infllm import InfLLM
 from locret.lookups.omnikv import OmniKVLookup
 from locret.lookups.quest import QuestLookup
 
-__all__ = [
-    "Ask",
-    "CodesLookup",
-    "ExactLookup",
-    "InfLLM",
-    "Lookup",
-    "OmniKVLookup",
-    "QuestLookup",
-    "find",
-    "get",
-    "in_blocks",
-    "names",
-]
+__all__ = ["Ask", "ExactLookup", "InfLLM", "Lookup", "find", "get", "in_blocks", "least_budget", "names"]
 
-_LOOKUPS: tuple[type[Lookup], ...] = (
-    CodesLookup,
-    ExactLookup,
-    OmniKVLookup,
-    QuestLookup,
-)
+_LOOKUPS: tuple[type[Lookup], ...] = (CodesLookup, ExactLookup, OmniKVLookup, QuestLookup)
 
 
 def names() -> list[str]:

@@ -71,6 +71,13 @@ def logits_of(query: Tensor, keys: Keys) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, dim=-1)
 
 
+WHOLE = {"when": "chunk", "positions": "original", "budget": 1, "stabilizers": 0, "local_len": 1, "host_budget": "all"}
+"""The policy of papers that keep all of a prompt, in its original positions, and read it densely.
+
+What a chunk evicts, the next chunk recalls, so that fast memory holds a chunk and the dense layers.
+"""
+
+
 @dataclass(slots=True, kw_only=True)  # not frozen, which takes longer to make: there is one per layer and token
 class Ask:
     """What queries of one layer ask of its second tier."""
@@ -132,12 +139,18 @@ class Lookup(Chosen):
         return 0
 
     def check(self, recall: int) -> None:
-        """Refuse a number of units to recall that contradicts an option.
+        """Refuse a number of units to recall that contradicts the option `tokens`, where there is one.
 
         Raises:
-            ValueError: Saying which, and what to change.
+            ValueError: Saying what to change.
         """
-        return None
+        tokens = self.asked()
+        if tokens is not None and tokens != recall:
+            self.refuse(f"tokens={tokens}, but recall={recall}; leave tokens out, or recall as many")
+
+    def asked(self) -> int | None:
+        """Return the units to recall that an option says; None: as many as the policy says."""
+        return getattr(self, "tokens", None)
 
     def as_method(self) -> dict[str, Any] | None:
         """Return the policy that makes this lookup a method of its own, as its paper has it; None if it is none."""
@@ -152,13 +165,3 @@ class Lookup(Chosen):
             are N, where every query head has its own units, K, where those of a group share them, or 1; queries are L,
             or 1 where all share them. -1 is no unit, where some choose fewer. None: all units.
         """
-
-
-def check_tokens(name: str, tokens: int | None, recall: int) -> None:
-    """Refuse a token budget of a lookup that is not the number of units to recall.
-
-    Raises:
-        ValueError: If both are given and differ.
-    """
-    if tokens is not None and tokens != recall:
-        raise ValueError(f"lookup {name}: tokens={tokens}, but recall={recall}; leave tokens out, or recall as many")

@@ -22,9 +22,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from locret.base.fields import Range
 from locret.lookups.base import DECODED, Ask, Keys, Lookup, blocks, keys_at
 
-_BITS = (2, 4, 8)
 _MOST = 65504.0
 """Largest number of half precision."""
 _LOGITS = 1 << 23
@@ -67,8 +67,8 @@ class CodedKeys:
 
     def to(self, device: torch.device) -> CodedKeys:
         """Move there, for good."""
-        self.mean, self.packed = self.mean.to(device), self.packed.to(device)
-        self.low, self.step = self.low.to(device), self.step.to(device)
+        for name in ("mean", "packed", "low", "step"):
+            setattr(self, name, getattr(self, name).to(device))
         return self
 
     def logits(self, query: Tensor) -> Tensor:
@@ -108,18 +108,12 @@ class CodesLookup(Lookup):
 
     name: ClassVar[str] = "codes"
     over_ranks: ClassVar[bool] = True
+    ranges = {"bits": (2, 4, 8), "oversample": Range(1)}
 
     bits: int = 4
     """Bits of each channel of a key in the index: 2, 4 or 8."""
     oversample: int = 2
     """Exact keys that are looked at, times the units that are recalled."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.bits not in _BITS:
-            raise ValueError(f"lookup {self.name}: bits={self.bits} is unknown; choose one of 2, 4, 8")
-        if self.oversample < 1:
-            raise ValueError(f"lookup {self.name}: oversample={self.oversample} is too small; it must be 1 or more")
 
     def index(self, keys: Keys, positions: Tensor) -> CodedKeys:
         """Return the keys in codes."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from locret.base.fields import SHARE, Range
 from locret.base.nearest import nearest
 from locret.base.registry import Chosen
 
@@ -34,7 +35,11 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 """Published settings: of the authors (Llama-3, MiniCPM, Mistral, Vicuna), and of OmniKV's baselines at 30 % memory."""
 EXECUTION_BLOCK = 512
 """Tokens that look up blocks together, in all published settings."""
-_FAR = ("fixed", "original")
+_NUMBERS = ("local", "block", "init", "topk", "cached", "repr_topk")
+_ORDERED = (
+    ("topk", "cached", "more blocks would be seen than may lie on the device"),
+    ("repr_topk", "block", "a block has no more tokens"),
+)
 
 
 def attention_column(member: int) -> str:
@@ -48,6 +53,12 @@ class InfLLM(Chosen):
 
     kind: ClassVar[str] = "lookup"
     name: ClassVar[str] = "infllm"
+    ranges = {
+        **dict.fromkeys(_NUMBERS, Range(1)),
+        "init": Range(0),
+        "decay": SHARE,
+        "far": ("fixed", "original"),
+    }
 
     preset: str | None = None
     """Published settings to start from: llama-3, minicpm, mistral, mistral-12k, vicuna, omnikv-longbench or
@@ -79,37 +90,18 @@ class InfLLM(Chosen):
         Raises:
             ValueError: For the first that is out of range.
         """
-        super().__post_init__()
         if self.preset is not None:
-            self._take_preset(self.preset)
-        for name in ("local", "block", "init", "topk", "cached", "repr_topk"):
-            value, least = getattr(self, name), 0 if name == "init" else 1
-            if value is not None and value < least:
-                raise ValueError(f"lookup {self.name}: {name}={value} is too small; it must be {least} or more")
-        if self.decay is not None and not 0 <= self.decay <= 1:
-            raise ValueError(f"lookup {self.name}: decay={self.decay} is not a factor; give 0 to 1, such as 0.1")
-        if self.far not in _FAR:
-            raise ValueError(f'lookup {self.name}: far="{self.far}" is unknown; choose one of {", ".join(_FAR)}')
-        self._check_order("topk", "cached", "more blocks would be seen than may lie on the device")
-        self._check_order("repr_topk", "block", "a block has no more tokens")
-
-    def _take_preset(self, preset: str) -> None:
-        if preset not in PRESETS:
-            near = nearest(preset, PRESETS) or list(PRESETS)
-            raise ValueError(f'lookup {self.name}: preset="{preset}" is unknown; did you mean {" or ".join(near)}?')
-        for name, value in PRESETS[preset].items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-
-    def _check_order(self, small: str, large: str, why: str) -> None:
-        least, most = getattr(self, small), getattr(self, large)
-        if least is not None and most is not None and least > most:
-            raise ValueError(
-                f"lookup {self.name}: {small}={least} is above {large}={most}, but {why}; raise {large}, or lower "
-                f"{small}"
-            )
-
-    # -- the numbers that follow --------------------------------------------------------------------------------------
+            if self.preset not in PRESETS:
+                near = nearest(str(self.preset), PRESETS) or list(PRESETS)
+                self.refuse(f'preset="{self.preset}" is unknown; did you mean {" or ".join(near)}?')
+            for name, value in PRESETS[self.preset].items():
+                if getattr(self, name) is None:
+                    object.__setattr__(self, name, value)
+        super().__post_init__()
+        for small, large, why in _ORDERED:
+            least, most = getattr(self, small), getattr(self, large)
+            if least is not None and most is not None and least > most:
+                self.refuse(f"{small}={least} is above {large}={most}, but {why}; raise {large}, or lower {small}")
 
     def completed(self, budget: int) -> InfLLM:
         """Return the same with all numbers: those not given follow from `local`, and that from the budget.
@@ -120,22 +112,17 @@ class InfLLM(Chosen):
         Raises:
             ValueError: If they are more.
         """
-        if self.local is not None:
-            made = self._around(self.local)
-            if made.units > budget:
-                raise ValueError(
-                    f"recall_by={self.name} with local={made.local} holds {made.units} units on the device (init="
-                    f"{made.init}, block={made.block}, cached={made.cached} blocks), but budget={budget}; raise "
-                    f"budget to {made.units}, or lower local"
-                )
-            return made
-        for local in range(min(budget, 4096), 0, -1):
-            made = self._around(local)
-            if made.units <= budget:
-                return made
-        raise ValueError(
-            f"recall_by={self.name} needs {self.least_budget} units on the device, but budget={budget}; raise budget"
-        )
+        made = self._around(self.local or 1)
+        if self.local is None:
+            fitting = (self._around(local) for local in range(min(budget, 4096), 0, -1))
+            made = next((one for one in fitting if one.units <= budget), made)
+        if made.units > budget:
+            raise ValueError(
+                f"recall_by={self.name} with local={made.local} holds {made.units} units on the device (init="
+                f"{made.init}, block={made.block}, cached={made.cached} blocks), but budget={budget}; raise budget to "
+                f"{made.units}, or lower local"
+            )
+        return made
 
     @property
     def least_budget(self) -> int:
@@ -159,9 +146,8 @@ class InfLLM(Chosen):
     @property
     def numbers(self) -> tuple[int, int, int, int, int, int]:
         """Local, block, init, topk, cached and repr_topk, of one that is completed."""
-        found = [getattr(self, name) for name in ("local", "block", "init", "topk", "cached", "repr_topk")]
-        assert all(isinstance(number, int) for number in found)
-        return tuple(found)
+        found: Any = tuple(getattr(self, name) for name in _NUMBERS)
+        return found  # type: ignore[no-any-return]
 
     @property
     def units(self) -> int:

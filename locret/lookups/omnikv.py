@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from locret.backbone.head_ranks import HeadRanks
-from locret.lookups.base import Ask, Keys, Lookup, check_tokens, logits_of
+from locret.base.fields import SHARE, Range
+from locret.lookups.base import WHOLE, Ask, Keys, Lookup, logits_of
 
 PUBLISHED: Mapping[int, tuple[int, ...]] = MappingProxyType({32: (2, 8, 18), 48: (6, 11, 30), 80: (4, 19, 41)})
 """Filter layers by number of layers: Llama-3-8B-262K, Yi-9B-200K, Llama-3.1-70B."""
-SELECTORS = ("uniform", "exp", "last", "raw")
 _SHALLOW = 16
 _SCORES, _CHOSEN = "omnikv scores", "omnikv chosen"
 _ANY = 1 << 30
@@ -68,6 +68,12 @@ class OmniKVLookup(Lookup):
     name: ClassVar[str] = "omnikv"
     over_ranks: ClassVar[bool] = True
     reading: ClassVar[bool] = True
+    ranges = {
+        "selector": ("uniform", "exp", "last", "raw"),
+        "window": Range(1),
+        "memory": SHARE,
+        "prefill": Range(0),
+    }
 
     filter_layers: str | int | None = None
     """Full-attention layers that choose, such as 2-8-18; none: those of the paper for 32, 48 and 80 layers, scaled for
@@ -87,33 +93,20 @@ class OmniKVLookup(Lookup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.selector not in SELECTORS:
-            self._refuse(f'selector="{self.selector}" is unknown; choose one of {", ".join(SELECTORS)}')
-        if self.window < 1:
-            self._refuse(f"window={self.window} is too small; give 1 or more")
         if self.window != type(self).window and not self._looks_back:
-            self._refuse(
+            self.refuse(
                 f'window={self.window} is what uniform and exp look from, but selector="{self.selector}" looks from '
                 "the newest query alone; leave window out, or take one of those"
             )
-        if self.prefill < 0:
-            self._refuse(f"prefill={self.prefill} is negative; use 0 to read densely")
         if self.tokens is not None and self.memory is not None:
-            self._refuse(f"tokens={self.tokens} and memory={self.memory} both say how many units; give one of them")
+            self.refuse(f"tokens={self.tokens} and memory={self.memory} both say how many units; give one of them")
         if self.tokens is not None and (self.tokens <= 0 or (isinstance(self.tokens, float) and self.tokens > 1)):
-            self._refuse(f"tokens={self.tokens} is neither a number of units nor a share of the text, up to 1.0")
-        if self.memory is not None and not 0 < self.memory <= 1:
-            self._refuse(f"memory={self.memory} is no share of a full cache; give more than 0 and at most 1")
+            self.refuse(f"tokens={self.tokens} is neither a number of units nor a share of the text, up to 1.0")
         if self.filter_layers is not None:
             parts = str(self.filter_layers).split("-")
             numbers = [int(part) for part in parts if part.isascii() and part.isdigit()]
             if len(numbers) != len(parts) or sorted(set(numbers)) != numbers:
-                self._refuse(f"filter_layers={self.filter_layers} are not layers in ascending order; write 2-8-18")
-
-    def _refuse(self, why: str) -> None:
-        raise ValueError(f"lookup {self.name}: {why}")
-
-    # -- layers and numbers -------------------------------------------------------------------------------------------
+                self.refuse(f"filter_layers={self.filter_layers} are not layers in ascending order; write 2-8-18")
 
     def filters(self, layers: int) -> tuple[int, ...]:
         """Return the filter layers of a backbone."""
@@ -127,10 +120,9 @@ class OmniKVLookup(Lookup):
         dense = memory_share(self.filters(layers), layers, 0)
         return (self.memory - dense) / (1 - dense)
 
-    def check(self, recall: int) -> None:
-        """See `Lookup`."""
-        if isinstance(self.tokens, int):
-            check_tokens(self.name, self._recalled(self.tokens), recall)
+    def asked(self) -> int | None:
+        """See `Lookup`; a share of the text follows from it."""
+        return self._recalled(self.tokens) if isinstance(self.tokens, int) else None
 
     def resident(self, nth: int, layers: int) -> bool:
         """Return whether the layer is dense.
@@ -142,12 +134,12 @@ class OmniKVLookup(Lookup):
         filters = self.filters(layers)
         named, dense = "-".join(map(str, filters)), dense_layers(filters, layers)
         if filters[-1] >= layers:
-            self._refuse(f"filter_layers={named} names layers that a backbone of {layers} does not have; lower them")
+            self.refuse(f"filter_layers={named} names layers that a backbone of {layers} does not have; lower them")
         if len(dense) == layers:
-            self._refuse(f"filter_layers={named} leave no sparse layer of {layers}; choose lower or fewer ones")
+            self.refuse(f"filter_layers={named} leave no sparse layer of {layers}; choose lower or fewer ones")
         least = memory_share(filters, layers, 0)
         if self.memory is not None and self.memory <= least:
-            self._refuse(f"memory={self.memory} is no more than the dense layers take, {least:.3g}; raise it")
+            self.refuse(f"memory={self.memory} is no more than the dense layers take, {least:.3g}; raise it")
         return nth in dense
 
     def remembers(self, nth: int, layers: int) -> int:
@@ -155,21 +147,10 @@ class OmniKVLookup(Lookup):
         return self.window if self._looks_back and nth in self.filters(layers) else 0
 
     def as_method(self) -> dict[str, Any]:
-        """See `Lookup`: all of the prompt is kept, in its original positions; sparse layers hold next to none of it.
-
-        What a chunk evicts, the next chunk recalls, so that reading is dense as in the paper while fast memory holds a
-        chunk and the dense layers.
-        """
-        recall = self._recalled(self.tokens or 2048) if isinstance(self.tokens, int | None) else _ANY
-        return {
-            "when": "chunk",
-            "positions": "original",
-            "budget": 1,
-            "stabilizers": 0,
-            "local_len": self.window if self._looks_back else 1,
-            "host_budget": "all",
-            "recall": recall if self.memory is None else _ANY,
-        }
+        """See `Lookup`; sparse layers hold next to nothing of the prompt."""
+        known = self.memory is None and isinstance(self.tokens, int | None)
+        recall = self._recalled(self.tokens or 2048) if known else _ANY  # type: ignore[arg-type]
+        return {**WHOLE, "local_len": self.window if self._looks_back else 1, "recall": recall}
 
     @property
     def _looks_back(self) -> bool:
@@ -186,8 +167,6 @@ class OmniKVLookup(Lookup):
             share = self.ratio(ask.layers)
         count = ask.count if share is None else min(ask.count, max(1, int(share * units)))
         return count if ask.generating else min(units, max(count, self.prefill * ask.query.shape[2]))
-
-    # -- what is chosen -----------------------------------------------------------------------------------------------
 
     def index(self, keys: Keys, positions: Tensor) -> bool:
         """Return whether all heads hold the same tokens."""

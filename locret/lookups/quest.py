@@ -17,7 +17,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from locret.lookups.base import Ask, Keys, Lookup, blocks, check_tokens
+from locret.base.fields import Range
+from locret.lookups.base import WHOLE, Ask, Keys, Lookup, blocks
 
 
 class _Pages(NamedTuple):
@@ -37,6 +38,7 @@ class QuestLookup(Lookup):
     name: ClassVar[str] = "quest"
     over_ranks: ClassVar[bool] = True
     reading: ClassVar[bool] = True
+    ranges = {"page": Range(1), "tokens": Range(1), "dense": Range(0)}
 
     page: int = 16
     """Tokens of a page (16)."""
@@ -47,13 +49,6 @@ class QuestLookup(Lookup):
     last_page: bool = False
     """Whether the last page is always one of those chosen, as Quest's kernels have it."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for option, least in (("page", 1), ("tokens", 1), ("dense", 0)):
-            value = getattr(self, option)
-            if value is not None and value < least:
-                raise ValueError(f"lookup {self.name}: {option}={value} is too small; give {least} or more")
-
     def resident(self, nth: int, layers: int) -> bool:
         """Return whether the layer is dense.
 
@@ -61,29 +56,12 @@ class QuestLookup(Lookup):
             ValueError: If all layers are.
         """
         if self.dense >= layers:
-            raise ValueError(
-                f"lookup {self.name}: dense={self.dense} leaves no layer of {layers} to choose pages in; lower dense"
-            )
+            self.refuse(f"dense={self.dense} leaves no layer of {layers} to choose pages in; lower dense")
         return nth < self.dense
 
-    def check(self, recall: int) -> None:
-        """See `Lookup`."""
-        check_tokens(self.name, self.tokens, recall)
-
     def as_method(self) -> dict[str, Any]:
-        """See `Lookup`: the prompt is read densely, and all of it is kept, in its original positions.
-
-        What a chunk evicts, the next chunk recalls, so that fast memory holds a chunk and the dense layers.
-        """
-        return {
-            "when": "chunk",
-            "positions": "original",
-            "budget": 1,
-            "stabilizers": 0,
-            "local_len": 1,
-            "host_budget": "all",
-            "recall": self.tokens or 1024,
-        }
+        """See `Lookup`."""
+        return {**WHOLE, "recall": self.tokens or 1024}
 
     def index(self, keys: Keys, positions: Tensor) -> _Pages:
         """Return the bounds of all pages."""

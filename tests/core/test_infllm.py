@@ -108,7 +108,7 @@ def test_one_number_is_enough() -> None:
         ({"local": 0}, "local=0 is too small; it must be 1 or more"),
         ({"topk": 9, "cached": 8}, "topk=9 is above cached=8, but more blocks would be seen than may lie"),
         ({"repr_topk": 9, "block": 8}, "repr_topk=9 is above block=8, but a block has no more tokens"),
-        ({"decay": 1.5}, "decay=1.5 is not a factor; give 0 to 1"),
+        ({"decay": 1.5}, "decay=1.5 is not a share; it must lie between 0 and 1"),
         ({"far": "near"}, 'far="near" is unknown; choose one of fixed, original'),
         ({"preset": "llama3"}, 'preset="llama3" is unknown; did you mean llama-3?'),
         ({"block": "x"}, "block='x' is not a whole number"),
@@ -123,7 +123,7 @@ def test_options_that_cannot_be_are_refused(options: dict[str, object], message:
 def test_numbers_beyond_the_budget_are_refused() -> None:
     with pytest.raises(ValueError, match="holds 552 units on the device .* but budget=400; raise budget to 552"):
         InfLLM(block=32, local=256, topk=4).completed(400)
-    with pytest.raises(ValueError, match="needs 21 units on the device, but budget=20; raise budget"):
+    with pytest.raises(ValueError, match="holds 21 units on the device .* but budget=20; raise budget"):
         InfLLM().completed(20)
 
 

@@ -224,11 +224,11 @@ def test_layers_share_one_set_of_tokens_and_heads_that_differ_take_the_best_they
         ("selector=first", 'selector="first" is unknown; choose one of uniform, exp, last, raw'),
         ("tokens=0", "tokens=0 is neither a number of units nor a share"),
         ("tokens=1.5", "tokens=1.5 is neither"),
-        ("memory=1.5", "memory=1.5 is no share"),
+        ("memory=1.5", "memory=1.5 is not a share"),
         ("tokens=9,memory=0.5", "tokens=9 and memory=0.5 both say"),
         ("window=0", "window=0 is too small"),
         ("window=4", "window=4 is what uniform and exp look from"),
-        ("prefill=-1", "prefill=-1 is negative"),
+        ("prefill=-1", "prefill=-1 is too small"),
         ("filters=2", 'has no option "filters"; did you mean filter_layers'),
     ],
 )
