@@ -25,10 +25,6 @@ if TYPE_CHECKING:
     from locret.train.training_run import TrainingRun
 
 _GO_ON = "--resume goes on from the last checkpoint, if there is one"
-_ASSUMED_RATE = 1e14
-"""Operations per second that planned time is stated for: about what a large GPU reaches in bfloat16."""
-_SHORT = 60
-"""Seconds at that rate below which nobody asks for a large GPU."""
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -69,13 +65,12 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def _train(training: TrainingRun, process: PartialState, ranks: Ranks) -> int:
     from accelerate import Accelerator
-    from accelerate.utils import GradientAccumulationPlugin
+    from accelerate.utils import GradientAccumulationPlugin, ProjectConfiguration
 
     # The main process fills the output folder only when all have seen it as it was.
     with ranks.together():
         if process.is_main_process:
-            sys.stderr.write("\n".join(_plan(training, process)) + "\n")
-        training.fetch()
+            sys.stderr.write("\n".join(_plan(training)) + "\n")
         training.open_rows(process)
         training.check_space()
     rows = {f"{name} of --dataset": value for name, value in training.stream.state().items()}
@@ -84,6 +79,8 @@ def _train(training: TrainingRun, process: PartialState, ranks: Ranks) -> int:
     accelerator = Accelerator(
         cpu=_on_cpu(),
         mixed_precision=training.precision,
+        log_with=training.run.trackers() or None,
+        project_config=ProjectConfiguration(logging_dir=str(training.folder / run_folder.TENSORBOARD)),
         # Given as a number, a variable of the environment would override it.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=training.optimizer.gradient_accumulation),
     )
@@ -94,50 +91,37 @@ def _train(training: TrainingRun, process: PartialState, ranks: Ranks) -> int:
     return 128 + summary["stopped"] if summary["stopped"] else 0
 
 
-def _plan(training: TrainingRun, process: PartialState) -> list[str]:
-    """Return what is known before anything is fetched: bytes, operations, and what an hour would have to do."""
-    from locret.train.memory_plan import gibibytes
+def _plan(training: TrainingRun) -> list[str]:
+    """Return what is known before anything is fetched: the bytes of a step."""
+    from locret.train.plan import gibibytes
 
-    steps, planned = training.optimizer.steps, training.planned_tokens()
-    row = f"a row of {planned:,} tokens"
-    if planned < training.longest_row():
-        row += f" (longer ones are read whole and take more; --max-tokens {planned} leaves them out)"
     memory = {name.replace("_", " "): count for name, count in training.plan().items()}
     for place, count in training.weights.elsewhere(training.device).items():
         memory[f"backbone on {place}"] = count
-    flops = training.step_flops(process)
-    work = "unknown, a mixture of experts does as much as its router says"
-    if flops is not None:
-        seconds = flops * steps / _ASSUMED_RATE
-        work = f"{flops:.2e} operations a step"
-        if seconds >= _SHORT:
-            time = f"{seconds / 3600:,.1f} hours" if seconds >= 3600 else f"{seconds / 60:,.0f} minutes"
-            work += f", {time} for all steps on a GPU that does {_ASSUMED_RATE:.0e} a second"
+    steps, source, output = training.optimizer.steps, training.data.dataset, training.run.output
     return [
-        f"plan: {steps:,} steps on {training.data.dataset} for {training.backbone.model}, into {training.run.output}",
-        f"  memory on {training.device}, for {row}:",
+        f"plan: {steps:,} steps on {source} for {training.backbone.model}, into {output}",
+        f"  memory on {training.device}, for a row of {training.planned_tokens():,} tokens (longer ones take more; "
+        "--max-tokens leaves them out):",
         *(f"    {name:<16} {gibibytes(count):>12}" for name, count in memory.items()),
-        f"  work, if all rows were so long, and each were read once: {work}; the time it takes here is known after the "
-        "first steps",
     ]
 
 
 def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int:
     """Print options and plan; rows are read only where nothing has to be fetched for that."""
     if local:
-        training.fetch()
         training.open_rows(process)
     rows = training.stream.size if local else None
     resolved = {**training.resolved_options(), "device": str(process.device)}
     if training.run.json:
         known = {"memory_bytes": training.plan(), "weight_bytes": training.weights.to_dict()}
-        print_json({"config": resolved, "rows": rows, **known, "step_flops": training.step_flops(process)})
+        print_json({"config": resolved, "rows": rows, **known})
         return 0
     import yaml
 
     print(yaml.safe_dump(resolved, sort_keys=False, allow_unicode=True), end="")
     print(f"\n# {'an unknown number of' if rows is None else rows} rows")
-    print("\n".join(f"# {line}" for line in _plan(training, process)))
+    print("\n".join(f"# {line}" for line in _plan(training)))
     return 0
 
 

@@ -10,7 +10,7 @@ import os
 
 from locret.distributed.ranks import check_launcher
 
-_COMPILERS = ("ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION")
+_OFF = ("", "no", "false", "0")
 _RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "LOCAL_RANK")
 
@@ -18,26 +18,26 @@ _SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE
 def check(gradient_accumulation: int) -> None:
     """Refuse what accelerate's launcher asks for and this command does not do.
 
-    Args:
-        gradient_accumulation: What the options say.
-
     Raises:
         ValueError: Naming variable and value, and the way out.
     """
     check_launcher()
-    for name in _COMPILERS:
-        if os.environ.get(name, "").lower() not in ("", "no", "false", "0"):
-            raise ValueError(
-                f"{name}={os.environ[name]} compiles nothing here, but changes how products are rounded on a GPU; "
-                "launch without it"
-            )
+    for name, way_out in (
+        ("ACCELERATE_DYNAMO_BACKEND", "launch without it"),
+        ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", "launch without it"),
+        ("ACCELERATE_GRADIENT_CLIPPING", "unset it and use --clip and --clip-limit"),
+    ):
+        if os.environ.get(name, "").lower() not in _OFF:
+            raise ValueError(f"{name}={os.environ[name]} has no effect here; {way_out}")
     _check_same("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", str(gradient_accumulation), "--gradient-accumulation")
-    if os.environ.get("ACCELERATE_GRADIENT_CLIPPING"):
+    # Its launcher starts several CPU processes through MPI only; without, one runs, and the addresses are left over.
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("MASTER_PORT")
+    if launched and not any(os.environ.get(name) for name in _SIZES):
         raise ValueError(
-            f"ACCELERATE_GRADIENT_CLIPPING={os.environ['ACCELERATE_GRADIENT_CLIPPING']} has no effect here; unset it "
-            "and use --clip and --clip-limit"
+            f"MASTER_PORT={os.environ['MASTER_PORT']} says that several processes were asked for, but only one was "
+            "started: accelerate launch needs MPI to start more on CPUs; use torchrun --nproc-per-node N -m "
+            "locret.train.command, or --num_processes 1"
         )
-    _check_processes()
 
 
 def check_precision(precision: str) -> None:
@@ -59,14 +59,3 @@ def _check_same(name: str, ours: str, flag: str) -> None:
     given = os.environ.get(name)
     if given and given.strip().lower() != ours:
         raise ValueError(f"{name}={given} is not what {flag} says ({ours}); unset it, or launch with {flag} {given}")
-
-
-def _check_processes() -> None:
-    # Its launcher starts several CPU processes through MPI only; without, one runs, and the addresses are left over.
-    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("MASTER_PORT")
-    if launched and not any(os.environ.get(name) for name in _SIZES):
-        raise ValueError(
-            f"MASTER_PORT={os.environ['MASTER_PORT']} says that several processes were asked for, but only one was "
-            "started: accelerate launch needs MPI to start more on CPUs; use torchrun --nproc-per-node N -m "
-            "locret.train.command, or --num_processes 1"
-        )

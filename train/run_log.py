@@ -1,20 +1,34 @@
-"""What a training run reports: log.jsonl, curves, and a progress bar or lines on standard error."""
+"""What a training run reports: log.jsonl, curves of accelerate's trackers, and lines on standard error."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
+from tqdm import tqdm
 
 from locret.environment import peak_resident_bytes
-from locret.train.run_folder import LOG, TENSORBOARD
+from locret.train.run_folder import LOG
 from locret.train.training_options import OBJECTIVES
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_CURVES = {
+    **{name: f"loss/{name}" for name in ("total", *OBJECTIVES, "smoothness")},
+    **{f"eval_{name}": f"eval/{name}" for name in ("total", *OBJECTIVES, "smoothness", "overlap")},
+    **{name: f"run/{name}" for name in ("learning_rate", "gradient_norm", "clipped_share", "epoch")},
+    **{name: f"run/{name}" for name in ("tokens_per_second", "memory_bytes")},
+    "overlap": "overlap/mean",
+    "chance_overlap": "overlap/chance",
+}
+"""The names of a record's numbers among the curves."""
 
 
 class RunLog:
@@ -25,8 +39,7 @@ class RunLog:
         first_step: Steps done before; later records of an interrupted run are dropped from its log.
         steps: Steps in all.
         layers: Backbone layers that have a head, to name their curves.
-        enabled: Whether this is the main process.
-        report_to: Names of what draws curves, see `RunOptions.trackers`.
+        accelerator: Has the trackers that draw curves.
 
     Raises:
         ValueError: If the log of an earlier run is damaged.
@@ -34,25 +47,19 @@ class RunLog:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        first_step: int,
-        steps: int,
-        layers: tuple[int, ...],
-        enabled: bool,
-        report_to: Sequence[str] = ("tensorboard",),
+        self, folder: Path, first_step: int, steps: int, layers: tuple[int, ...], accelerator: Accelerator
     ) -> None:
-        self.first_step, self.steps, self.layers, self.enabled = first_step, steps, layers, enabled
+        self.first_step, self.steps, self.layers, self._accelerator = first_step, steps, layers, accelerator
         self.started = self._stepped = time.perf_counter()
-        if not enabled:
+        self.enabled = accelerator.is_main_process
+        if not self.enabled:
             return
-        from tqdm.auto import tqdm
-
         file = folder / LOG
         file.write_text("".join(records_until(file, first_step)), encoding="utf-8")
         self._file = file.open("a", encoding="utf-8")
-        self._curves = [_CURVES[name](folder, first_step) for name in report_to]
-        self._bar = tqdm(total=steps, initial=first_step, desc="training", unit="step", disable=None)
+        wandb = {"dir": str(folder), "group": folder.name, "name": f"{folder.name}@{first_step}"}
+        # What was interrupted and resumed is one curve, and two runs of one group.
+        accelerator.init_trackers("locret", init_kwargs={"tensorboard": {"purge_step": first_step + 1}, "wandb": wandb})
 
     def __enter__(self) -> RunLog:
         return self
@@ -62,21 +69,14 @@ class RunLog:
     ) -> None:
         if self.enabled:
             self._file.close()
-            for curves in self._curves:
-                curves.close()
-            self._bar.close()
 
     def advance(self, step: int) -> None:
-        """Move the progress bar; after the second step, which nothing delays, say how long all take."""
-        if not self.enabled:
-            return
-        self._bar.update(step - self._bar.n)
+        """After the second step, which nothing delays, say how long all take."""
         now = time.perf_counter()
-        if step == self.first_step + 2 and step < self.steps:
-            left = self._bar.format_interval((now - self._stepped) * (self.steps - step))
-            self._bar.write(
-                f"a step takes {now - self._stepped:.1f} s, all {self.steps:,} about {left} more", sys.stderr
-            )
+        if self.enabled and step == self.first_step + 2 and step < self.steps:
+            took = now - self._stepped
+            left = tqdm.format_interval(took * (self.steps - step))
+            sys.stderr.write(f"a step takes {took:.1f} s, all {self.steps:,} about {left} more\n")
         self._stepped = now
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -85,87 +85,28 @@ class RunLog:
             return
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        values = self._named(record)
-        for curves in self._curves:
-            curves.write(values, record["step"])
+        values = {curve: record[name] for name, curve in _CURVES.items() if name in record}
+        values |= {name.replace("_", "/", 1): record[name] for name in record if name.startswith("probe_")}
+        layers = zip(self.layers, record.get("overlap_per_layer", ()), strict=False)
+        values |= {f"overlap/layer_{layer:02d}": overlap for layer, overlap in layers}
+        self._accelerator.log(values, step=record["step"])
         self._show(record)
 
-    def _named(self, record: Mapping[str, Any]) -> dict[str, float]:
-        """Return a record's numbers under the names of their curves."""
-        values = {f"loss/{name}": record[name] for name in ("total", *OBJECTIVES, "smoothness") if name in record}
-        values |= {f"overlap/{new}": record[name] for name, new in _OVERLAPS.items() if name in record}
-        for layer, overlap in zip(self.layers, record.get("overlap_per_layer", ()), strict=False):
-            values[f"overlap/layer_{layer:02d}"] = overlap
-        evaluated = [f"eval_{name}" for name in ("total", *OBJECTIVES, "smoothness", "overlap")]
-        values |= {name.replace("_", "/", 1): record[name] for name in evaluated if name in record}
-        values |= {name.replace("_", "/", 1): record[name] for name in record if name.startswith("probe_")}
-        return values | {f"run/{name}": record[name] for name in _RUN if name in record}
-
     def _show(self, record: Mapping[str, Any]) -> None:
-        parts = [f"loss {record['total']:.4f}, overlap {record['overlap']:.3f}"] if "total" in record else []
+        parts = []
+        if "total" in record:
+            parts.append(f"loss {record['total']:.4f}, overlap {record['overlap']:.3f}")
+            parts.append(f"chance {record['chance_overlap']:.3f}, lr {record['learning_rate']:.2e}")
+            parts.append(f"{record['tokens_per_second']:.0f} tokens/s, {self._left(record['step'])} left")
         if "eval_overlap" in record:
             parts.append(f"held-out overlap {record['eval_overlap']:.3f}")
         parts += [f"probe {record[name]:.2f} nats" for name in sorted(record) if name.startswith("probe_nats")][:1]
-        if not self._bar.disable:
-            return self._bar.set_postfix_str(", ".join(parts))
-        if "total" in record:
-            parts.append(f"chance {record['chance_overlap']:.3f}, lr {record['learning_rate']:.2e}")
-            parts.append(f"{record['tokens_per_second']:.0f} tokens/s, {self._left(record['step'])} left")
         sys.stderr.write(f"step {record['step']}/{self.steps}: {', '.join(parts)}\n")
 
     def _left(self, step: int) -> str:
-        from tqdm import tqdm
-
         done = step - self.first_step
-        return tqdm.format_interval((time.perf_counter() - self.started) / done * (self.steps - step)) if done else "?"
-
-
-_OVERLAPS = {"overlap": "mean", "chance_overlap": "chance"}
-_RUN = ("learning_rate", "gradient_norm", "clipped_share", "epoch", "tokens_per_second", "memory_bytes")
-
-
-class _Curves(Protocol):
-    def __init__(self, folder: Path, first_step: int) -> None: ...
-
-    def write(self, values: Mapping[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class _TensorBoard:
-    def __init__(self, folder: Path, first_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(folder / TENSORBOARD), purge_step=first_step + 1)
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self.writer.close()
-
-
-class _WandB:
-    """Weights & Biases; what was interrupted and resumed are two runs of one group."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        import wandb
-
-        try:
-            self.run = wandb.init(dir=str(folder), group=folder.name, name=f"{folder.name}@{first_step}")
-        except wandb.errors.Error as error:
-            reason = " ".join(str(error).split())
-            raise OSError(f"--report-to wandb: {reason}; log in, set WANDB_MODE=offline, or drop it") from error
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        self.run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self.run.finish()
-
-
-_CURVES: dict[str, type[_Curves]] = {"tensorboard": _TensorBoard, "wandb": _WandB}
+        rate = (time.perf_counter() - self.started) / done if done else 0.0
+        return str(tqdm.format_interval(rate * (self.steps - step))) if done else "?"
 
 
 class Window:

@@ -70,55 +70,38 @@ def train_step(
             all, and `answer_ids` is not read.
         backward: Called once per layer with the layer's share of the loss; the shares add up to the total.
 
-    Returns:
-        The losses of the row.
-
     Raises:
         ValueError: For an unknown kind of label, or a prompt or answer that is empty or more than one row.
     """
     loss = loss or Loss()
-    if asked:
-        return _apart_step(model, heads, prompt_ids, asked, loss, max_prompt_tokens, backward)
-    kind, last = kinds.get(loss.label_kind), loss.include_last_prompt_token
-    prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
+    how = kinds.get(loss.label_kind), loss.include_last_prompt_token
+    prompt_ids, parts, kept = token_row(prompt_ids, "prompt_ids"), list[Tensor](), dict[int, Tensor]()
     prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)
-    parts: list[Tensor] = []
+
+    def keep(chunk: Attended) -> None:
+        kept[chunk.layer_idx] = heads.features(chunk, trained)[0].clone()
+
+    def learn(layer: int, features_TF: Tensor, labels_KT: Tensor) -> None:
+        parts.append(learn_layer(heads, layer, features_TF, labels_KT, loss, backward))
 
     def on_layer(chunk: Attended) -> None:
-        labels_KT = layer_labels(chunk, prompt, kind, last, labelled=trained, earlier_answers=earlier_answers)
-        features_TF = heads.features(chunk, trained)[0]
-        parts.append(learn_layer(heads, chunk.layer_idx, features_TF, labels_KT, loss, backward))
+        labels_KT = layer_labels(chunk, prompt, *how, labelled=trained, earlier_answers=earlier_answers)
+        learn(chunk.layer_idx, heads.features(chunk, trained)[0], labels_KT)
 
-    ids = torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model))
-    observe(model, ids, on_layer)
-    return step_result(parts, loss, ids.shape[1])
-
-
-def _apart_step(
-    model: nn.Module,
-    heads: RetainingHeads,
-    document_ids: Tensor,
-    asked: Sequence[tuple[Tensor, Tensor]],
-    loss: Loss,
-    max_prompt_tokens: int,
-    backward: Callable[[Tensor], None],
-) -> StepResult:
-    """Take a step on a document of which each question is asked by itself; see `train_step`."""
-    document_1D = token_row(document_ids, "prompt_ids")
-    trained, features = min(document_1D.shape[1], max_prompt_tokens), dict[int, Tensor]()
-
-    def on_document(chunk: Attended) -> None:
-        features[chunk.layer_idx] = heads.features(chunk, trained)[0].clone()
-
-    kind, last = kinds.get(loss.label_kind), loss.include_last_prompt_token
-    labels_LKT = labels_of_answers(model, document_1D, asked, kind, last, labelled=trained, on_document=on_document)
-    backbone, parts = describe(model), list[Tensor]()
-    for layer, labels_KT in zip(backbone.layers, labels_LKT, strict=True):
-        features_TF = features.pop(layer)
-        own_KT = labels_KT[: backbone.shape(layer).num_kv_heads].to(features_TF.device)
-        parts.append(learn_layer(heads, layer, features_TF, own_KT, loss, backward))
-    tokens = document_1D.shape[1] + sum(question.shape[-1] + answer.shape[-1] for question, answer in asked)
-    return step_result(parts, loss, tokens)
+    if asked:
+        backbone = describe(model)
+        labels_LKT = labels_of_answers(model, prompt_ids, asked, *how, labelled=trained, on_document=keep)
+        for layer, labels_KT in zip(backbone.layers, labels_LKT, strict=True):
+            features_TF = kept.pop(layer)
+            learn(layer, features_TF, labels_KT[: backbone.shape(layer).num_kv_heads].to(features_TF.device))
+        tokens = prompt + sum(question.shape[-1] + answer.shape[-1] for question, answer in asked)
+    else:
+        ids = torch.cat([prompt_ids, token_row(answer_ids, "answer_ids")], dim=1)
+        observe(model, ids.to(input_device(model)), on_layer)
+        tokens = ids.shape[1]
+    fits, smoothnesses, overlaps = torch.stack(parts, dim=1)
+    fit, smoothness = fits.mean(), smoothnesses.sum()
+    return StepResult(fit + loss.alpha * smoothness, fit, smoothness, overlaps, tokens)
 
 
 def learn_layer(
@@ -138,13 +121,6 @@ def learn_layer(
     overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
     # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
     return torch.stack([fit.detach(), smoothness.detach(), overlap])
-
-
-def step_result(parts: list[Tensor], loss: Loss, tokens: int) -> StepResult:
-    """Combine what `learn_layer` returned for every layer."""
-    fits, smoothnesses, overlaps = torch.stack(parts, dim=1)
-    fit, smoothness = fits.mean(), smoothnesses.sum()
-    return StepResult(fit + loss.alpha * smoothness, fit, smoothness, overlaps, tokens)
 
 
 @contextlib.contextmanager

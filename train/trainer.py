@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_linear_schedule_with_warmup
 
 from locret.backbone.passes import in_step
 from locret.distributed.ranks import Ranks
@@ -26,7 +28,6 @@ from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
 from locret.train import checkpointing
 from locret.train.loss import chance_overlap
-from locret.train.optimizer import head_optimizer
 from locret.train.run_log import RunLog, Window, peak_memory
 from locret.train.step import StepResult, train_step
 from locret.train.training_options import LossOptions, OptimizerOptions, RunOptions
@@ -37,6 +38,14 @@ if TYPE_CHECKING:
 
     from locret.data.training.stream import TrainingExample, TrainingStream
     from locret.train.probe import Probe
+
+
+def head_optimizer(heads: nn.Module, o: OptimizerOptions) -> tuple[torch.optim.AdamW, LambdaLR]:
+    """Return AdamW for all heads, in one fused kernel where PyTorch has one, and its schedule: up from 0, down to 0."""
+    parameters = list(heads.parameters())
+    fused = parameters[0].device.type in ("cuda", "cpu") or None
+    adamw = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=fused)
+    return adamw, get_linear_schedule_with_warmup(adamw, o.warmup, o.steps)
 
 
 @contextmanager
@@ -157,9 +166,7 @@ class Trainer:
             OSError: If a checkpoint cannot be written.
         """
         steps, layers = self.optimizer_options.steps, self.heads.layers
-        main = self.accelerator.is_main_process
-        log = RunLog(self.folder, self.step, steps, layers, main, self.run.trackers())
-        with noted_signals() as received, log:
+        with noted_signals() as received, RunLog(self.folder, self.step, steps, layers, self.accelerator) as log:
             if not self.step and self.held_out:
                 before = self._evaluate()
                 self.before = before["eval_overlap_per_row"]

@@ -16,13 +16,16 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub import get_token
 
 from locret.backbone.adapters import describe, unwrap
 from locret.backbone.passes import in_step
+from locret.data.training.stream import TrainingStream, load_rows
 from locret.distributed.ranks import Ranks
-from locret.heads.config import HeadsConfig, usual_width
+from locret.heads.config import usual_width
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
+from locret.heads.push import PushOptions
 from locret.hub import no_token
 from locret.labels import kinds
 from locret.loading import load_config, load_model, load_tokenizer, quantisation, resolve_dtype
@@ -32,16 +35,12 @@ from locret.loading.plan import plan_weights
 from locret.policy.growth import check_share_count
 from locret.scorers.retaining_heads import recommended_shares
 from locret.train import checkpointing, launch, resumed, run_folder
-from locret.train.memory_plan import (
-    backbone_parameters,
-    check_fits,
-    checkpoint_bytes,
-    known_config,
-    memory_plan,
-    step_flops,
-)
+from locret.train.head_shares import head_shares, measurable
+from locret.train.plan import backbone_parameters, check_fits, checkpoint_bytes, memory_plan
+from locret.train.probe import Probe, verdict
 from locret.train.provenance import label_notes, training_notes
 from locret.train.run_log import records_until
+from locret.train.trainer import Trainer
 from locret.train.training_options import (
     BackboneOptions,
     DataOptions,
@@ -86,7 +85,7 @@ class TrainingRun:
     def check(self, device: torch.device) -> None:
         """Check the backbone's architecture, the heads to begin with, and that all of it fits into memory.
 
-        For the default backbone nothing is fetched; of another one on the Hub, the config alone.
+        Of a backbone on the Hub, the config alone is fetched.
 
         Args:
             device: Where it is to be trained.
@@ -95,19 +94,12 @@ class TrainingRun:
             ValueError: For what the user must change.
             OSError: If the Hub refuses or cannot be reached.
         """
-        self.resolve(device)
-        check_fits(self.plan(), self.device, self.backbone.hidden_dim or 0)
-
-    def resolve(self, device: torch.device) -> None:
-        """Settle what the options come to for a device that need not be there; see `check`.
-
-        Raises:
-            ValueError: For what the user must change.
-            OSError: If the Hub refuses or cannot be reached.
-        """
         if self.run.push_to_hub is not None:
-            self._check_push(self.run.push_to_hub)
-        self.config = known_config(self.backbone) or load_config(self.backbone)
+            PushOptions(heads=str(self.folder), repo=self.run.push_to_hub, private=self.run.private)
+            if get_token() is None:
+                raise no_token("push to", self.run.push_to_hub)
+        self.config = load_config(self.backbone)
+        self.shape = describe(self.config)
         self.parameters = backbone_parameters(self.config)
         asked = device_map_of(self.backbone)
         self.device = (None if asked is None else main_device(asked)) or device
@@ -117,66 +109,34 @@ class TrainingRun:
         if self.precision == "auto":
             self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
         launch.check_precision(self.precision)
-        self._take_shape(self.backbone.hidden_dim or usual_width(self.config), self.backbone.neighbours)
-        self._check_label_kind()
-        if self.backbone.init_from is not None and os.path.isdir(self.backbone.init_from):
-            self._take_initial_heads(self.backbone.init_from)
-        if self.backbone.init_from is None:
-            self._check_heads()
-
-    def _check_label_kind(self) -> None:
         kind = self.loss.label_kind
-        if kinds.get(kind).terms is None:
-            return
-        if any(shape.latent for shape in describe(self.config).full_shapes):
+        if kinds.get(kind).terms is not None and any(shape.latent for shape in self.shape.full_shapes):
             raise ValueError(
                 f"--label-kind {kind} weighs values by the output projection, but this backbone holds latents; use "
                 "log_attention"
             )
+        if self.backbone.init_from is None:
+            self._take_shape(self.backbone.hidden_dim or usual_width(self.config), self.backbone.neighbours)
+            self._check_shares(None)
+        else:
+            self._take_initial_heads(self.backbone.init_from)
+        check_fits(self.plan(), self.device)
 
-    def _check_heads(self, shares: tuple[float, ...] | None = None) -> None:
-        """Refuse a policy whose layers have no shares.
-
-        Args:
-            shares: Those that the heads of `--init-from` recommend.
-
-        Raises:
-            ValueError: Naming the option.
-        """
+    def _check_shares(self, recommended: tuple[float, ...] | None) -> None:
+        """Refuse a policy whose layers have no shares, neither its own nor those of the heads to begin with."""
         policy = self.run.policy
         if "policy" not in self.chosen or policy.layer_budgets != "shares":
             return
-        shares = policy.layer_shares or shares
-        if shares is not None:
-            check_share_count(shares, len(describe(self.config).layers))
-        else:
+        shares = policy.layer_shares or recommended
+        if shares is None:
             raise ValueError(
                 "--policy.layer-budgets shares needs a share of each layer; give --policy.layer-shares, or use "
                 "--policy.head-budgets shares, whose shares are measured"
             )
+        check_share_count(shares, len(self.shape.layers))
         if policy.layer_shares is None:
-            self.run = replace(self.run, policy=policy.changed(layer_shares=shares))
+            self.run = replace(self.run, policy=replace(policy, layer_shares=shares))
             self.options["policy"] = self.run.policy.to_dict()
-
-    def fetch(self) -> None:
-        """Read what may have to be fetched and is small: the config of the backbone itself, and the initial heads.
-
-        Raises:
-            ValueError: For what the user must change.
-            OSError: If the Hub refuses or cannot be reached.
-        """
-        self.config = load_config(self.backbone)
-        if self.backbone.init_from is not None and not os.path.isdir(self.backbone.init_from):
-            self._take_initial_heads(self.backbone.init_from)
-
-    def _check_push(self, repo: str) -> None:
-        from huggingface_hub import get_token
-
-        from locret.heads.push import PushOptions
-
-        PushOptions(heads=str(self.folder), repo=repo, private=self.run.private)
-        if get_token() is None:
-            raise no_token("push to", repo)
 
     def _take_initial_heads(self, name: str) -> None:
         heads = RetainingHeads.from_pretrained(name)
@@ -186,19 +146,15 @@ class TrainingRun:
                 f"--init-from {name} holds a gate ({heads.config.gate['name']}), and gates are read here, not trained; "
                 "leave it out"
             )
-        hidden_dim = heads.config.hidden_dim
-        if "hidden_dim" in self.chosen and self.backbone.hidden_dim != hidden_dim:
-            raise ValueError(
-                f"--hidden-dim {self.backbone.hidden_dim} differs from {hidden_dim} of the heads in --init-from "
-                f"{self.backbone.init_from}; leave it out"
-            )
-        if "neighbours" in self.chosen and self.backbone.neighbours != heads.config.neighbours:
-            raise ValueError(
-                f"--neighbours {self.backbone.neighbours} differs from {heads.config.neighbours} of the heads in "
-                f"--init-from {self.backbone.init_from}; leave it out"
-            )
-        self._take_shape(hidden_dim, heads.config.neighbours)
-        self._check_heads(recommended_shares(heads.config))
+        for option in ("hidden_dim", "neighbours"):
+            asked, found = getattr(self.backbone, option), getattr(heads.config, option)
+            if option in self.chosen and asked != found:
+                raise ValueError(
+                    f"--{option.replace('_', '-')} {asked} differs from {found} of the heads in --init-from {name}; "
+                    "leave it out"
+                )
+        self._take_shape(heads.config.hidden_dim, heads.config.neighbours)
+        self._check_shares(recommended_shares(heads.config))
 
     def _take_shape(self, hidden_dim: int, neighbours: int) -> None:
         self.backbone = replace(self.backbone, hidden_dim=hidden_dim, neighbours=neighbours)
@@ -211,20 +167,12 @@ class TrainingRun:
 
     def open_rows(self, process: PartialState) -> None:
         """Open this process's training rows, which checks schema, template and first row, and settle the precision."""
-        from locret.data.training.stream import TrainingStream, load_rows
-
         data, ranks = self.data, self.ranks(process)
-        rows = load_rows(
-            data.dataset,
-            data_dir=data.data_dir,
-            split=data.split,
-            revision=data.dataset_revision,
-        )
         self.stream = TrainingStream(
-            rows,
+            load_rows(data.dataset, data_dir=data.data_dir, split=data.split, revision=data.dataset_revision),
             load_tokenizer(self.backbone),
             seed=self.optimizer.seed,
-            max_length=describe(self.config).max_positions,
+            max_length=self.shape.max_positions,
             min_tokens=data.min_tokens,
             max_tokens=data.max_tokens,
             skip_bad_rows=data.skip_bad_rows,
@@ -235,9 +183,9 @@ class TrainingRun:
             rank=ranks.data_rank,
             world=ranks.data_size,
         )
-        self.stream.check_first()
         if not data.skip_bad_rows:
             self.stream.check_rows()
+        self.stream.check_first()
         self._hold_out(self.optimizer.gradient_accumulation * ranks.data_size)
 
     def _hold_out(self, rows_per_step: int) -> None:
@@ -263,15 +211,9 @@ class TrainingRun:
 
     def planned_tokens(self) -> int:
         """Return the tokens of the row that is planned for: --max-tokens, or as many as are trained on."""
-        context = describe(self.config).max_positions
-        trained = min(self.data.max_prompt_tokens, context)
+        trained = min(self.data.max_prompt_tokens, self.shape.max_positions)
         read = 2 * trained if self.loss.label_source == "reconstruction" else trained
-        return min(self.data.max_tokens or read, context)
-
-    def longest_row(self) -> int:
-        """Return the most tokens that a row may have, answer included."""
-        context = describe(self.config).max_positions
-        return min(self.data.max_tokens or context, context)
+        return min(self.data.max_tokens or read, self.shape.max_positions)
 
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
@@ -283,9 +225,8 @@ class TrainingRun:
             dtype=self.dtype,
             autocast=self.precision != "no",
             tokens=self.planned_tokens(),
-            trained_tokens=min(self.data.max_prompt_tokens, describe(self.config).max_positions),
+            trained_tokens=min(self.data.max_prompt_tokens, self.shape.max_positions),
             asked_apart=self.loss.answers == "each",
-            weighed_labels=kinds.get(self.loss.label_kind).terms is not None,
             backbone_bytes=self.weights.on(self.device),
         )
 
@@ -294,13 +235,6 @@ class TrainingRun:
         dtype = str(self.dtype).removeprefix("torch.")
         warmup = self.optimizer.warmup
         return {**self.options, "dtype": dtype, "mixed_precision": self.precision, "warmup_steps": warmup}
-
-    def step_flops(self, process: PartialState) -> int | None:
-        """Return the operations of one optimizer step on rows of the length in the plan; None where they vary."""
-        width, near = self.backbone.hidden_dim, self.backbone.neighbours
-        heads = HeadsConfig.for_model(self.config, width, neighbours=near).num_weights
-        row = step_flops(self.config, self.parameters, heads, self.planned_tokens())
-        return row and row * self.optimizer.gradient_accumulation * self.ranks(process).data_size
 
     def check_space(self) -> None:
         """Make sure that checkpoints fit on the disk.
@@ -329,29 +263,15 @@ class TrainingRun:
         Args:
             accelerator: Made with the mixed precision and gradient accumulation that the options say.
         """
-        from locret.train.probe import Probe, verdict
-        from locret.train.trainer import Trainer
-
         own = self.ranks(accelerator.state)
         fixed = self.fixed_options(own)
         with own.together():
-            checkpoint = None if self.run.resume is None else checkpointing.find(self.run.resume, self.folder)
-            state = None if checkpoint is None else checkpointing.read(checkpoint)
-            if state is not None and checkpoint is not None:
-                with checkpointing.intact(checkpoint):
-                    stored = {
-                        "eval_rows": 0,
-                        "neighbours": 0,
-                        **resumed.without_retired(state["config"]),
-                    }
-                checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
-                records_until(self.folder / run_folder.LOG, state["step"])
+            begun = None if self.run.resume is None else self._checkpoint(self.run.resume, fixed)
         model = load_model(self.backbone, self.config, self.device, self.dtype)
         self._check_head_shares(model)
         heads = self._new_heads(model)
         with own.together():
-            begun = {"the weights of --init-from": weight_fingerprint(heads)}
-            own.agree(begun, "give all processes the same heads")
+            own.agree({"the weights of --init-from": weight_fingerprint(heads)}, "give all processes the same heads")
         heads = heads.follow(model) if self.backbone.shard is None else heads.to(self.device)
         with own.together():
             if own.is_main:
@@ -375,39 +295,56 @@ class TrainingRun:
             probe=probe,
         )
         with own.together():
-            if state is not None and checkpoint is not None:
-                trainer.resume(checkpoint, state)
-        started = time.perf_counter()
+            if begun is not None:
+                trainer.resume(*begun)
+        started, main = time.perf_counter(), accelerator.is_main_process
         try:
             stopped, record = trainer.train()
         finally:
-            if accelerator.is_main_process:
+            if main:
                 self._report_dropped()
-        seconds = time.perf_counter() - started
-        summary = {**record, "dropped_rows": self.stream.report.counts, "seconds": seconds, "stopped": stopped or None}
+        summary = {**record, "dropped_rows": self.stream.report.counts, "stopped": stopped or None}
+        summary["seconds"] = time.perf_counter() - started
         if not stopped:
-            start = "untrained heads" if self.backbone.init_from is None else "the heads of --init-from"
-            words, warning = comparison(record, trainer.before, trainer.chance(), start)
-            summary |= {"overlap_before": mean(trainer.before), "chance_overlap": trainer.chance(), "outcome": words}
-            if warning and accelerator.is_main_process:
-                logger.warning(warning)
-            if probe is not None and accelerator.is_main_process:
-                if trainer.probe is None or not self.held_out:
-                    summary |= probe.measure(model, heads)
-                words, warning = verdict(summary)
-                summary["outcome"] += f"; {words}"
-                if warning:
-                    logger.warning(warning)
-        if not stopped:
+            if main:
+                summary |= self._outcome(trainer, probe, record)
             with in_step(model):  # the first process alone measures the shares of the layers
-                if accelerator.is_main_process:
+                if main:
                     self._annotate(heads, model, summary).save_pretrained(self.folder)
         accelerator.wait_for_everyone()
         return summary
 
+    def _checkpoint(self, resume: str, fixed: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:
+        """Return the folder and the state of the checkpoint to go on from; None if there is none yet."""
+        checkpoint = checkpointing.find(resume, self.folder)
+        if checkpoint is None:
+            return None
+        state = checkpointing.read(checkpoint)
+        with checkpointing.intact(checkpoint):
+            stored = {"eval_rows": 0, "neighbours": 0, **resumed.without_retired(state["config"])}
+        checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
+        records_until(self.folder / run_folder.LOG, state["step"])
+        return checkpoint, state
+
+    def _outcome(self, trainer: Trainer, probe: Probe | None, record: dict[str, Any]) -> dict[str, Any]:
+        """Return what the run came to, and warn where nothing was learned."""
+        start = "untrained heads" if self.backbone.init_from is None else "the heads of --init-from"
+        chance = trainer.chance()
+        words, warning = comparison(record, trainer.before, chance, start)
+        found = {"overlap_before": mean(trainer.before), "chance_overlap": chance, "outcome": words}
+        warnings = [warning]
+        if probe is not None:
+            if trainer.probe is None or not self.held_out:
+                found |= probe.measure(trainer.model, trainer.heads)
+            words, warning = verdict({**record, **found})
+            found["outcome"] += f"; {words}"
+            warnings.append(warning)
+        for warning in filter(None, warnings):
+            logger.warning(warning)
+        return found
+
     def _report_dropped(self) -> None:
-        report = self.stream.report
-        held_out = len(self.held_out)
+        report, held_out = self.stream.report, len(self.held_out)
         values = {"dataset": self.data.dataset, "rows": self.stream.size, "held_out": held_out, **report.to_dict()}
         run_folder.write_json(self.folder / run_folder.DROPPED, values)
         if report.counts:
@@ -423,8 +360,6 @@ class TrainingRun:
         return heads.requires_grad_(True)
 
     def _measures_shares(self, model: torch.nn.Module) -> bool:
-        from locret.train.head_shares import measurable
-
         return self.backbone.shard is None and measurable(model, self.stream.tokenizer)
 
     def _check_head_shares(self, model: torch.nn.Module) -> None:
@@ -437,21 +372,19 @@ class TrainingRun:
             )
 
     def _annotate(self, heads: RetainingHeads, model: torch.nn.Module, summary: dict[str, Any]) -> RetainingHeads:
-        from locret.train.head_shares import head_shares
-
-        final = {f"final_{name}": summary[name] for name in ("total", self.loss.objective, "smoothness", "overlap")}
-        numbers = ", ".join(
-            filter(None, [str(self.dtype).removeprefix("torch."), quantisation.label_of(unwrap(model))])
-        )
-        precision = f"backbone {numbers}, autocast {self.precision}"
-        facts = {"dataset_rows": self.stream.size, "rows": summary["rows"], "tokens": summary["tokens"], **final}
+        numbers = [str(self.dtype).removeprefix("torch."), quantisation.label_of(unwrap(model))]
+        final = ("total", self.loss.objective, "smoothness", "overlap")
+        facts = {
+            "dataset_rows": self.stream.size,
+            **{name: summary[name] for name in ("rows", "tokens", "overlap_before", "chance_overlap")},
+            **{f"final_{name}": summary[name] for name in final},
+            "precision": f"backbone {', '.join(filter(None, numbers))}, autocast {self.precision}",
+            "earlier": heads.config.training,  # the heads still carry what they came with
+        }
         if self.held_out:
             facts |= {"held_out_rows": len(self.held_out), "held_out_overlap": summary["eval_overlap"]}
-        facts |= {"overlap_before": summary["overlap_before"], "chance_overlap": summary["chance_overlap"]}
         if summary["dropped_rows"]:
             facts["dropped_rows"] = summary["dropped_rows"]
-        # The heads still carry what they came with.
-        facts |= {"precision": precision, "earlier": heads.config.training}
         notes = training_notes(self.backbone, self.data, self.loss, self.optimizer, **facts)
         policy = self.run.policy.to_dict() if "policy" in self.chosen else None
         if policy is not None and policy["head_shares"] is None and self._measures_shares(model):

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import oracle as reference
 import pytest
 import torch
+from oracle import gates
 from torch import Tensor
-from training_cases import CASES, backbone, golden, token_ids
+from training_cases import CASES, backbone, golden, loss_of, token_ids, train
+from transformers import AutoModelForCausalLM, DeepseekV3Config
 
-from locret import RetainingHeads
+from locret import RetainingHeads, labels
 from locret.backbone.adapters import describe
 from locret.backbone.chunk import Attended
+from locret.labels.kinds import KINDS
 from locret.labels.labels import answer_labels, layer_labels, observe, prompt_scores
+from locret.labels.many_answers import labels_of_answers
+from locret.scorers import RetainingHeadScorer
+from locret.train.step import train_step
 
 
 def chunks_of(model: torch.nn.Module, ids: Tensor) -> list[Attended]:
@@ -21,25 +31,19 @@ def chunks_of(model: torch.nn.Module, ids: Tensor) -> list[Attended]:
 
 
 @pytest.mark.parametrize(("case", "labels"), CASES)
-def test_labels_are_those_of_the_original(case: str, labels: str) -> None:
+def test_labels_and_scores_are_those_of_the_original(case: str, labels: str) -> None:
     g = golden(case, labels)
     expected = g.outputs[f"labels.{labels}"]
     actual = answer_labels(g.model, g.prompt_ids, g.answer_ids)
     assert actual.dtype == torch.float32
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(("case", "labels"), CASES)
-def test_scores_of_one_pass_are_those_of_the_original(case: str, labels: str) -> None:
-    g = golden(case, labels)
     expected = g.outputs["full.scores"].transpose(1, 2)
     torch.testing.assert_close(prompt_scores(g.model, g.heads, g.prompt_ids), expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("include_last", [False, True])
 @pytest.mark.parametrize("kind", ["logit", "log_attention"])
-@pytest.mark.parametrize(("prompt", "answer"), [(1, 1), (1, 5), (7, 1), (13, 11), (23, 4)])
-@pytest.mark.parametrize("family", ["llama", "llama-mha"])
+@pytest.mark.parametrize(("family", "prompt", "answer"), [("llama", 1, 1), ("llama", 13, 11), ("llama-mha", 7, 1)])
 def test_any_block_size_gives_the_labels_of_the_oracle(
     family: str, prompt: int, answer: int, kind: str, include_last: bool
 ) -> None:
@@ -97,12 +101,6 @@ def test_every_answer_labels_what_stands_before_it(kind: str, include_last: bool
     torch.testing.assert_close(cut, expected[0, :, :10], atol=1e-5, rtol=0)
 
 
-def test_ids_may_come_with_or_without_a_batch_dimension() -> None:
-    model, prompt_ids, answer_ids = backbone(), token_ids(12), token_ids(3, seed=1)
-    flat = answer_labels(model, prompt_ids[0], answer_ids[0])
-    assert torch.equal(flat, answer_labels(model, prompt_ids, answer_ids))
-
-
 def test_labels_of_a_bfloat16_backbone_are_computed_in_float32() -> None:
     model = backbone().to(torch.bfloat16)
     chunk = chunks_of(model, token_ids(40))[0]
@@ -113,8 +111,6 @@ def test_labels_of_a_bfloat16_backbone_are_computed_in_float32() -> None:
 
 
 def test_a_label_kind_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match='label kind "softmax" is unknown; did you mean logit or log_attention'):
-        answer_labels(backbone(), token_ids(4), token_ids(2), kind="softmax")
     with pytest.raises(ValueError, match='label kind "attention" is unknown; did you mean log_attention'):
         answer_labels(backbone(), token_ids(4), token_ids(2), kind="attention")
 
@@ -129,3 +125,85 @@ def test_scores_of_foreign_heads_are_refused() -> None:
     heads = RetainingHeads.for_model(backbone("llama-mha"), hidden_dim=4, seed=0)
     with pytest.raises(ValueError, match="num_key_value_heads is 4 in the heads and 2 in the model"):
         prompt_scores(backbone(), heads, token_ids(4))
+
+
+# -- kinds of labels: one object each --------------------------------------------------------------------------------
+
+ATTENTION = labels.LabelKind(
+    name="attention",
+    meaning="the attention",
+    block=lambda logits_KQS, labelled: logits_KQS.softmax(dim=-1)[:, :, :labelled].amax(dim=1),
+    whole_rows=True,
+    comparable=True,
+)
+"""What a file of one's own would hold: no kernel, so it is computed from blocks of logits."""
+
+
+def test_a_kind_of_ones_own_labels_trains_and_is_recorded(
+    paths: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, row = backbone(), (token_ids(21), token_ids(9, seed=1))
+    own, logs = (answer_labels(model, *row, kind) for kind in (ATTENTION, "log_attention"))
+    torch.testing.assert_close(own, logs.exp(), atol=1e-5, rtol=0)
+    monkeypatch.setitem(KINDS, ATTENTION.name, ATTENTION)
+    assert labels.names() == ["logit", "log_attention", "kvzip_plus", "attention"]
+    heads = RetainingHeads.for_model(model, hidden_dim=12, seed=3)
+    assert train_step(model, heads, *row, loss_of("attention")).total != train_step(model, heads, *row).total
+    assert train(paths, tmp_path / "run", "--steps=1", "--warmup-steps=0", "--label-kind=attention") == 0
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["label"]["kind"] == "attention"
+    assert "A token's label is the attention, maximum over" in (tmp_path / "run" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("kind", "objective", "relative"),
+    [
+        ("logit", "regression", True),
+        ("log_attention", "regression", False),
+        ("log_attention", "ranking, temperature 1.0", True),
+        ("from elsewhere", "regression", True),
+        (None, "regression", True),
+    ],
+)
+def test_only_a_regression_on_comparable_labels_lets_heads_compete(
+    kind: str | None, objective: str, relative: bool
+) -> None:
+    heads = RetainingHeads.for_model(backbone(), hidden_dim=4, seed=0)
+    heads.annotate(label={"kind": kind}, training={"objective": objective})
+    assert RetainingHeadScorer(heads=heads).relative(heads) == relative
+
+
+@pytest.mark.parametrize(("family", "block_elements"), [("llama", None), ("llama-mha", 64), ("qwen3", 64)])
+def test_labels_of_kvzip_plus_are_those_of_the_obvious_version(family: str, block_elements: int | None) -> None:
+    compared: list[int] = []
+
+    def on_layer(chunk: Attended) -> None:
+        module: Any = chunk.projections.module
+        given = (chunk.query[0], chunk.key[0], chunk.value[0], chunk.projections.hidden[0], module.o_proj.weight)
+        slow = gates.kvzip_plus(*given, prompt=11, scaling=chunk.scaling)
+        found = layer_labels(chunk, 11, "kvzip_plus", False, block_elements=block_elements)
+        torch.testing.assert_close(found, slow, atol=2e-5, rtol=1e-5)
+        compared.append(chunk.layer_idx)
+
+    observe(backbone(family), token_ids(17), on_layer)
+    assert compared
+
+
+@pytest.mark.parametrize("kind", ["log_attention", "kvzip_plus"])
+def test_many_questions_of_one_read_label_as_each_by_itself(kind: str) -> None:
+    model, document = backbone("qwen3"), token_ids(20)
+    asked = [(token_ids(4, seed=seed), token_ids(3 + seed, seed=9 + seed)) for seed in (1, 2, 3)]
+    each = [answer_labels(model, torch.cat([document, q], 1), a, kind)[..., :20] for q, a in asked]
+    found = labels_of_answers(model, document, asked, kind)
+    torch.testing.assert_close(found, torch.stack(each).amax(0), atol=2e-5, rtol=1e-5)
+
+
+def test_kvzip_plus_refuses_latents(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    sizes = {"vocab_size": 97, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 1}
+    ranks = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 1}
+    config = DeepseekV3Config(**sizes, **ranks, **heads)
+    with pytest.raises(ValueError, match="--label-kind kvzip_plus .* holds latents; use log_attention"):
+        answer_labels(AutoModelForCausalLM.from_config(config).eval(), token_ids(9), token_ids(3), "kvzip_plus")
+    config.save_pretrained(tmp_path / "model")  # no weights: the config tells
+    with pytest.raises(ValueError, match="--label-kind kvzip_plus .* holds latents; use log_attention"):
+        train((tmp_path / "model", paths[1]), tmp_path / "run", "--label-kind=kvzip_plus")

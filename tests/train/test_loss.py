@@ -31,23 +31,9 @@ def test_losses_are_those_of_the_oracle(shape: tuple[int, int, int]) -> None:
     assert [value.item() for value in retention_loss(scores, labels, 0.3)] == pytest.approx(expected, abs=1e-5)
 
 
-def test_one_layer_may_come_without_a_layer_dimension() -> None:
-    scores, labels = torch.randn(2, 5), torch.randn(2, 5)
-    assert retention_loss(scores, labels) == retention_loss(scores[None], labels[None])
-    assert torch.equal(top_overlap(scores, labels), top_overlap(scores[None], labels[None]))
-
-
 def test_one_token_has_no_neighbours_and_a_finite_loss() -> None:
     total, regression, smoothness = retention_loss(torch.full((2, 2, 1), 3.0), torch.zeros(2, 2, 1))
     assert (total.item(), regression.item(), smoothness.item()) == (2.5, 2.5, 0.0)
-
-
-def test_twice_the_layers_double_the_smoothness_and_leave_the_regression() -> None:
-    scores, labels = torch.randn(2, 3, 9), torch.randn(2, 3, 9)
-    _, regression, smoothness = retention_loss(scores, labels)
-    _, regression_twice, smoothness_twice = retention_loss(torch.cat([scores, scores]), torch.cat([labels, labels]))
-    assert regression_twice.item() == pytest.approx(regression.item(), rel=1e-6)
-    assert smoothness_twice.item() == pytest.approx(2 * smoothness.item(), rel=1e-6)
 
 
 def test_overlap_counts_the_best_tenth_of_each_head() -> None:
@@ -58,25 +44,14 @@ def test_overlap_counts_the_best_tenth_of_each_head() -> None:
     assert top_overlap(scores[..., :3], labels[..., :3]).tolist() == [1.0, 1.0]  # at least one
 
 
-SHAPES = [(1, 1, 1), (1, 1, 2), (3, 2, 7), (2, 4, 31)]
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("temperature", [0.5, 3.0])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 2, 7)])
 def test_the_ranking_loss_is_that_of_the_oracle(shape: tuple[int, int, int], temperature: float) -> None:
     scores, labels = pair(shape)
     total, fit, smoothness = retention_loss(scores, labels, 0.3, objective="ranking", temperature=temperature)
     assert fit.item() == pytest.approx(reference.ranking_loss(scores, labels, temperature), abs=1e-5)
     assert smoothness.item() == pytest.approx(retention_loss(scores, labels)[2].item())
     assert total.item() == pytest.approx(fit.item() + 0.3 * smoothness.item(), abs=1e-5)
-
-
-def test_a_ranking_is_right_whatever_is_added_to_a_heads_scores() -> None:
-    scores, labels = pair((2, 3, 9))
-    _, fit, _ = retention_loss(scores, labels, objective="ranking")
-    _, shifted, _ = retention_loss(scores + torch.randn(2, 3, 1), labels, objective="ranking")
-    assert shifted.item() == pytest.approx(fit.item(), abs=1e-5)
-    assert retention_loss(labels + 5, labels, objective="ranking")[1].item() == pytest.approx(0, abs=1e-6)
 
 
 def test_the_gradient_of_a_ranking_is_the_difference_of_the_two_distributions() -> None:

@@ -1,4 +1,4 @@
-"""`locret-train`: dry run, recipes, adapters, publishing, and what heads say about their training."""
+"""`locret-train`: dry run, recipes, adapters, rows, held-out rows, publishing, and what heads say of their training."""
 
 from __future__ import annotations
 
@@ -11,119 +11,84 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from embedded import tiny_tokenizer
 from training_cases import refused, token_ids, train, train_arguments, write_backbone, write_rows
+from transformers import AutoTokenizer, Phi3Config
 
 from locret import RetainingHeads
+from locret.data.training.rows import REQUEST
+from locret.data.training.stream import TrainingStream, load_rows
+from locret.heads.config import usual_width
 from locret.heads.fingerprint import weight_fingerprint
 from locret.labels.labels import answer_labels
 from locret.loading import load_config, load_model
 from locret.loading.options import BackboneSource
 from locret.train.command import command
-from locret.train.training_options import OptimizerOptions
+from locret.train.loss import chance_overlap, top_overlap
+from locret.train.training_options import OptimizerOptions, default_output, parse
+from locret.train.training_run import TrainingRun
+from locret.train.validation import comparison, steps_between
 
 REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "recipes" / "train").rglob("*.yaml"))
 
 
-def load_backbone(folder: Path, adapter: str | None = None, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def load_backbone(folder: Path, adapter: str | None = None) -> torch.nn.Module:
     source = BackboneSource(model=str(folder), adapter=adapter)
-    return load_model(source, load_config(source), torch.device("cpu"), dtype)
+    return load_model(source, load_config(source), torch.device("cpu"), torch.float32)
+
+
+def records(output: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return RetainingHeads.from_pretrained(folder).state_dict()
+
+
+def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
+# -- options and plan ------------------------------------------------------------------------------------------------
 
 
 def test_a_dry_run_prints_options_and_memory_without_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = write_backbone(tmp_path / "model", weights=False)
-    assert not list(model.glob("*.safetensors"))
-    paths = (model, write_rows(tmp_path / "rows.json"))
+    paths = (write_backbone(tmp_path / "model", weights=False), write_rows(tmp_path / "rows.json"))
     before = sorted(tmp_path.rglob("*"))
     assert train(paths, tmp_path / "run", "--dry-run") == 0
     text = capsys.readouterr().out
     shown = yaml.safe_load(text)
     assert (shown["steps"], shown["lr"], shown["alpha"], shown["dtype"]) == (6, 5e-4, 2.5e-3, "float32")
     assert "\n# 6 rows\n# plan: 6 steps on " in text
-    assert text.count("gradients") == 1
-    assert train(paths, tmp_path / "run", "--dry-run", "--json") == 0
-    plan = json.loads(capsys.readouterr().out)["memory_bytes"]
-    weights = 2 * 8 * (64 + 2)  # layers * d_R * (features + scores)
-    assert (plan["heads"], plan["gradients"], plan["optimizer"]) == (4 * weights, 4 * weights, 8 * weights)
+    assert train(paths, tmp_path / "run", "--dry-run", "--json", "--dtype=bfloat16") == 0
+    record = json.loads(capsys.readouterr().out)
+    plan, count = record["memory_bytes"], 2 * 8 * (64 + 2)  # layers * d_R * (features + scores)
+    assert (plan["heads"], plan["gradients"], plan["optimizer"]) == (4 * count, 4 * count, 8 * count)
     assert plan["total"] == sum(count for name, count in plan.items() if name != "total")
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_the_memory_plan_counts_the_backbones_bytes(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(paths, tmp_path / "run", "--dry-run", "--json", "--dtype=bfloat16")
-    record = json.loads(capsys.readouterr().out)
-    model = load_backbone(paths[0], dtype=torch.bfloat16)
-    assert record["memory_bytes"]["backbone"] == sum(weight.nbytes for weight in model.parameters())
     assert record["config"]["mixed_precision"] == "bf16"
+    assert sorted(tmp_path.rglob("*")) == before
+    model = load_backbone(write_backbone(tmp_path / "model"))
+    assert plan["backbone"] == sum(weight.nbytes // 2 for weight in model.parameters())
 
 
-def test_json_is_the_only_thing_on_standard_output(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert train(paths, tmp_path / "run", "--json") == 0
-    record = json.loads(capsys.readouterr().out)
-    assert (record["step"], record["rows"], record["stopped"]) == (6, 6, None)
-    assert record["output"] == str(tmp_path / "run")
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_parses_and_the_papers_change_nothing_of_its_training(recipe: Path) -> None:
+    given = yaml.safe_load(recipe.read_text())
+    missing = [f"--{name}=somewhere" for name in ("dataset", "output") if name not in given]
+    training = TrainingRun(*parse([f"--config={recipe}", *missing]))
+    assert training.backbone.model == given["model"]
+    assert "policy" in training.chosen
+    if recipe.stem in ("llama_3.1_8b", "phi_3_mini_128k"):
+        assert training.chosen == {"model", "dataset", "policy", "output"}
+    o = OptimizerOptions()
+    assert (o.steps, o.lr, o.betas, o.warmup, o.clip, o.clip_limit) == (3000, 5e-4, (0.9, 0.95), 2000, "value", 0.5)
+    assert usual_width(Phi3Config()) == 1024
 
 
-def test_heads_say_how_they_were_trained(paths: tuple[Path, Path], tmp_path: Path) -> None:
-    options = ["--label-kind=log_attention", "--include-last-prompt-token", "--policy.budget=64"]
-    assert train(paths, tmp_path / "run", *options, "--policy.stabilizers=8") == 0
-    config = RetainingHeads.from_pretrained(tmp_path / "run").config
-    assert config.label is not None
-    assert config.label["kind"] == "log_attention"
-    assert config.label["include_last_prompt_token"] is True
-    assert config.policy is not None
-    assert (config.policy["budget"], config.policy["stabilizers"]) == (64, 8)
-    assert config.training is not None
-    assert (config.training["dataset"], config.training["backbone"]) == ("rows.json", "model")
-    assert str(tmp_path) not in (tmp_path / "run" / "config.json").read_text()
-    model = load_backbone(paths[0])
-    assert config.base_weights == weight_fingerprint(model)
-    record = json.loads((tmp_path / "run" / "run.json").read_text())
-    assert record["config"]["label_kind"] == "log_attention"
-    assert record["versions"]["torch"] == torch.__version__
-
-
-def test_heads_trained_to_rank_say_so(paths: tuple[Path, Path], tmp_path: Path) -> None:
-    options = ["--objective=ranking", "--temperature=2", "--label-kind=log_attention"]
-    assert train(paths, tmp_path / "run", *options) == 0
-    training = RetainingHeads.from_pretrained(tmp_path / "run").config.training
-    assert training is not None
-    assert training["objective"] == "ranking, temperature 2.0"
-    records = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
-    assert training["final_ranking"] == records[-1]["ranking"]
-    assert "regression" not in records[-1]
-
-
-def test_labels_from_reconstruction_need_no_answers(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The run is the one on rows that ask for the text and answer with it, written by hand."""
-    from locret.data.training.rows import REQUEST
-
-    texts = [row["instruction"] for row in json.loads(paths[1].read_text())]
-    (tmp_path / "texts.json").write_text(json.dumps([{"text": text} for text in texts]))
-    rows = [{"instruction": f"{text}\n\n{REQUEST}", "output": text} for text in texts]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    assert train((paths[0], tmp_path / "texts.json"), tmp_path / "texts", "--label-source=reconstruction") == 0
-    assert train((paths[0], tmp_path / "rows.json"), tmp_path / "rows") == 0
-    ours, byhand = (RetainingHeads.from_pretrained(tmp_path / name) for name in ("texts", "rows"))
-    assert all(torch.equal(weight, byhand.state_dict()[name]) for name, weight in ours.state_dict().items())
-    assert ours.config.label is not None
-    assert ours.config.label["source"] == "reconstruction"
-    assert "maximum over the tokens of the text's repetition" in (tmp_path / "texts" / "README.md").read_text()
-    code, message = refused(
-        capsys, train_arguments((paths[0], tmp_path / "texts.json"), tmp_path / "answers", "--skip-bad-rows=false")
-    )
-    assert (code, "has no answer (text schema, text, for --label-source reconstruction)" in message) == (2, True)
-
-
-def test_a_recipe_is_overridden_by_flags(
+def test_flags_win_over_a_recipe_and_defaults_follow(
     paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recipe = tmp_path / "recipe.yaml"
@@ -131,142 +96,216 @@ def test_a_recipe_is_overridden_by_flags(
     assert command([f"--config={recipe}", f"--output={tmp_path / 'run'}", "--steps=9", "--dry-run", "--json"]) == 0
     config = json.loads(capsys.readouterr().out)["config"]
     assert (config["steps"], config["lr"], config["policy"]["budget"]) == (9, 1e-3, 3000)
+    assert [OptimizerOptions(steps=steps).warmup for steps in (1, 40, 9000)] == [0, 26, 2000]
+    assert default_output("org/model-7b", "LongAlpaca") == "checkpoints/model-7b-LongAlpaca-heads"
+    assert default_output("checkpoints/tiny/", "data/rows.jsonl") == "checkpoints/tiny-rows-heads"
+    huge = ["--max-prompt-tokens=1000000000000", "--keep-checkpoints=1000000000000", "--log-every=1000000000000"]
+    assert train(paths, tmp_path / "run", *huge, "--steps=1") == 0
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_parses(recipe: Path) -> None:
-    from locret.train.training_options import parse
-    from locret.train.training_run import TrainingRun
-
-    given = yaml.safe_load(recipe.read_text())
-    missing = [f"--{name}=somewhere" for name in ("dataset", "output") if name not in given]
-    training = TrainingRun(*parse([f"--config={recipe}", *missing]))
-    assert training.backbone.model == given["model"]
-    assert "policy" in training.chosen
+# -- what is trained and what is said of it --------------------------------------------------------------------------
 
 
-def test_paper_recipes_change_nothing_of_the_papers_training() -> None:
-    from locret.train.training_options import parse
-    from locret.train.training_run import TrainingRun
-
-    for name in ("llama_3.1_8b", "phi_3_mini_128k"):
-        recipe = REPOSITORY / "recipes" / "train" / f"{name}.yaml"
-        training = TrainingRun(*parse([f"--config={recipe}", "--output=somewhere"]))
-        assert training.chosen == {"model", "dataset", "policy", "output"}
-        o = training.optimizer
-        assert (o.steps, o.lr, o.betas, o.warmup, o.clip, o.clip_limit) == (
-            3000,
-            5e-4,
-            (0.9, 0.95),
-            2000,
-            "value",
-            0.5,
-        )
-        assert (training.loss.alpha, training.loss.label_kind) == (2.5e-3, "logit")
-        assert training.data.max_prompt_tokens == 10240
-        if name.startswith("phi"):  # the config of the paper's own backbone is known without the Hub
-            training.resolve(torch.device("cpu"))
-            assert training.backbone.hidden_dim == 1024
+def test_heads_and_output_say_how_they_were_trained(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--label-kind=log_attention", "--include-last-prompt-token", "--objective=ranking", "--temperature=2"]
+    policy = ["--policy.budget=64", "--policy.stabilizers=8", "--base-model=org/backbone", "--revision=v1", "--json"]
+    assert train(paths, tmp_path / "run", *options, *policy) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["step"], shown["rows"], shown["stopped"], shown["output"]) == (6, 6, None, str(tmp_path / "run"))
+    config: Any = RetainingHeads.from_pretrained(tmp_path / "run").config
+    assert (config.label["kind"], config.label["include_last_prompt_token"]) == ("log_attention", True)
+    assert (config.policy["budget"], config.policy["stabilizers"]) == (64, 8)
+    assert (config.training["dataset"], config.training["backbone"]) == ("rows.json", "model")
+    assert config.training["objective"] == "ranking, temperature 2.0"
+    assert config.training["final_ranking"] == records(tmp_path / "run")[-1]["ranking"]
+    assert (config.base_model, config.base_model_revision, config.base_weights) == ("org/backbone", "v1", None)
+    assert str(tmp_path) not in (tmp_path / "run" / "config.json").read_text()
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["config"]["label_kind"], record["versions"]["torch"]) == ("log_attention", torch.__version__)
 
 
-# -- adapters and second stages --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def adapter(paths: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a LoRA adapter with random, not zero, weights."""
+def test_an_adapter_changes_labels_and_training(paths: tuple[Path, Path], tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
-    base = load_backbone(paths[0])
-    lora = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
-    folder = tmp_path_factory.mktemp("adapter")
-    lora.save_pretrained(folder)
-    return folder
-
-
-def test_a_lora_adapter_changes_labels_and_training(paths: tuple[Path, Path], adapter: Path, tmp_path: Path) -> None:
-    plain, adapted = load_backbone(paths[0]), load_backbone(paths[0], adapter=str(adapter))
+    lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    get_peft_model(load_backbone(paths[0]), lora).save_pretrained(tmp_path / "adapter")
+    plain, adapted = load_backbone(paths[0]), load_backbone(paths[0], adapter=str(tmp_path / "adapter"))
     assert not any(parameter.requires_grad for parameter in adapted.parameters())
     row = token_ids(20), token_ids(5, seed=1)
     labels = answer_labels(adapted, *row)
     assert (labels - answer_labels(plain, *row)).abs().max() > 0.1
     merged = adapted.merge_and_unload()  # type: ignore[operator]
     torch.testing.assert_close(labels, answer_labels(merged, *row), atol=1e-4, rtol=0)
-    assert train(paths, tmp_path / "with", f"--adapter={adapter}", "--steps=2", "--warmup-steps=0") == 0
-    assert train(paths, tmp_path / "without", "--steps=2", "--warmup-steps=0") == 0
-    one, other = (
-        json.loads((tmp_path / name / "log.jsonl").read_text().splitlines()[0]) for name in ("with", "without")
-    )
-    assert one["total"] != other["total"]
-    config = RetainingHeads.from_pretrained(tmp_path / "with").config
-    assert config.training is not None
-    assert config.training["adapter"] == adapter.name
+    for name, more in (("with", [f"--adapter={tmp_path / 'adapter'}"]), ("without", [])):
+        assert train(paths, tmp_path / name, *more, "--steps=2", "--warmup-steps=0") == 0
+    assert records(tmp_path / "with")[0]["total"] != records(tmp_path / "without")[0]["total"]
+    config: Any = RetainingHeads.from_pretrained(tmp_path / "with").config
+    assert config.training["adapter"] == "adapter"
+    assert RetainingHeads.from_pretrained(tmp_path / "without").config.base_weights == weight_fingerprint(plain)
 
 
 def test_init_from_goes_on_with_trained_heads(
     paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train(paths, tmp_path / "first") == 0
+    assert train(paths, tmp_path / "first", "--neighbours=2") == 0
     arguments = [f"--model={paths[0]}", f"--dataset={paths[1]}", f"--init-from={tmp_path / 'first'}", "--steps=1"]
     assert command([*arguments, "--warmup-steps=0", "--lr=1.0e-9", f"--output={tmp_path / 'second'}"]) == 0
-    first, second = (RetainingHeads.from_pretrained(tmp_path / name).state_dict() for name in ("first", "second"))
+    first, second = weights(tmp_path / "first"), weights(tmp_path / "second")
     assert all(torch.allclose(first[name], second[name], atol=1e-7) for name in first)
     before, after = (RetainingHeads.from_pretrained(tmp_path / name).config.training for name in ("first", "second"))
     assert before is not None
     assert after is not None
-    assert "went_on_from" not in before
     assert (after["steps"], after["went_on_from"], after["earlier"]) == (1, "first", before)
     card = (tmp_path / "second" / "README.md").read_text()
     assert card.index("| Steps | 1 |") < card.index("### Before that") < card.index(f"| Steps | {before['steps']} |")
-    code, message = refused(capsys, [*arguments, "--hidden-dim=9", f"--output={tmp_path / 'third'}"])
-    assert code == 2
-    assert "--hidden-dim 9 differs from 8 of the heads in --init-from" in message
+    for more, expected in (
+        ("--hidden-dim=9", "--hidden-dim 9 differs from 8 of the heads in --init-from"),
+        ("--neighbours=1", "--neighbours 1 differs from 2 of the heads in --init-from"),
+    ):
+        code, message = refused(capsys, [*arguments, more, f"--output={tmp_path / 'third'}"])
+        assert (code, expected in message) == (2, True), message
 
 
-# -- publishing ------------------------------------------------------------------------------------------------------
+def test_labels_from_reconstruction_are_those_of_rows_written_by_hand(paths: tuple[Path, Path], tmp_path: Path) -> None:
+    texts = [row["instruction"] for row in json.loads(paths[1].read_text())]
+    (tmp_path / "texts.json").write_text(json.dumps([{"text": text} for text in texts]))
+    rows = [{"instruction": f"{text}\n\n{REQUEST}", "output": text} for text in texts]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    assert train((paths[0], tmp_path / "texts.json"), tmp_path / "texts", "--label-source=reconstruction") == 0
+    assert train((paths[0], tmp_path / "rows.json"), tmp_path / "rows") == 0
+    assert equal(weights(tmp_path / "texts"), weights(tmp_path / "rows"))
+    assert "maximum over the tokens of the text's repetition" in (tmp_path / "texts" / "README.md").read_text()
+
+
+DOCUMENT = "The tower has 10 steps. The number of Oslo is 314. The sky is blue."
+PAIRS = [("What is the number of Oslo?", "It is 314."), ("How many steps has the tower?", "10 steps.")]
+SHARED = {"document": DOCUMENT, "questions": [{"question": q, "answer": a} for q, a in PAIRS]}
+
+
+def test_a_row_of_questions_is_its_document_and_what_each_adds_and_trains(
+    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = tiny_tokenizer()
+    example = next(TrainingStream([SHARED], tokenizer, seed=0, max_length=None, answers="each"))
+    assert tokenizer.decode(example.prompt_ids[0]).endswith("The sky is blue.")
+    for (question, answer), (asked, answered) in zip(PAIRS, example.asked, strict=True):
+        alone = {"prompt": f"{DOCUMENT}\n{question}", "answer": answer}
+        expected = next(TrainingStream([alone], tokenizer, seed=0, max_length=None))
+        assert torch.cat([example.prompt_ids, asked], dim=1).equal(expected.prompt_ids)
+        assert answered.equal(expected.answer_ids)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(SHARED) + "\n" for _ in range(4)))
+    both = (paths[0], tmp_path / "rows.jsonl")
+    assert train(both, tmp_path / "run", "--answers=each", "--steps=3", "--eval-rows=2", "--policy.budget=32") == 0
+    config: Any = RetainingHeads.from_pretrained(str(tmp_path / "run")).config
+    assert "each asked by itself" in config.label["reduction"]
+    assert config.policy["head_shares"] is None, "this tokenizer cannot write the passages"
+    capsys.readouterr()
+    assert train(both, tmp_path / "plan", "--answers=each", "--dry-run", "--json") == 0
+    assert {"features", "document"} < json.loads(capsys.readouterr().out)["memory_bytes"].keys()
+    shares = ["--policy.budget=32", "--policy.head_budgets=shares"]
+    code, message = refused(capsys, train_arguments(both, tmp_path / "none", *shares))
+    assert (code, "--policy.head-budgets shares needs a share of each KV head, which cannot" in message) == (2, True)
+
+
+GOOD = b'{"instruction": "The number of Oslo is 314. What is it?", "output": "It is 314."}'
+BAD_LINES = {
+    "no answer": b'{"instruction": "Who?", "output": ""}',
+    "wrong type": b'{"instruction": 7, "output": "Me."}',
+    "invalid UTF-8": b'{"instruction": "caf\xe9", "output": "Me."}',
+    "not JSON": b'{"instruction": "cut of',
+    "row too long": b'{"instruction": "' + b"x" * 5_000_000 + b'", "output": "Me."}',
+    "longer than the context": b'{"instruction": "' + b"the house " * 2100 + b'", "output": "Me."}',
+}
+
+
+def test_bad_lines_are_left_out_and_reported_or_the_first_stops_the_run(
+    paths: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_bytes(b"\n".join([GOOD, *BAD_LINES.values(), GOOD]))
+    assert train((paths[0], rows), tmp_path / "run", "--steps=3") == 0
+    report = json.loads((tmp_path / "run" / "dropped_rows.json").read_text())
+    assert (report["read"], report["used"], report["rows"]) == (8, 2, 8)
+    assert report["dropped"] == {
+        reason: {"count": 1, "first_rows": [f"{rows}: row {row} (counted from 0)"]}
+        for row, reason in enumerate(BAD_LINES, start=1)
+    }
+    assert "rows left out of 8 read: " in caplog.text
+    config: Any = RetainingHeads.from_pretrained(tmp_path / "run").config
+    assert config.training["dropped_rows"] == dict.fromkeys(BAD_LINES, 1)
+    code, message = refused(capsys, train_arguments((paths[0], rows), tmp_path / "strict", "--skip-bad-rows=false"))
+    assert (code, f"{rows}: row 1 (counted from 0) has no answer" in message) == (2, True), message
+    assert message.endswith("or pass --skip-bad-rows to leave out such rows")
+    assert not (tmp_path / "strict").exists()
+
+
+# -- held-out rows ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def many(paths: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Return the backbone and a file of 40 rows."""
+    return paths[0], write_rows(tmp_path_factory.mktemp("many") / "rows.json", rows=40)
+
+
+def test_held_out_rows_never_come_up_and_the_others_keep_their_order(many: tuple[Path, Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(many[0])
+    plain, ours = (TrainingStream(load_rows(str(many[1])), tokenizer, seed=3, max_length=None) for _ in range(2))
+    held_out = {example.row for example in ours.hold_out(5)[0]}
+    with pytest.raises(ValueError, match="stream was made with held_out=None"):
+        ours.restore(plain.state())
+    epochs = [next(plain).row for _ in range(80)]
+    assert held_out == set(epochs[35:40])  # those that the first epoch meets last
+    assert [next(ours).row for _ in range(70)] == [row for row in epochs if row not in held_out]
+
+
+def test_rows_are_held_out_by_default_and_evaluations_show_what_is_learned(
+    many: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, more in (("default", []), ("none", ["--eval-rows=0"])):
+        assert train(many, tmp_path / name, "--steps=12", *more) == 0
+    assert equal(weights(tmp_path / "default"), weights(tmp_path / "none"))
+    assert [one["step"] for one in records(tmp_path / "default") if "eval_overlap" in one] == [0, 12]
+    assert json.loads((tmp_path / "default" / "run.json").read_text())["config"]["eval_rows"] == 8
+    capsys.readouterr()
+    caplog.clear()
+    options = ["--steps=60", "--lr=1.0e-2", "--eval-rows=6", "--eval-every=25", "--log-every=30"]
+    assert train(many, tmp_path / "run", *options) == 0
+    evaluated = [record for record in records(tmp_path / "run") if "eval_overlap" in record]
+    assert [(record["step"], len(record["eval_overlap_per_row"])) for record in evaluated] == [
+        (0, 6), (25, 6), (50, 6), (60, 6)
+    ]  # fmt: skip
+    assert evaluated[-1]["eval_regression"] < evaluated[0]["eval_regression"]
+    before, after = evaluated[0]["eval_overlap"], evaluated[-1]["eval_overlap"]
+    out = capsys.readouterr().out
+    assert f"overlap {after:.3f} on 6 rows that were not trained on; untrained heads {before:.3f}, chance" in out
+    assert ("learned nothing" in caplog.text) == (after <= before)
+
+
+def test_the_warning_is_about_what_is_above_chance_and_above_the_start() -> None:
+    words, warning = comparison({"overlap": 0.4}, [0.2], 0.1, "untrained heads")
+    assert words == "overlap 0.400 on the last rows that were trained on; untrained heads 0.200, chance 0.100"
+    assert warning is None
+    for record, before, chance in [
+        ({"overlap": 0.15}, [0.158], 0.1),  # below the start
+        ({"overlap": 0.09}, [0.05], 0.1),  # below chance
+        ({"eval_overlap_per_row": [0.1, 0.3]}, [0.3, 0.0], 0.1),  # above the start on average, by luck
+    ]:
+        assert "learned nothing that shows" in str(comparison(record, before, chance, "untrained heads")[1])
+    assert [steps_between(None, steps, 1, 8) for steps in (3000, 40, 400)] == [300, 40, 80]
+    scores, labels = (torch.rand(1, 20_000, 100, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    assert top_overlap(scores, labels).item() == pytest.approx(chance_overlap(100), abs=0.01)
+
+
+# -- the Hub, and what need not be installed -------------------------------------------------------------------------
 
 
 def test_trained_heads_are_published_and_load_from_the_hub(paths: tuple[Path, Path], tmp_path: Path, hub: Any) -> None:
     assert train(paths, tmp_path / "run", "--push-to-hub=somebody/tiny-heads") == 0
-    published = RetainingHeads.from_pretrained("somebody/tiny-heads").state_dict()
-    trained = RetainingHeads.from_pretrained(tmp_path / "run").state_dict()
-    assert all(torch.equal(trained[name], published[name]) for name in trained)
+    assert equal(weights(tmp_path / "run"), RetainingHeads.from_pretrained("somebody/tiny-heads").state_dict())
     assert set(hub.repos["somebody/tiny-heads"].files()) >= {"config.json", "model.safetensors", "README.md"}
-
-
-def test_publishing_is_checked_before_training(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--push-to-hub=no-slash"))
-    assert (code, "--repo no-slash is not a repository name; use org/name" in message) == (2, True)
-    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--push-to-hub=somebody/heads"))
-    assert (code, "cannot push to somebody/heads without a token; set HF_TOKEN" in message) == (1, True)
-    assert not (tmp_path / "run").exists()
-
-
-# -- the rest --------------------------------------------------------------------------------------------------------
-
-
-def test_a_warm_up_that_never_ends_is_refused_and_the_default_follows_the_steps(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--warmup-steps=6", "--dry-run"))
-    assert (code, "--warmup-steps 6 is not below --steps 6, so the learning rate would never reach" in message) == (
-        2,
-        True,
-    )
-    for steps, warmup in [(1, 0), (40, 26), (3000, 2000), (9000, 2000)]:
-        assert OptimizerOptions(steps=steps).warmup == warmup
-
-
-def test_help_cites_the_paper(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        command(["--help"])
-    assert stop.value.code == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "Steps of linear warm-up; if none, 2,000 (Locret, section 4.1)" in text
-    assert "Retention policy to recommend with the heads" in text
 
 
 @pytest.mark.slow
@@ -279,18 +318,3 @@ def test_labels_loss_and_step_need_no_more_than_torch_and_transformers() -> None
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-
-
-def test_the_hub_id_of_a_local_backbone_is_recorded_and_other_ids_are_refused(
-    paths: tuple[Path, Path], tmp_path: Path
-) -> None:
-    assert train(paths, tmp_path / "run", "--base-model", "org/backbone", "--revision", "v1") == 0
-    heads = RetainingHeads.from_pretrained(tmp_path / "run")
-    assert (heads.config.base_model, heads.config.base_model_revision) == ("org/backbone", "v1")
-    assert heads.config.base_weights is None
-    assert "org/backbone" in (tmp_path / "run" / "README.md").read_text()
-    model = load_backbone(paths[0])
-    heads.check_matches(model)
-    model.config._name_or_path = "org/another"
-    with pytest.raises(ValueError, match="base_model is .*org/another"):
-        heads.check_matches(model)
