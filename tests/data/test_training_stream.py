@@ -143,7 +143,7 @@ def test_text_of_a_table_that_is_not_utf8_is_a_bad_row(tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        ({"template": "alpaca"}, "--template alpaca: no template of that name"),
+        ({"template": "alpaca"}, "template=alpaca is unknown; choose one of chat, original, none"),
         ({"rank": 2, "world": 2}, "rank=2 is not a process of world=2"),
         ({"rows": []}, "there are no rows"),
         ({"rows": [{"body": "x"}]}, "columns 'body' fit no known schema"),
