@@ -88,8 +88,8 @@ FAULTS = (
     Fault(
         "stale-scores",
         "locret/cache/store.py",
-        "for buffer in self._buffers().values():\n            self._gather(buffer, kept.units, rows)",
-        'for buffer in (held for name, held in self._buffers().items() if name != "scores"):\n'
+        "for buffer in self.buffers.values():\n            self._gather(buffer, kept.units, rows)",
+        'for buffer in (held for name, held in self.buffers.items() if name != "scores"):\n'
         "            self._gather(buffer, kept.units, rows)",
         "kept_scores: a score moves with its unit",
         "tests/core/test_stores.py tests/core/test_golden.py tests/core/test_storage.py",
@@ -105,16 +105,16 @@ FAULTS = (
     Fault(
         "rotation-off-by-one",
         "locret/cache/store.py",
-        "cos, sin = self.rotary.table(base - self.fill, self.fill, keys)\n        scratch",
-        "cos, sin = self.rotary.table(base - self.fill + 1, self.fill, keys)\n        scratch",
+        "cos, sin = self.rotary.table(base - held, held, keys)",
+        "cos, sin = self.rotary.table(base - held + (not back), held, keys)",
         'positions="compact": a kept unit is rotated to its rank',
         "tests/core/test_cache.py tests/core/test_export.py",
     ),
     Fault(
         "copies-share-memory",
-        "locret/cache/store.py",
-        "twin.columns = {name: self.held_anew(tensor) for name, tensor in self.columns.items()}\n        return twin",
-        "twin.columns = dict(self.columns)\n        return twin",
+        "locret/cache/units.py",
+        "twin.tensors = {name: self._anew(name, held).copy_(held) for name, held in self.tensors.items()}",
+        "twin.tensors = dict(self.tensors)",
         "cache.copy: what a fork reads does not change the cache it comes from",
         "tests/core/test_sessions.py tests/core/test_cache.py tests/core/test_storage.py",
     ),
@@ -168,7 +168,7 @@ FAULTS = (
     ),
     Fault(
         "rows-joined-to-the-left",
-        "locret/cache/store.py",
+        "locret/cache/units.py",
         "joined[row, :, slots - part.shape[2] : slots] = part[0]",
         "joined[row, :, : part.shape[2]] = part[0]",
         "prefill of rows of different lengths: each is as if it were alone",
@@ -324,8 +324,8 @@ FAULTS = (
     Fault(
         "a-counter-not-saved",
         "locret/cache/cache.py",
-        'names = ("seen", "held_back", "fed_again", "next_position", "text_end")',
-        'names = ("seen", "held_back", "fed_again", "next_position")',
+        '_COUNTERS = ("seen", "held_back", "fed_again", "next_position", "text_end")',
+        '_COUNTERS = ("seen", "held_back", "fed_again", "next_position")',
         "load_cache: turns that follow have the room that they would have had",
         "tests/core/test_sessions.py",
     ),

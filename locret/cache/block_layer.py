@@ -9,8 +9,8 @@ Deviates:  a token that leaves the window within an execution block counts once 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from locret.backbone.chunk import Attended, Chunk, Projections
 from locret.backbone.near_and_far import Far
 from locret.cache.blocks import Blocks
 from locret.cache.layer import Moment, RetentionLayer
-from locret.cache.store import EMPTY, SCORES, DenseStore, Workspace
+from locret.cache.store import EMPTY, SCORES, DenseStore
+from locret.cache.units import Units, Workspace
 from locret.lookups.infllm import InfLLM, attention_column
 from locret.policy.selectors import KeptPerHead, PerHead, Stay
 
@@ -50,11 +51,9 @@ class BlockLayer(RetentionLayer):
     def __init__(self, store: DenseStore, lookup: InfLLM, heads: int) -> None:
         super().__init__(store, PerHead(), compact=True)
         self.lookup, self.heads = lookup, heads
-        self.local, self.block, self.init, topk, cached, repr_topk = lookup.numbers
-        self.blocks = Blocks(self.block, cached, topk, repr_topk, lookup.per_head, lookup.decay)
+        self.local, self.block, self.init, *_ = lookup.numbers
+        self.blocks = Blocks(lookup)
         self._new = 0
-        self._counted = False
-        """Whether the coming token has been fed before, so that the units before it have its attention already."""
 
     # -- reading and answering ----------------------------------------------------------------------------------------
 
@@ -74,8 +73,6 @@ class BlockLayer(RetentionLayer):
         due = [max(fill - start - self.init - self.local, 0) // self.block for start in starts]
         if not any(due):
             return
-        assert store.keys is not None
-        assert store.values is not None
         kept = []
         for row, (start, count) in enumerate(zip(starts, due, strict=True)):
             old = slice(start + self.init, start + self.init + count * self.block)
@@ -93,13 +90,17 @@ class BlockLayer(RetentionLayer):
                 column[row, :, :before] = EMPTY.get(name, 0)
 
     def _attention(self) -> list[Tensor]:
-        assert self.store.keys is not None
         return [self.store.columns[attention_column(g)] for g in range(self.heads // self.store.keys.shape[1])]
 
     @property
     def tier(self) -> Blocks:
         """See `RetentionLayer`."""
         return self.blocks
+
+    @property
+    def holders(self) -> dict[str, Units]:
+        """See `RetentionLayer`."""
+        return {"blocks.": self.blocks, "": self.store}
 
     @property
     def reach(self) -> int:
@@ -109,8 +110,6 @@ class BlockLayer(RetentionLayer):
     def view(self, base: int, projections: Projections) -> View:
         """Return what the queries attend to; how the backbone has rotated them does not matter here."""
         store, query = self.store, projections.query()
-        assert store.keys is not None
-        assert store.values is not None
         near, held = min(store.fill, self.local + self._new - 1), max(store.fill - self.local, 0)
         window = slice(store.fill - near, store.fill)
         cos, sin = store.rotary.table(0, near, query)
@@ -133,47 +132,41 @@ class BlockLayer(RetentionLayer):
             values=torch.cat([store.values[:, :, :held], values], dim=2),
             held=held,
             window=self.local,
-            empty=self._empty(chosen, held, near, far_keys.shape[2]),
+            empty=self._empty(chosen, held, near),
             tell=lambda near_mass, far_mass: self._note(near_mass, far_mass[..., held:]),
         )
         turned = store.workspace.take((*store.keys.shape[:2], near, store.keys.shape[3]), store.capacity, store.keys)
         store.rotary.turn(store.keys[:, :, window], cos, sin, out=turned)
         return View(turned, store.values[:, :, window], far=far)
 
-    def _distances(self, chosen: list[list[list[int]]], held: int, near: int) -> Tensor:
-        """Return (B, 1 or K, F) positions of the far slots at their own distances; that of the first near one is 0."""
-        store, rows = self.store, []
-        for row, by_chooser in enumerate(chosen):
-            start = 0 if store.row_start is None else int(store.row_start[row])
-            gone = self.blocks.counts[row] * self.block
-            slots = torch.arange(held) - (store.fill - near)
-            slots[: start + self.init] -= gone
-            recalled = max(len(blocks) for one in chosen for blocks in one)
-            first = torch.zeros(len(by_chooser), recalled, dtype=torch.long)
-            for nth, blocks in enumerate(by_chooser):
-                first[nth, : len(blocks)] = torch.tensor(blocks, dtype=torch.long) * self.block
-            inside = (first[..., None] + torch.arange(self.block)).flatten(1)
-            oldest = self.init + near - (store.fill - start) - gone
-            rows.append(torch.cat([slots.expand(len(by_chooser), -1), inside + oldest], dim=1))
-        assert store.keys is not None
-        return torch.stack(rows).to(store.keys.device)
+    def _starts(self) -> Tensor:
+        """Return (B, 1, 1) first filled slot of each row, on the CPU."""
+        starts = self.store.row_start
+        return (torch.zeros(self.store.batch, dtype=torch.long) if starts is None else starts.cpu())[:, None, None]
 
-    def _empty(self, chosen: list[list[list[int]]], held: int, near: int, far: int) -> Tensor | None:
-        """Return which (B, 1 or K, near + F) slots hold nothing."""
-        store, recalled = self.store, far - held
-        counts = torch.tensor([[len(blocks) for blocks in by_chooser] for by_chooser in chosen]) * self.block
-        if store.row_start is None and bool((counts == recalled).all()):
+    def _distances(self, chosen: Tensor, held: int, near: int) -> Tensor:
+        """Return (B, C, F) positions of the far slots at their own distances; that of the first near one is 0."""
+        fill, starts, slots = self.store.fill, self._starts(), torch.arange(held)
+        gone = torch.tensor(self.blocks.counts)[:, None, None] * self.block
+        own = slots - (fill - near) - gone * (slots < starts + self.init)
+        inside = (chosen.clamp_min(0)[..., None] * self.block + torch.arange(self.block)).flatten(2)
+        recalled = inside + self.init + near - (fill - starts) - gone
+        return torch.cat([own.expand(-1, chosen.shape[1], -1), recalled], dim=-1).to(self.store.keys.device)
+
+    def _empty(self, chosen: Tensor, held: int, near: int) -> Tensor | None:
+        """Return which (B, C, near + F) slots hold nothing."""
+        there = chosen >= 0
+        if self.store.row_start is None and bool(there.all()):
             return None
-        assert store.keys is not None
-        starts = torch.zeros(len(chosen), dtype=torch.long) if store.row_start is None else store.row_start.cpu()
-        slots = torch.cat([torch.arange(store.fill - near, store.fill), torch.arange(held)])
-        units = (slots < starts[:, None])[:, None].expand(-1, counts.shape[1], -1)
-        return torch.cat([units, torch.arange(recalled) >= counts[..., None]], dim=-1).to(store.keys.device)
+        slots = torch.cat([torch.arange(self.store.fill - near, self.store.fill), torch.arange(held)])
+        units = (slots < self._starts()).expand(-1, chosen.shape[1], -1)
+        recalled = ~there.repeat_interleave(self.block, dim=-1)
+        return torch.cat([units, recalled], dim=-1).to(self.store.keys.device)
 
     def _note(self, near_mass: Tensor, recalled_mass: Tensor) -> None:
         """Add the (B, N, near) attention of the window's units to their columns, and tell the tier what blocks got."""
-        if self._counted:
-            near_mass, self._counted = near_mass[..., -1:], False
+        if self.blocks.counted:
+            near_mass, self.blocks.counted = near_mass[..., -1:], False
         columns = self._attention()
         span = slice(self.store.fill - near_mass.shape[-1], self.store.fill)
         for column, mass in zip(columns, near_mass.unflatten(1, (-1, len(columns))).unbind(2), strict=True):
@@ -195,43 +188,8 @@ class BlockLayer(RetentionLayer):
     def unsettle(self, base: int) -> None:
         """Leave keys as they are."""
 
-    def take_back(self) -> None:
-        """Forget the newest unit; those before it keep the attention that they got from it."""
-        self.store.take_back()
-        self._counted = True
-
-    # -- rows and whole layers ----------------------------------------------------------------------------------------
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return self.store.nbytes + self.blocks.copies_nbytes
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch."""
-        self.store.select_rows(rows)
-        self.blocks.select_rows(rows)
-
-    def join(self, layers: Sequence[Self], seen: int, new_tokens: int, most: int | None) -> None:
-        """Become a batch of the only rows of other layers, with room for what an answer of `new_tokens` needs."""
-        fill = max(layer.fill for layer in layers)
-        self.store.join([layer.store for layer in layers], min(fill + new_tokens, max(fill, self.lookup.near + 1)))
-        self.blocks.join([layer.blocks for layer in layers])
-        self._counted = layers[0]._counted
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Refuse: a file of a cache has no place for blocks.
-
-        Raises:
-            ValueError: Always.
-        """
-        raise ValueError(
-            f"recall_by={self.lookup.name} holds blocks, which the file of a cache has no place for; keep the cache in "
-            "memory (cache.copy() for another question), or read with another recall_by"
-        )
-
-    def copy(self, workspace: Workspace) -> BlockLayer:
-        """Return an independent copy."""
-        twin = BlockLayer(self.store.copy(workspace), self.lookup, self.heads)
-        twin.blocks, twin._counted = self.blocks.copy(), self._counted
+    def copy(self, workspace: Workspace) -> Self:
+        """See `RetentionLayer`."""
+        twin = super().copy(workspace)
+        twin.blocks = self.blocks.copy(workspace)
         return twin

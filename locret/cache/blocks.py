@@ -8,171 +8,105 @@ Deviates:  the vectors that are searched lie in host memory too, so that memory 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from locret.cache.units import Units
+from locret.lookups.infllm import InfLLM
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-
-@dataclass
-class InUse:
-    """Which blocks have copies on the device, in which slots, and which of them goes when another one is needed."""
-
-    slots: int
-    decay: float | None
-    """None: the one not used for longest goes ("lru"); else the one with the least attention, fading by this factor
-    ("lru-s")."""
-    attention: dict[int, float] = field(default_factory=dict)
-    """Attention that each block got, the one used last at the end."""
-    slot_of: dict[int, int] = field(default_factory=dict)
-    hits: int = 0
-    misses: int = 0
-
-    def use(self, blocks: Sequence[int]) -> list[int]:
-        """Have these blocks, at most `slots` of them, on the device; return those that must be copied there."""
-        missing = [block for block in blocks if block not in self.slot_of]
-        self.hits += len(blocks) - len(missing)
-        self.misses += len(missing)
-        leaving = [block for block in self.attention if block not in set(blocks)]
-        if self.decay is not None:
-            leaving.sort(key=lambda block: self.attention[block])
-        free = sorted(set(range(self.slots)) - set(self.slot_of.values()))
-        for block in leaving[: max(len(missing) - len(free), 0)]:
-            free.append(self.slot_of.pop(block))
-            del self.attention[block]
-        for block in missing:
-            self.slot_of[block] = free.pop(0)
-        for block in blocks:
-            self.attention[block] = self.attention.pop(block, 0.0)
-        return missing
-
-    def add(self, blocks: Sequence[int], attention: Sequence[float]) -> None:
-        """Take note of what blocks got in a forward pass; what all got before fades."""
-        assert self.decay is not None
-        for block in self.attention:
-            self.attention[block] *= self.decay
-        for block, got in zip(blocks, attention, strict=True):
-            self.attention[block] += got
-
-    def copy(self) -> InUse:
-        """Return an independent copy."""
-        return copy.deepcopy(self)
+_AWAY = {"keys": 2, "values": 2, "vectors": 1}
+"""What lies in host memory, with the dimension that counts blocks."""
 
 
 def representatives(keys: Tensor, attention: Tensor, repr_topk: int) -> Tensor:
-    """Return one vector per block and query head: the mean key of the tokens that got the most attention.
+    """Return one vector per block and query head, (M, N, D): the mean key of the tokens that got the most attention.
 
     Args:
         keys: (K, M, P, D) un-rotated keys of M blocks.
         attention: (K, G, M, P) what each token got while it was near.
         repr_topk: Tokens that speak for a block.
-
-    Returns:
-        (M, N, D) in the keys' dtype.
     """
-    kv_heads, blocks, _, dim = keys.shape
-    best = attention.topk(repr_topk, dim=-1).indices[..., None].expand(*attention.shape[:-1], repr_topk, dim)
+    best = attention.topk(repr_topk, dim=-1).indices[..., None].expand(-1, -1, -1, -1, keys.shape[-1])
     spread = keys[:, None].expand(-1, attention.shape[1], -1, -1, -1)
     return spread.gather(3, best).float().mean(3).flatten(0, 1).transpose(0, 1).to(keys.dtype)
 
 
-class Blocks:
-    """Blocks of one layer, per row of the batch as many as it has formed.
+class Blocks(Units):
+    """Blocks of one layer, per row of the batch as many as it has formed, as the completed numbers of `lookup` say.
 
-    Args:
-        block: Tokens of a block.
-        in_use: Blocks per row (or per row and KV head) whose copies may lie on the device.
-        topk: Blocks that are recalled.
-        repr_topk: Tokens that speak for a block.
-        per_head: Whether each KV head chooses its own blocks.
-        decay: See `InUse`.
+    Of its tensors `slots` are (B, C, blocks) where the copy of each block is, -1 for none, and `worth` what decides
+    which copy goes when another one is needed: when it was used ("lru"), or the attention that it got, which fades.
     """
 
-    resident = False
+    once, counter, resident = None, "", False
+    uncounted = (*_AWAY, "counts", "slots", "worth")
 
-    def __init__(
-        self, block: int, in_use: int, topk: int, repr_topk: int, per_head: bool = False, decay: float | None = None
-    ) -> None:
-        self.block, self.slots, self.topk, self.repr_topk = block, in_use, topk, repr_topk
-        self.per_head, self.decay = per_head, decay
-        self.counts: list[int] = []
-        """Blocks of each row."""
-        self._room = 0
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
-        self.vectors: Tensor | None = None
-        self._near_keys: Tensor | None = None
-        self._near_values: Tensor | None = None
-        self._in_use: list[list[InUse]] = []
-        self._chosen: list[list[list[int]]] = []
-        self.moved = 0
+    def __init__(self, lookup: InfLLM) -> None:
+        _, self.block, _, self.topk, self.cached, self.repr_topk = lookup.numbers
+        self.per_head, self.decay = lookup.per_head, lookup.decay
+        self.tensors = {}
+        self.moved = self._clock = 0
         """Bytes copied to the host and back."""
+        self.counted = False
+        """Whether the coming token has been fed before, so that the units before it have its attention already."""
+        self._chosen = torch.empty(0)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     @property
-    def nbytes(self) -> int:
-        """Bytes in host memory."""
-        return sum(t.nbytes for t in (self.keys, self.values, self.vectors) if t is not None)
+    def counts(self) -> list[int]:
+        """Blocks of each row."""
+        return self.tensors["counts"].tolist() if self.tensors else []  # type: ignore[no-any-return]
 
     @property
-    def copies_nbytes(self) -> int:
-        """Bytes on the device: the copies of blocks in use."""
-        return sum(t.nbytes for t in (self._near_keys, self._near_values) if t is not None)
-
-    @property
-    def hits(self) -> int:
-        """Recalled blocks that were on the device already."""
-        return sum(one.hits for row in self._in_use for one in row)
-
-    @property
-    def misses(self) -> int:
-        """Recalled blocks that had to be copied there."""
-        return sum(one.misses for row in self._in_use for one in row)
-
-    @property
-    def fill(self) -> int:
+    def fill(self) -> int:  # type: ignore[override]
         """Units per KV head of the row that holds the most."""
         return max(self.counts, default=0) * self.block
 
+    @fill.setter
+    def fill(self, units: int) -> None:
+        """Do nothing: it follows from the blocks."""
+
     @property
-    def capacity(self) -> int:
-        """Units per KV head that there is room for."""
-        return self._room * self.block
+    def away_nbytes(self) -> int:
+        """Bytes in host memory."""
+        return sum(held.nbytes for name, held in self.tensors.items() if name in _AWAY)
 
     def reserve(self, units: int) -> None:
         """Make room for so many units per KV head, now or when the first token comes."""
-        blocks = -(-units // self.block)
-        if blocks <= self._room:
+        if units <= self.capacity:
             return
-        self._room = blocks
-        if self.keys is not None and self.values is not None and self.vectors is not None:
-            self.keys, self.values = _longer(self.keys, 2, blocks), _longer(self.values, 2, blocks)
-            self.vectors = _longer(self.vectors, 1, blocks)
+        self.capacity = -(-units // self.block) * self.block
+        for name, dim in {**_AWAY, "slots": 2, "worth": 2}.items() if self.tensors else ():
+            held = self.tensors[name]
+            shape = [*held.shape[:dim], self.capacity // self.block, *held.shape[dim + 1 :]]
+            longer = torch.full(shape, -1, dtype=held.dtype, pin_memory=held.is_pinned())
+            longer.narrow(dim, 0, held.shape[dim]).copy_(held)
+            self.tensors[name] = longer
 
     def begin(self, keys: Tensor, values: Tensor, heads: int) -> None:
         """Make the buffers for (B, K, S, D) states of N query heads, if there are none."""
-        if self._near_keys is not None:
+        if self.tensors:
             return
-        batch, kv_heads, _, dim = keys.shape
-        host = {"dtype": keys.dtype, "device": "cpu", "pin_memory": keys.is_cuda}
-        self.keys = torch.empty(batch, kv_heads, self._room, self.block, dim, **host)  # type: ignore[call-overload]
-        self.values = torch.empty(  # type: ignore[call-overload]
-            batch, kv_heads, self._room, self.block, values.shape[-1], **host
-        )
-        self.vectors = torch.empty(batch, self._room, heads, dim, **host)  # type: ignore[call-overload]
-        # Zeros: a masked slot counts nothing, unless it holds NaN.
-        self._near_keys = keys.new_zeros(batch, kv_heads, self.slots, self.block, dim)
-        self._near_values = values.new_zeros(batch, kv_heads, self.slots, self.block, values.shape[-1])
-        self.counts = [0] * batch
-        choosers = kv_heads if self.per_head else 1
-        self._in_use = [[InUse(self.slots, self.decay) for _ in range(choosers)] for _ in range(batch)]
+        (batch, kv_heads), room = keys.shape[:2], self.capacity // self.block
+        for name, states in (("keys", keys), ("values", values)):
+            inner = (self.block, states.shape[-1])
+            away = torch.empty(batch, kv_heads, room, *inner, dtype=states.dtype, pin_memory=keys.is_cuda)
+            # Zeros: a masked slot counts nothing, unless it holds NaN.
+            self.tensors |= {name: away, f"near_{name}": states.new_zeros(batch, kv_heads, self.cached, *inner)}
+        choosers = (batch, kv_heads if self.per_head else 1, room)
+        self.tensors |= {
+            "vectors": torch.empty(batch, room, heads, keys.shape[-1], dtype=keys.dtype, pin_memory=keys.is_cuda),
+            "counts": torch.zeros(batch, dtype=torch.int64),
+            "slots": torch.full(choosers, -1, dtype=torch.int64),
+            "worth": torch.zeros(choosers, dtype=torch.float64),
+        }
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -187,119 +121,104 @@ class Blocks:
         """
         keys, values = (states.unflatten(1, (-1, self.block)) for states in (keys, values))
         first, new = self.counts[row], keys.shape[1]
-        if first + new > self._room:
-            self.reserve(max(first + new, 2 * self._room) * self.block)
-        assert self.keys is not None
-        assert self.values is not None
-        assert self.vectors is not None
+        if (first + new) * self.block > self.capacity:
+            self.reserve(max((first + new) * self.block, 2 * self.capacity))
         span = slice(first, first + new)
-        self.keys[row, :, span] = keys.to("cpu")
-        self.values[row, :, span] = values.to("cpu")
         vectors = representatives(keys, attention.unflatten(2, (-1, self.block)), self.repr_topk)
-        self.vectors[row, span] = vectors.to("cpu")
-        self.counts[row] += new
+        self.tensors["keys"][row, :, span] = keys.to("cpu")
+        self.tensors["values"][row, :, span] = values.to("cpu")
+        self.tensors["vectors"][row, span] = vectors.to("cpu")
+        self.tensors["counts"][row] += new
         self.moved += keys.nbytes + values.nbytes + vectors.nbytes
 
-    def choose(self, query: Tensor) -> list[list[list[int]]]:
-        """Return per row and chooser the blocks, ascending, that fit (B, N, L, D) queries best on average."""
-        means = query.float().mean(2).to("cpu")
-        assert self.vectors is not None
-        chosen = []
+    def choose(self, query: Tensor) -> Tensor:
+        """Return (B, C, R) blocks, ascending, that fit (B, N, L, D) queries best on average; -1 for none."""
+        means, (batch, choosers) = query.float().mean(2).to("cpu"), self.tensors["slots"].shape[:2]
+        chosen = torch.full((batch, choosers, min(self.topk, max(self.counts))), -1)
         for row, count in enumerate(self.counts):
-            choosers = len(self._in_use[row])
             if count <= self.topk:
-                chosen.append([list(range(count))] * choosers)
+                chosen[row, :, :count] = torch.arange(count)
                 continue
-            fits = (self.vectors[row, :count].float() * means[row]).sum(-1).unflatten(1, (choosers, -1)).sum(-1)
-            chosen.append(fits.topk(self.topk, dim=0).indices.sort(dim=0).values.T.tolist())
+            fits = (self.tensors["vectors"][row, :count].float() * means[row]).sum(-1)
+            fits = fits.unflatten(1, (choosers, -1)).sum(-1)
+            chosen[row] = fits.topk(self.topk, dim=0).indices.sort(dim=0).values.T
         return chosen
 
-    def recall(self, query: Tensor) -> tuple[Tensor, Tensor, list[list[list[int]]]]:
-        """Return (B, K, R P, D) keys and values of the blocks that fit the queries, and which blocks these are.
+    def recall(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (B, K, R P, D) keys and values of the blocks that fit the queries, and which (B, C, R) these are.
 
-        R is that of the row with most; the others have anything in the slots beyond theirs.
+        There is anything in the slots of a row beyond its own blocks.
         """
-        assert self._near_keys is not None
-        assert self._near_values is not None
         self._chosen = chosen = self.choose(query)
-        recalled = max((len(blocks) for row in chosen for blocks in row), default=0)
-        kv_heads = self._near_keys.shape[1]
-        slots = []
+        self._clock += 1
         for row, by_chooser in enumerate(chosen):
-            for nth, (blocks, in_use) in enumerate(zip(by_chooser, self._in_use[row], strict=True)):
-                self._bring(row, nth, in_use.use(blocks), in_use)
-                held = [in_use.slot_of[block] for block in blocks]
-                slots.append(held + [0] * (recalled - len(held)))
-        index = torch.tensor(slots, dtype=torch.long).view(len(chosen), len(self._in_use[0]), recalled)
-        index = index.expand(-1, kv_heads, -1).to(self._near_keys.device)
+            for chooser, blocks in enumerate(by_chooser):
+                self._bring(row, chooser, blocks[blocks >= 0])
+        index = self.tensors["slots"].gather(2, chosen.clamp_min(0)).clamp_min(0) if chosen.numel() else chosen
         found = []
-        for near in (self._near_keys, self._near_values):
-            first = torch.arange(len(chosen) * kv_heads, device=near.device).view(-1, kv_heads, 1) * self.slots
-            rows = near.flatten(0, 2).index_select(0, (index + first).flatten())
-            found.append(rows.view(len(chosen), kv_heads, recalled * self.block, near.shape[-1]))
+        for name in ("near_keys", "near_values"):
+            near = self.tensors[name]
+            batch, kv_heads = near.shape[:2]
+            first = torch.arange(batch * kv_heads).view(-1, kv_heads, 1) * self.cached
+            rows = near.flatten(0, 2).index_select(0, (index + first).flatten().to(near.device))
+            found.append(rows.view(batch, kv_heads, -1, near.shape[-1]))
         return found[0], found[1], chosen
 
-    def _bring(self, row: int, chooser: int, blocks: list[int], in_use: InUse) -> None:
-        if not blocks:
-            return
+    def _bring(self, row: int, chooser: int, blocks: Tensor) -> None:
+        """Have copies of these blocks on the device."""
+        slots, worth = self.tensors["slots"][row, chooser], self.tensors["worth"][row, chooser]
+        missing = blocks[slots[blocks] < 0]
+        free = sorted(set(range(self.cached)) - set(slots.tolist()))
+        if (short := len(missing) - len(free)) > 0:
+            others = (slots >= 0).index_fill(0, blocks, False).nonzero()[:, 0]
+            leaving = others[worth[others].argsort(stable=True)[:short]]
+            free += slots[leaving].tolist()
+            slots[leaving] = -1
+        slots[missing] = torch.tensor(free[: len(missing)], dtype=torch.int64)
+        if self.decay is None:
+            worth[blocks] = float(self._clock)
+        else:
+            worth[missing] = 0.0
         heads = slice(chooser, chooser + 1) if self.per_head else slice(None)
-        slots = [in_use.slot_of[block] for block in blocks]
-        for host, near in ((self.keys, self._near_keys), (self.values, self._near_values)):
-            assert host is not None
-            assert near is not None
-            brought = host[row, heads].index_select(1, torch.tensor(blocks))
-            near[row, heads, slots] = brought.to(near.device, non_blocking=True)
+        for name in ("keys", "values") if len(missing) else ():
+            near, brought = self.tensors[f"near_{name}"], self.tensors[name][row, heads].index_select(1, missing)
+            near[row, heads, slots[missing].to(near.device)] = brought.to(near.device, non_blocking=True)
             self.moved += brought.nbytes
 
     def note(self, attention: Tensor) -> None:
         """Take note of the (B, N, R P) attention that what `recall` returned last got; for "lru-s" alone."""
-        if self.decay is None:
+        worth = self.tensors["worth"]
+        if self.decay is None or not self._chosen.numel():
             return
-        choosers = len(self._in_use[0])
-        got = attention.unflatten(2, (-1, self.block)).sum(-1).unflatten(1, (choosers, -1)).sum(2).tolist()
-        for row, by_chooser in enumerate(self._chosen):
-            for nth, blocks in enumerate(by_chooser):
-                self._in_use[row][nth].add(blocks, got[row][nth][: len(blocks)])
+        got = attention.unflatten(2, (-1, self.block)).sum(-1).unflatten(1, (worth.shape[1], -1)).sum(2)
+        got = got.to("cpu", torch.float64).masked_fill(self._chosen < 0, 0.0)
+        worth.mul_(self.decay).scatter_add_(2, self._chosen.clamp_min(0), got)
 
-    # -- rows and whole tiers -----------------------------------------------------------------------------------------
+    # -- rows and files -----------------------------------------------------------------------------------------------
 
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch."""
-        if self._near_keys is None:
-            return
-        picked = rows.tolist()
-        for name in ("keys", "values", "vectors", "_near_keys", "_near_values"):
-            held = getattr(self, name)
-            setattr(self, name, held.index_select(0, rows.to(held.device)))
-        self.counts = [self.counts[row] for row in picked]
-        self._in_use = [[one.copy() for one in self._in_use[row]] for row in picked]
+    def take_back(self) -> None:
+        """Forget nothing: the units before the newest keep the attention that they got from it, once."""
+        self.counted = True
 
-    def join(self, tiers: Sequence[Self]) -> None:
-        """Become a batch of the only rows of other tiers."""
-        for tier in tiers:
-            tier.reserve(max(self.capacity, *(other.capacity for other in tiers)))
-        self._room = tiers[0]._room
-        for name in ("keys", "values", "vectors", "_near_keys", "_near_values"):
-            setattr(self, name, torch.cat([getattr(tier, name) for tier in tiers]))
-        self.counts = [tier.counts[0] for tier in tiers]
-        self._in_use = [tier._in_use[0] for tier in tiers]
-        self.moved += sum(tier.moved - self.moved for tier in tiers)  # each has gone on counting from here
+    def trim(self) -> None:
+        """Leave it as it is: the blocks of each row begin with its first."""
 
-    def copy(self) -> Self:
-        """Return an independent copy."""
-        twin = copy.copy(self)
-        for name in ("keys", "values", "vectors", "_near_keys", "_near_values"):
-            held = getattr(self, name)
-            setattr(twin, name, None if held is None else held.clone())
-        twin.counts = list(self.counts)
-        twin._in_use = [[one.copy() for one in row] for row in self._in_use]
-        return twin
+    def join(self, others: Sequence[Self], room: int = 0) -> None:
+        """See `Units`."""
+        most = max(other.capacity for other in (self, *others))
+        for other in others:
+            other.reserve(most)
+        super().join(others)
+        self.capacity, self._clock = most, max(other._clock for other in others)
+        self.moved += sum(other.moved - self.moved for other in others)  # each has gone on counting from here
 
+    def state(self) -> dict[str, Tensor]:
+        """Refuse.
 
-def _longer(held: Tensor, dim: int, size: int) -> Tensor:
-    """Return a buffer of `size` along a dimension that begins with what is held."""
-    shape = list(held.shape)
-    shape[dim] = size
-    longer = torch.empty(shape, dtype=held.dtype, device=held.device, pin_memory=held.is_pinned())
-    longer.narrow(dim, 0, held.shape[dim]).copy_(held)
-    return longer
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(
+            "recall_by=infllm holds blocks, which the file of a cache has no place for; keep the cache in memory "
+            "(cache.copy() for another question), or read with another recall_by"
+        )

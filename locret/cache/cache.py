@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from transformers import DynamicCache
 
 from locret import mergers
 from locret.backbone.adapters import (
+    BOTH,
+    RECURRENT,
     attention_modules,
     compute_dtype,
     describe,
@@ -28,20 +31,22 @@ from locret.backbone.adapters import (
 )
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.backbone.unrotated import unrotated_layers
+from locret.cache.contract import OfTransformers
 from locret.cache.digest import shortened
 from locret.cache.disk import Disk
 from locret.cache.export import to_dynamic_cache
 from locret.cache.layer import HOST, RetentionLayer
-from locret.cache.layers import LayerMaker, checked_disk, find_store
+from locret.cache.layers import checked_disk, find_store, make_layer
 from locret.cache.limits import Limits, check_pair, check_slots, with_shares
 from locret.cache.memory import Account, CacheMemory
 from locret.cache.over_ranks import check_over_ranks
-from locret.cache.rounding import forms_of
+from locret.cache.protected import check_held
 from locret.cache.routing import route
 from locret.cache.sliding import SlidingLayer
-from locret.cache.states import STATES, EmptyLayer, States
-from locret.cache.store import Store, Workspace
+from locret.cache.states import STATES, States
+from locret.cache.store import POSITIONS, SCORES, Store
 from locret.cache.trail import TRAIL, Trail
+from locret.cache.units import Units, Workspace
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy, policy_of
 from locret.policy.protection import Rows, Span, checked_rows, spans_data, spans_from
@@ -52,25 +57,20 @@ if TYPE_CHECKING:
 
     from locret.cache.reader import Reader
 
-ASSISTED = (
-    "an evicted unit cannot come back, so assisted and prompt-lookup decoding do not work with a RetentionCache; "
-    "use sampling or beams"
-)
-_NOT_CALLED = (
-    "a RetentionCache is filled by locret.prefill, locret.generate and the generate method of its own model, not by "
-    "calling the model; where it was model.generate, import RetentionCache in a line before it"
-)
 _PER_ROW = {
-    "pad": "pad",
-    "_shift": "shift",
-    "last_tokens": "last_tokens",
-    "_context": "newest_hidden",
-    "digest": "digest",
+    "rows.pad": "pad",
+    "rows._shift": "shift",
+    "rows.last_tokens": "last_tokens",
+    "rows._context": "newest_hidden",
+    "rows.digest": "digest",
 }
 """Tensors with a row per row of the batch: names in a file, and here."""
+_COUNTERS = ("seen", "held_back", "fed_again", "next_position", "text_end")
+_STATES = re.compile(r"(\.|_)(keys|values|queries|features)$|\.conv\.\d+$|^rows\._context$")
+"""What the backbone computes in its own dtype, unless it is held in codes."""
 
 
-class RetentionCache(Cache):
+class RetentionCache(OfTransformers):
     """A transformers cache that never holds more than `budget` units per KV head between chunks.
 
     It holds what has been read; `locret.prefill` and `locret.generate` fill it, through a reader of their own.
@@ -110,8 +110,7 @@ class RetentionCache(Cache):
             raise ValueError(f"model is a {type(model).__name__}; load it with AutoModelForCausalLM.from_pretrained")
         backbone = describe(model)
         policy = policy_of(policy)
-        if isinstance(scorer, str):
-            scorer = get(scorer)
+        scorer = get(scorer) if isinstance(scorer, str) else scorer
         if not isinstance(scorer, RetainingHeads | Scorer):
             what = f"the class {scorer.__name__}" if isinstance(scorer, type) else f"a {type(scorer).__name__}"
             raise ValueError(f"scorer is {what}; give retaining heads, a scorer object, or a name such as {FALLBACK!r}")
@@ -144,42 +143,26 @@ class RetentionCache(Cache):
             check_over_ranks(self)
         self.latents = latents(model)
         """The layers with latent attention."""
-        self._rotary = Rotary(find_decoder(model), unrotated_layers(model, backbone))
-        self._workspace = Workspace()
-        self._rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
-        self._limits = Limits(self.policy, scorer, len(backbone.layers))
+        self.rotary = Rotary(find_decoder(model), unrotated_layers(model, backbone))
+        self.rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
+        self.workspace = Workspace()
+        """Memory that the layers share."""
+        self.limits = Limits(self.policy, scorer, len(backbone.layers))
+        """How many units of which layer stay."""
         self.copies_memory: CacheMemory | None = None
         """Of the copy that held the beams, or the other answers, of the answer written last; None for one alone."""
-        self._account = Account(backbone, self._limits, compute_dtype(model).itemsize)
-        maker = LayerMaker(
-            backbone=backbone,
-            policy=self.policy,
-            scorer=scorer,
-            prepared=self.prepared,
-            merger=self.merger,
-            merging=self.merging,
-            limits=self._limits,
-            rotary=self._rotary,
-            workspace=self._workspace,
-            store=self.store,
-            disk=self.disk,
-            states=int(getattr(find_decoder(model).config, "number_of_conv_states", 1)),
-        )
-        super().__init__(layers=[maker.layer(index) for index in range(backbone.num_layers)])
-        self.carriers: dict[int, States] = {
-            index: states for index in range(backbone.num_layers) if (states := maker.carrier(index)) is not None
-        }
-        """The states of the layers that carry any."""
+        self._account = Account(backbone, self.limits, compute_dtype(model).itemsize)
+        super().__init__(layers=[make_layer(self, index) for index in range(backbone.num_layers)])
+        number = int(getattr(find_decoder(model).config, "number_of_conv_states", 1))
+        self.carriers = {i: States(number) for i, kind in enumerate(backbone.kinds) if kind in (RECURRENT, BOTH)}
         self._show_states()
         # Layers of recalled blocks are not governed by scores.
         near = 0 if self.policy.recalls_blocks else scorer.neighbours
         self.trails: dict[int, Trail] = {index: Trail(near) for index in backbone.layers if near}
         """By layer, the features of the newest tokens, where the scorer looks at those."""
         self.reader: Reader | None = None
-        """The read or answer in progress, which observes the backbone's forward passes."""
         self._interrupted = False
         self.seen = 0
-        """Tokens read or generated so far, padding included."""
         self.next_position = 0
         """Rotary position of the coming token: how far positions reach."""
         self.text_end = 0
@@ -211,21 +194,23 @@ class RetentionCache(Cache):
     @property
     def rows(self) -> int:
         """Rows of the batch; 0 before the first token."""
-        return max(int(layer.batch) for layer in self.layers)
+        return max((holder.batch for _, _, holder in self.holders()), default=0)
 
-    @property
-    def _holders(self) -> list[Any]:
-        return [*self.layers, *self.carriers.values(), *self.trails.values()]
+    def holders(self) -> Iterator[tuple[int, str, Units]]:
+        """Yield all that holds anything, with its layer and what its tensors' names begin with in a file."""
+        for index, layer in enumerate(self.layers):
+            own: dict[str, Units] = dict(layer.holders)
+            if index in self.carriers:
+                own[STATES] = self.carriers[index]
+            if index in self.trails:
+                own[TRAIL] = self.trails[index]
+            for name, holder in own.items():
+                yield index, f"layers.{index}.{name}", holder
 
     @property
     def governed(self) -> list[RetentionLayer]:
         """The layers of full attention, whose units compete for the budget."""
         return [layer for layer in self.layers if isinstance(layer, RetentionLayer)]
-
-    @property
-    def remembered(self) -> dict[int, int]:
-        """How many of the newest queries each layer remembers, where its lookup looks from more than one."""
-        return {index: count for index, count in zip(self.backbone.layers, self._limits.windows, strict=True) if count}
 
     # -- looking inside -----------------------------------------------------------------------------------------------
 
@@ -242,7 +227,7 @@ class RetentionCache(Cache):
         Raises:
             ValueError: If that layer slides over a window and holds no scored units.
         """
-        return self._held(layer, "positions").long()
+        return self._held(layer, POSITIONS).long()
 
     def kept_everywhere(self, layer: int) -> Tensor:
         """Return `kept_positions` with the KV heads of all processes that share them; called in all of them alike."""
@@ -252,13 +237,12 @@ class RetentionCache(Cache):
     def kept_scores(self, layer: int) -> Tensor:
         """Return the (batch, kv_heads, units) float32 scores of the units held in one layer."""
         self._rate_waiting()
-        return self._held(layer, "scores").clone()
+        return self._held(layer, SCORES).clone()
 
     def _held(self, index: int, name: str) -> Tensor:
         layer = self.layers[index]
         if not isinstance(layer, RetentionLayer):
-            why = "slides over a window" if isinstance(layer, SlidingLayer) else "has no softmax attention"
-            raise ValueError(f"layer {index} {why}; layers with scored units: {self.backbone.layers}")
+            raise ValueError(f"layer {index} has no scored units; layers that have: {self.backbone.layers}")
         if not layer.is_initialized:
             return torch.empty(1, self.backbone.shape(index).num_kv_heads, 0)
         return layer.store.held(name)
@@ -272,7 +256,7 @@ class RetentionCache(Cache):
         fills = [layer.fill for layer in layers] or [0]
         second = {
             f"{where}_planned": self._account.second(rows, begun=begun),
-            where: sum(host.nbytes for host in hosts),
+            where: sum(host.away_nbytes for host in hosts),
         }
         return CacheMemory(
             self._account.first(rows, begun=begun),
@@ -287,12 +271,7 @@ class RetentionCache(Cache):
         )
 
     def _bytes(self) -> int:
-        held: int = sum(layer.nbytes for layer in self._holders)
-        return self._workspace.nbytes + held
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the tokens read so far, padding included: what `generate` need not feed again."""
-        return self.seen
+        return self.workspace.nbytes + sum(holder.nbytes for _, _, holder in self.holders())
 
     def protect(self, *rows: Iterable[Span]) -> None:
         """Say which tokens stay whatever their scores, instead of what was said before.
@@ -321,7 +300,7 @@ class RetentionCache(Cache):
         found = checked_rows(rows)
         self.check_rows(found, self.rows)
         self.check_room(found)
-        self._check_held(found)
+        check_held(self, found)
         self.protected = found
         if self.reader is not None:
             self.reader.limits.protect(found)
@@ -347,24 +326,6 @@ class RetentionCache(Cache):
                 f"spans of {len(protected)} rows are protected, but there are {rows}; give spans once for all rows, or "
                 "for each of them"
             )
-
-    def _check_held(self, protected: Rows) -> None:
-        """Refuse to pin tokens that have been evicted."""
-        known = {one for spans in self.protected for one in spans}
-        pins = [
-            (row, one) for row, spans in enumerate(protected) for one in spans if one.share is None and one not in known
-        ]
-        for row, span in pins if self.seen else ():
-            for own in range(self.rows) if len(protected) == 1 else (row,):
-                read = span.within(self.seen - (0 if self.pad is None else int(self.pad[own])))
-                for layer in self.backbone.layers if read else ():
-                    positions = self.kept_positions(layer)[own]
-                    held = int(((positions >= read.start) & (positions < read.stop)).sum(-1).min())
-                    if held < len(read):
-                        raise ValueError(
-                            f"{span.label} cannot be protected any more: {len(read)} of its tokens have been read, and "
-                            f"of those layer {layer} holds {held} in one of its heads; protect it before it is read"
-                        )
 
     # -- what a reader does with it -----------------------------------------------------------------------------------
 
@@ -402,7 +363,7 @@ class RetentionCache(Cache):
             return 0
         room = policy.chunk_size - max(self.seen - self.text_end, 0)
         for nth, layer in enumerate(self.governed):
-            most = self._limits.most_answering(nth)
+            most = self.limits.most_answering(nth)
             if most is not None:
                 room = min(room, most - layer.fill)
         return max(room, 0)
@@ -462,58 +423,9 @@ class RetentionCache(Cache):
                 reader.rate_waiting()
                 self._interrupted = False
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Add the units of L new tokens to a layer; called by the backbone's attention. See `transformers.Cache`.
-
-        Returns:
-            The new states as they came: what to attend to is asked of the reader's `view`.
-        """
-        layer: RetentionLayer | SlidingLayer | EmptyLayer = self.layers[layer_idx]
-        if self.reader is None:
-            raise ValueError(_NOT_CALLED)
-        if isinstance(layer, SlidingLayer):
-            layer.update(key_states, value_states)
-        else:
-            self.reader.update(key_states, value_states, layer_idx)
-        return key_states, value_states
-
-    # What the modules that own states ask a cache of transformers for.
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the (B, ...) newest inputs of a layer's convolution; None: there are none yet."""
-        states = self.carriers[layer_idx]
-        return states.conv_states[state_idx] if states.has_previous_state[state_idx] else None
-
-    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Tensor:
-        """Add new inputs of a layer's convolution, and return them with the earlier ones that it needs."""
-        return self._writable(layer_idx).update_conv_state(conv_states, state_idx, **options)  # type: ignore[no-any-return]
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """Return the (B, ...) recurrent state of a layer; None: there is none yet."""
-        states = self.carriers[layer_idx]
-        return states.recurrent_states[state_idx] if states.has_previous_state[state_idx] else None
-
-    def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
-    ) -> Tensor:
-        """Take over the recurrent state of a layer after new tokens."""
-        return self._writable(layer_idx).update_recurrent_state(recurrent_states, state_idx, **options)  # type: ignore[no-any-return]
-
-    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Return whether a layer, or if None the last one that carries any, has a state."""
-        found = self.carriers[max(self.carriers) if layer_idx is None else layer_idx].has_previous_state
-        return all(found.values()) if state_idx is None else bool(found[state_idx])
-
     def _show_states(self) -> None:
         for index, states in self.carriers.items():
             states.show(self.layers[index])
-
-    def _writable(self, layer_idx: int) -> States:
-        if self.reader is None:
-            raise ValueError(_NOT_CALLED)
-        return self.carriers[layer_idx]
 
     def number(self, steps: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """Return (1 or B, 1, L) original and (B, L) rotary positions of the coming tokens; `steps` are 0 .. L - 1."""
@@ -526,20 +438,8 @@ class RetentionCache(Cache):
 
     def unrotated(self) -> dict[str, list[int]]:
         """Return, by name, the layers that do not rotate their keys; nothing if all do."""
-        still = [index for index in self.backbone.layers if self._rotary.of(index) is not self._rotary]
+        still = [index for index in self.backbone.layers if self.rotary.of(index) is not self.rotary]
         return {"still": still} if still else {}
-
-    def check_rotation(self, layer_idx: int, raw_keys: Tensor, keys: Tensor) -> None:
-        """Compare the backbone's rotation with ours, once per layer; `report_rotation` tells what came out."""
-        self._rotation.compare(layer_idx, self.layers[layer_idx].store.rotary, self.next_position, raw_keys, keys)
-
-    def report_rotation(self) -> None:
-        """Raise what `check_rotation` has found.
-
-        Raises:
-            ValueError: If the backbone rotates keys in another way.
-        """
-        self._rotation.report()
 
     def finished(self, hidden: Tensor) -> None:
         """Count the tokens of a forward pass with (B, L, E) last hidden states."""
@@ -551,22 +451,22 @@ class RetentionCache(Cache):
 
     def end_reading(self, new_tokens: int) -> None:
         """Give back what only reading needed, but for room for `new_tokens` generated ones."""
-        self._rotary.forget()
+        self.rotary.forget()
         if self.policy.when == "prompt_end":
             for nth, layer in enumerate(self.governed):
-                layer.store.shrink(self._limits.answer_capacity(nth, layer.fill + new_tokens))
-            self._workspace.clear()
+                layer.store.shrink(self.limits.answer_capacity(nth, layer.fill + new_tokens))
+            self.workspace.clear()
 
     def reserve(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
         """Make buffers large enough for what is to come, in one allocation. Sets the planned bytes."""
         held = [layer.fill for layer in self.governed]
         if prompt_tokens == 0:
-            slots = [self._limits.answer_capacity(nth, units + new_tokens) for nth, units in enumerate(held)]
-            self.reserve_slots(slots, self._limits.host_answering([layer.held for layer in self.governed], new_tokens))
+            slots = [self.limits.answer_capacity(nth, units + new_tokens) for nth, units in enumerate(held)]
+            self.reserve_slots(slots, self.limits.host_answering([layer.held for layer in self.governed], new_tokens))
         else:
-            schedule = self._limits.plan(prompt_tokens, held)
-            host = self._limits.host_capacity(schedule, [layer.held for layer in self.governed], new_tokens)
-            self.reserve_slots(self._limits.capacity(schedule, new_tokens), host)
+            schedule = self.limits.plan(prompt_tokens, held)
+            host = self.limits.host_capacity(schedule, [layer.held for layer in self.governed], new_tokens)
+            self.reserve_slots(self.limits.capacity(schedule, new_tokens), host)
 
     def reserve_slots(self, slots: Sequence[int], host: Sequence[int] = ()) -> None:
         """Make room for so many units in each full-attention layer, and in its second tier."""
@@ -578,16 +478,11 @@ class RetentionCache(Cache):
         self._account.note(self.governed)
 
     def reserve_disk(self, prompt_tokens: int | None, new_tokens: int, rows: int) -> None:
-        """Have the disk set aside what a read needs, before it begins.
-
-        Args:
-            prompt_tokens: Tokens of the prompt; None: unknown.
-            new_tokens: Tokens that will be generated.
-            rows: Rows of the batch; more, where they are held twice.
+        """Refuse to begin a read whose second tier the disk has no room for; arguments as for `reserve`.
 
         Raises:
             ValueError: If what is to be held has no bound.
-            OSError: If the disk has no room for it.
+            OSError: If there is no room; `rows` are more than there are where they are held twice.
         """
         if self.disk is None:
             return
@@ -596,17 +491,15 @@ class RetentionCache(Cache):
                 f'disk={self.disk.path} cannot set aside room for host_budget="{EVERYTHING}" of a text of unknown '
                 "length; give host_budget as a number of units, or the text as a whole"
             )
+        schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.governed])
+        slots = self.limits.host_capacity(schedule, [layer.held for layer in self.governed], new_tokens)
         hosts = [layer.host for layer in self.governed if layer.host is not None]
-        schedule = self._limits.plan(prompt_tokens, [layer.fill for layer in self.governed])
-        slots = self._limits.host_capacity(schedule, [layer.held for layer in self.governed], new_tokens)
         # A tier that has no room for more moves, and gives back where it was.
         wanted = [
-            0 if host.resident or (host.store.batch and host.store.capacity >= most) else most
+            0 if host.resident or (host.store.batch and host.capacity >= most) else most
             for host, most in zip(hosts, slots, strict=True)
         ]
-        of_codes = 3 if any(forms_of(self.policy, len(hosts), host=True)) else 0  # scales of both, and places
-        tensors = sum(map(bool, wanted)) * (2 + of_codes + len(hosts[0].store.dtypes))
-        self.disk.reserve(self._account.second_bytes(wanted, rows), tensors * rows)
+        self.disk.check_room(self._account.second_bytes(wanted, rows))
 
     def _rate_waiting(self) -> None:
         if self.reader is not None:
@@ -627,18 +520,25 @@ class RetentionCache(Cache):
         """
         self.check_whole()
         self._rate_waiting()
+        return self._twin()
+
+    def _twin(self, rows: Tensor | None = None) -> Self:
+        """Return a copy, or one of some rows, of which only one layer at a time is held twice as a whole."""
         twin = copy.copy(self)
-        twin.reader, twin._workspace, twin._account = None, Workspace(), self._account.copy()
-        twin.watch = None
-        twin.layers = [layer.copy(twin._workspace) for layer in self.layers]
-        twin.carriers = {index: states.copy() for index, states in self.carriers.items()}
-        twin.trails = {index: trail.copy() for index, trail in self.trails.items()}
+        twin.reader, twin.watch, twin.workspace, twin._account = None, None, Workspace(), self._account.copy()
+        twin.layers, twin.carriers, twin.trails = [], {}, {}
+        for index, layer in enumerate(self.layers):
+            own = layer.copy(twin.workspace)
+            twin.layers.append(own)
+            holders = list(own.holders.values())
+            if index in self.carriers:
+                holders.append(twin.carriers.setdefault(index, self.carriers[index].copy(twin.workspace)))
+            if index in self.trails:
+                holders.append(twin.trails.setdefault(index, self.trails[index].copy(twin.workspace)))
+            for holder in holders if rows is not None else ():
+                holder.select_rows(rows)
         twin._show_states()
         return twin
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Copy the units but not the backbone."""
-        return self.copy()
 
     def take_back(self) -> None:
         """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing.
@@ -659,8 +559,8 @@ class RetentionCache(Cache):
                 self.digest = None if last is None else shortened(self.digest, last.to(self.digest.device))
             if self.newest_hidden is not None:
                 self.newest_hidden = self.newest_hidden[:, :-1] if self.newest_hidden.shape[1] > 1 else None
-            for layer in self._holders:
-                layer.take_back()
+            for _, _, holder in self.holders():
+                holder.take_back()
             self.seen -= 1
             self.next_position -= 1
             self.held_back = self.fed_again = True
@@ -679,27 +579,15 @@ class RetentionCache(Cache):
 
     def keep_rows(self, rows: Tensor) -> None:
         """Do what `select_rows` says, between the chunks of a read too."""
-        for layer in self._holders:
-            layer.select_rows(rows)
+        for _, _, holder in self.holders():
+            holder.select_rows(rows)
         self._index_rows(rows)
 
     @torch.inference_mode(False)
     def take_rows(self, rows: Tensor) -> Self:
         """Return some rows as a cache of their own, between the chunks of a read too; this one stays as it is."""
-        part = copy.copy(self)
-        part.reader, part._workspace, part._account = None, Workspace(), self._account.copy()
-        part._interrupted, part.layers = False, []
-        part.carriers = {index: states.copy() for index, states in self.carriers.items()}
-        part.trails = {index: trail.copy() for index, trail in self.trails.items()}
-        for states in part.carriers.values():
-            states.select_rows(rows)
-        for trail in part.trails.values():
-            trail.select_rows(rows)
-        for layer in self.layers:  # one after the other: only one layer is held twice as a whole
-            own = layer.copy(part._workspace)
-            own.select_rows(rows)
-            part.layers.append(own)
-        part._show_states()
+        part = self._twin(rows)
+        part._interrupted = False
         part._index_rows(rows)
         return part
 
@@ -712,22 +600,6 @@ class RetentionCache(Cache):
             self.protected = tuple(self.protected[row] for row in rows.tolist())
             if self.reader is not None:
                 self.reader.limits.protect(self.protected)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams of a beam search."""
-        self.select_rows(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row, as `generate` does with its inputs for beams and several answers."""
-        self.select_rows(torch.arange(self.rows).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows."""
-        self.select_rows(indices)
-
-    def crop(self, *_: Any, **__: Any) -> None:
-        """Refuse: an evicted unit cannot come back, so speculative tokens cannot be taken back."""
-        raise ValueError(f"a RetentionCache cannot be cropped: {ASSISTED}")
 
     def split(self, batch: int) -> list[RetentionCache]:
         """Return one cache per row, without the empty slots in front of short rows; new ones if nothing was read."""
@@ -745,8 +617,9 @@ class RetentionCache(Cache):
             row.text_end -= 0 if self.pad is None else int(self.pad[index])
             row.next_position -= 0 if self.shift is None else int(self.shift[index])
             row.pad = row.shift = None
-            for layer in row.layers:
-                layer.trim(row.seen)
+            for _, _, holder in row.holders():
+                holder.trim()
+            row._count_windows()
             rows.append(row)
         return rows
 
@@ -779,18 +652,27 @@ class RetentionCache(Cache):
         states = [row.newest_hidden for row in rows if row.newest_hidden is not None]
         if states:
             self.newest_hidden = torch.cat([s[:, -min(other.shape[1] for other in states) :] for s in states])
-        nth = {layer_idx: nth for nth, layer_idx in enumerate(self.backbone.layers)}
-        for index, layer in enumerate(self.layers):
-            most = self._limits.most_answering(nth[index]) if index in nth else None
-            layer.join([row.layers[index] for row in rows], self.seen, new_tokens, most)
-            for row in rows:
-                row.layers[index] = None
-        for index, states in self.carriers.items():
-            states.join([row.carriers.pop(index) for row in rows])
-        for index, trail in self.trails.items():
-            trail.join([row.trails.pop(index) for row in rows])
+        room = dict.fromkeys(range(len(self.governed)), new_tokens)
+        for nth, layers in enumerate(zip(*(row.governed for row in rows), strict=True)):
+            self.governed[nth].rotated = layers[0].rotated
+            if (most := self.limits.most_answering(nth)) is not None:
+                room[nth] = max(0, min(new_tokens, most - max(layer.fill for layer in layers)))
+        nths = {index: nth for nth, index in enumerate(self.backbone.layers)}
+        theirs = [list(row.holders()) for row in rows]
+        for row in rows:  # each holder is gone once it has been joined
+            row.layers, row.carriers, row.trails = [], {}, {}
+        for index, name, holder in self.holders():
+            own = room[nths[index]] if index in nths and name == f"layers.{index}." else 0
+            holder.join([its.pop(0)[2] for its in theirs], own)
+        self._count_windows()
         self._peak = max(self._peak, self._bytes())
         self.end_reading(new_tokens)
+
+    def _count_windows(self) -> None:
+        """Let layers that slide know how many tokens were read, padding included."""
+        for layer in self.layers:
+            if isinstance(layer, SlidingLayer):
+                layer.cumulative_length = self.seen
 
     @torch.no_grad()
     def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
@@ -826,56 +708,44 @@ class RetentionCache(Cache):
         """
         self.check_whole()
         self._rate_waiting()
-        tensors: dict[str, Tensor] = {}
-        layers = []
-        for index, layer in enumerate(self.layers):
-            held, numbers = layer.state()
-            tensors |= {f"layers.{index}.{name}": tensor for name, tensor in held.items()}
-            if index in self.carriers:
-                held, own = self.carriers[index].state()
-                tensors |= {f"layers.{index}.{STATES}{name}": tensor for name, tensor in held.items()}
-                numbers = {**numbers, **own}
-            layers.append(numbers)
-        for name, attribute in _PER_ROW.items():
-            tensor = getattr(self, attribute)
-            if tensor is not None:
-                tensors[f"rows.{name}"] = tensor.contiguous()
-        for index, trail in self.trails.items():
-            if trail.newest is not None:
-                tensors[f"layers.{index}.{TRAIL}"] = trail.newest.contiguous()
-        names = ("seen", "held_back", "fed_again", "next_position", "text_end")
-        counters = {name: getattr(self, name) for name in names}
+        layers: list[dict[str, Any]] = [{"fill": 0, "rotated": layer.rotated} for layer in self.layers]
+        tensors = {name: getattr(self, own) for name, own in _PER_ROW.items() if getattr(self, own) is not None}
+        for index, prefix, holder in self.holders():
+            tensors |= {f"{prefix}{name}": tensor for name, tensor in holder.state().items()}
+            if holder.counter:
+                layers[index][holder.counter] = holder.count
+        counters: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
         if self.protected:
             counters["protected"] = spans_data(self.protected)
-        return tensors, {**counters, "layers": layers}
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}, {**counters, "layers": layers}
 
     @torch.inference_mode(False)
     def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
         """Take over what `state` returned, on the backbone's device and in its dtype."""
         dtype, rows = compute_dtype(self.model), input_device(self.model)
         devices = [device_of(module) for module in attention_modules(self.model)]
-        self.seen, self.held_back = numbers["seen"], numbers["held_back"]
-        self.fed_again = numbers.get("fed_again", False)  # files of earlier versions do not say
-        self.next_position = numbers["next_position"]
-        self.text_end = numbers.get("text_end", self.seen)
+        # Files of earlier versions do not say all of them.
+        for name, usual in (("fed_again", False), ("text_end", numbers["seen"])):
+            setattr(self, name, numbers.get(name, usual))
+        self.seen, self.held_back, self.next_position = (numbers[n] for n in ("seen", "held_back", "next_position"))
         self.protected = spans_from(numbers.get("protected", []))
+        left = {
+            name: tensor.to(dtype) if tensor.is_floating_point() and _STATES.search(name) else tensor
+            for name, tensor in tensors.items()
+        }
         for name, attribute in _PER_ROW.items():
-            if f"rows.{name}" in tensors:
-                setattr(self, attribute, tensors[f"rows.{name}"].to(rows))
-        for index, (layer, counters) in enumerate(zip(self.layers, numbers["layers"], strict=True)):
-            prefix = f"layers.{index}."
-            held = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-            if index in self.trails and TRAIL in held:
-                self.trails[index].newest = held.pop(TRAIL).to(devices[index], dtype)
-            held = {k: t if k.startswith(HOST) else t.to(devices[index]) for k, t in held.items()}
-            exact = ("keys", "values", "exact_keys", "exact_values", "queries")
-            for name in {f"{tier}{name}" for tier in ("", HOST) for name in exact} & held.keys():
-                if held[name].is_floating_point():  # codes are as they are
-                    held[name] = held[name].to(dtype)
-            states = {k.removeprefix(STATES): held.pop(k) for k in list(held) if k.startswith(STATES)}
-            layer.load(held, counters)
-            if index in self.carriers:
-                self.carriers[index].load(states, counters, dtype)
+            if name in left:
+                setattr(self, attribute, left.pop(name).to(rows))
+        parts = {}
+        for _, prefix, _ in sorted(self.holders(), key=lambda one: -len(one[1])):
+            parts[prefix] = {name.removeprefix(prefix): left.pop(name) for name in [*left] if name.startswith(prefix)}
+        for index, prefix, holder in sorted(self.holders(), key=lambda one: len(one[1])):
+            own, counters = parts[prefix], numbers["layers"][index]
+            if not prefix.endswith(HOST):  # a second tier has a place of its own
+                own = {name: tensor.to(devices[index]) for name, tensor in own.items()}
+            holder.load(own, counters.get(holder.counter, 0))
+        for index, layer in enumerate(self.layers):
+            layer.rotated = numbers["layers"][index]["rotated"]
 
 
 route(RetentionCache)

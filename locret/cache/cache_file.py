@@ -50,7 +50,7 @@ from locret.cache.saved_units import (
     of_a_ledger,
 )
 from locret.cache.store import POSITIONS, DenseStore, Workspace
-from locret.cache.trail import TRAIL
+from locret.cache.trail import NEWEST_FEATURES
 from locret.heads.fingerprint import any_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import RetentionPolicy
@@ -362,13 +362,13 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         columns=columns,
         forms=forms_of(cache.policy, len(cache.backbone.layers)),
         host_budget=cache.policy.host_budget,
-        windows=cache.remembered,
+        windows=dict(zip(cache.backbone.layers, cache.limits.windows, strict=True)),
         states=state_shapes(decoder.config, type(decoder)) if cache.carriers else None,
         neighbours=near if _same_scorer(_recorded_scorer(state), _identity(cache)) else None,
     )
     tensors = _checked_units(path, state, reading)
     for index, shape in zip(cache.whole.layers, cache.whole.full_shapes, strict=True):
-        trail = tensors.get(name := f"layers.{index}.{TRAIL}")
+        trail = tensors.get(name := f"layers.{index}.{NEWEST_FEATURES}")
         # Another scorer looked at other tokens: to this one, those that were read are before the first.
         if trail is not None and (not near or trail.shape[1:] != (near + 1, shape.feature_dim)):
             del tensors[name]

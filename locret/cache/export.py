@@ -129,7 +129,7 @@ def _units(layer: RetentionLayer, rotary: Rotary, base: int, host: bool) -> tupl
     if others is None or second is None or not host:
         return turned_back(view.keys, rotary, positions_now(positions, others, base)), view.values.clone()
     everything = torch.arange(second.fill).expand(others.shape)
-    fetched = (states.to(view.keys.device) for states in second.store.fetch(everything))
+    fetched = (states.to(view.keys.device) for states in second.store.as_states(second.store.as_held(everything)))
     keys, values = (torch.cat(both, dim=2) for both in zip((view.keys, view.values), fetched, strict=True))
     order = torch.cat([positions, others], dim=2).argsort(dim=2)
     keys, values = (x.gather(2, order[..., None].expand(*order.shape, x.shape[-1])) for x in (keys, values))

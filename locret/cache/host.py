@@ -9,7 +9,8 @@ not depend on how the text was cut into chunks, as far as scores do not. A query
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from locret.backbone.attention import Recalled
 from locret.backbone.head_ranks import HeadRanks
-from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore, UnitRanks
+from locret.cache.store import NO_UNIT, POSITIONS, QUERIES, SCORES, DenseStore, UnitRanks
+from locret.cache.units import Units, Workspace
 from locret.lookups import Ask, Lookup
 from locret.policy.selectors import score_order
 
@@ -42,11 +44,12 @@ class Asking(NamedTuple):
     """The processes that share the heads."""
 
 
-class HostTier:
+class HostTier(Units):
     """Units that were evicted from the fast tier of one layer.
 
     Args:
         store: Holds them, in the form of the fast tier's store, with a workspace of its own.
+        fast: The fast tier's store.
         lookup: Finds what a query recalls.
         most: Units per KV head; None: all that come.
         recall: Units that each query recalls.
@@ -56,9 +59,12 @@ class HostTier:
         empty: Gives memory, such as that of a `Disk`: host memory if None, pinned where there is a CUDA device.
     """
 
+    counter = "host_fill"
+
     def __init__(
         self,
         store: DenseStore,
+        fast: DenseStore,
         lookup: Lookup,
         most: int | None,
         recall: int,
@@ -68,42 +74,50 @@ class HostTier:
         window: int = 0,
         empty: Callable[..., Tensor] | None = None,
     ) -> None:
-        self.store, self.lookup, self.most, self.recall, self.by_score = store, lookup, most, recall, by_score
-        self.resident, self.window = resident, window
+        self.store, self.fast, self.lookup, self.most, self.recall = store, fast, lookup, most, recall
+        self.by_score, self.resident, self.window = by_score, resident, window
         self.store.empty = empty or (torch.empty if resident else _host_memory)
-        self.queries: Tensor | None = None
-        """(B, N, window, D) newest queries; zeros before the first."""
         self.moved = 0
         """Bytes fetched from here so far."""
         self._index: Any = None
         self._known = False
 
     @property
+    def batch(self) -> int:
+        """See `Units`."""
+        return self.store.batch
+
+    @property  # type: ignore[override]
     def fill(self) -> int:
         """Units per KV head, empty slots of short rows included."""
         return self.store.fill
 
+    @property  # type: ignore[override]
+    def capacity(self) -> int:
+        """Units per KV head that there is room for."""
+        return self.store.capacity
+
     @property
-    def nbytes(self) -> int:
+    def queries(self) -> Tensor | None:
+        """(B, N, window, D) newest queries; zeros before the first."""
+        return self.store.tensors.get(QUERIES)
+
+    @property
+    def away_nbytes(self) -> int:
         """Bytes of the units that lie in host memory."""
         return 0 if self.resident else self.store.nbytes
 
     @property
     def index_nbytes(self) -> int:
         """Bytes of the lookup's index, but for what it shares with the units; 0 before it is made."""
-        shared = {buffer.untyped_storage().data_ptr() for buffer in self.store._buffers().values()}
+        shared = {buffer.untyped_storage().data_ptr() for buffer in self.store.tensors.values()}
         return sum(t.nbytes for t in _tensors_of(self._index) if t.untyped_storage().data_ptr() not in shared)
 
     @property
-    def fast_nbytes(self) -> int:
+    def nbytes(self) -> int:
         """Bytes of what lies in the fast tier's memory."""
         queries = 0 if self.queries is None else self.queries.nbytes
         return queries + (self.store.nbytes if self.resident else 0)
-
-    @property
-    def capacity(self) -> int:
-        """Units per KV head that there is room for."""
-        return self.store.capacity
 
     def reserve(self, units: int) -> None:
         """Make room for this many units, or for all that may be held."""
@@ -111,9 +125,9 @@ class HostTier:
 
     # -- what comes in ------------------------------------------------------------------------------------------------
 
-    def take_in(self, fast: DenseStore, gone: Tensor) -> None:
+    def take_in(self, gone: Tensor) -> None:
         """Take the (B, K, G) units of these ranks, which the fast tier is about to drop, as far as they find room."""
-        assert fast.keys is not None
+        fast = self.fast
         batch, kv_heads, coming = gone.shape
         here = fast.keys.device if self.resident else torch.device("cpu")
         gone = gone.to(here)
@@ -123,7 +137,7 @@ class HostTier:
         if first + room > self.store.capacity:
             self.reserve(max(first + room, 2 * self.store.capacity))
         if coming > room:
-            self._open(fast, room)
+            self._open(room)
             columns = (fast.held(name).to(here).gather(2, gone) for name in (SCORES, POSITIONS))
             new, old = self._order(*columns), self._order(self.store.held(SCORES), self.store.held(POSITIONS))
             compared = min(coming, self.store.fill)
@@ -133,7 +147,7 @@ class HostTier:
             heads = heads.expand_as(better)[better]
             ranks, slots = gone.gather(2, best.indices)[better], worst.indices[better]
         else:
-            self._open(fast, coming)
+            self._open(coming)
             heads, ranks = heads.expand_as(gone).flatten(), gone.flatten()
             slots = torch.arange(first, first + coming, device=here).expand_as(gone).flatten()
         for start in range(0, len(ranks), _MOVED):
@@ -142,12 +156,12 @@ class HostTier:
             self.store.put(heads[span], slots[span], {name: tensor.to(here) for name, tensor in units.items()})
         self.forget()
 
-    def _open(self, fast: DenseStore, new: int) -> None:
+    def _open(self, new: int) -> None:
         """Have `new` more slots, which hold no unit yet."""
-        self.store.open(fast, new)
-        span = slice(self.store.fill - new, self.store.fill)
-        self.store.columns[SCORES][:, :, span] = -torch.inf
-        self.store.columns[POSITIONS][:, :, span] = NO_UNIT
+        first = self.store.fill
+        self.store.open(self.fast, new)
+        self.store.held(SCORES)[:, :, first:] = -torch.inf
+        self.store.held(POSITIONS)[:, :, first:] = NO_UNIT
 
     def _order(self, scores: Tensor, positions: Tensor) -> Tensor:
         """Return int64 numbers in the order in which units are worth keeping, different for all of a head's units."""
@@ -209,15 +223,17 @@ class HostTier:
         """Return the newest queries, with (B, N, L, D) those that come now."""
         if not self.window:
             return query
-        if self.queries is None:
-            self.queries = query.new_zeros(*query.shape[:2], self.window, query.shape[-1])
-        self.queries = torch.cat([self.queries, query], dim=2)[:, :, -self.window :].clone()
-        return self.queries
+        held = self.queries
+        if held is None:
+            held = query.new_zeros(*query.shape[:2], self.window, query.shape[-1])
+        newest = torch.cat([held, query], dim=2)[:, :, -self.window :].clone()
+        self.store.tensors[QUERIES] = newest
+        return newest
 
     def take_back(self) -> None:
         """Forget the newest query; the units here are older."""
-        if self.queries is not None:
-            self.queries = torch.cat([torch.zeros_like(self.queries[:, :, :1]), self.queries[:, :, :-1]], dim=2)
+        if (held := self.queries) is not None:
+            self.store.tensors[QUERIES] = torch.cat([torch.zeros_like(held[:, :, :1]), held[:, :, :-1]], dim=2)
 
     def forget(self) -> None:
         """Drop the index: units have changed."""
@@ -232,12 +248,12 @@ class HostTier:
             empty = (self.store.held(POSITIONS)[:, 0] == NO_UNIT).sum(-1)
             self.store.row_start = empty if bool(empty.any()) else None
 
-    def ranks_with(self, fast: DenseStore) -> tuple[UnitRanks, UnitRanks]:
+    def ranks(self) -> tuple[UnitRanks, UnitRanks]:
         """Return the ranks, among the units of both tiers, of the fast ones and of these; puts these in order."""
         self.forget()
         self._arrange()
         mine = self.store.held(POSITIONS).contiguous()
-        others = fast.held(POSITIONS).contiguous()
+        others = self.fast.held(POSITIONS).contiguous()
         held = mine.shape[-1] + others.shape[-1]
         here, there = mine.device, others.device
         own = torch.arange(mine.shape[-1], device=here) + torch.searchsorted(others.to(here), mine)
@@ -247,61 +263,45 @@ class HostTier:
     # -- rows and whole tiers -----------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch."""
+        """See `Units`."""
         self.store.select_rows(rows)
-        if self.queries is not None:
-            self.queries = self.queries.index_select(0, rows.to(self.queries.device))
         self.forget()
 
     def trim(self) -> None:
-        """Drop the empty slots in front of the only row."""
+        """See `Units`."""
         self._arrange()
         self.store.trim()
         self.forget()
 
-    def join(self, tiers: Sequence[Self]) -> None:
-        """Become a batch of the only rows of other tiers."""
-        for tier in tiers:
+    def join(self, others: Sequence[Self], room: int = 0) -> None:
+        """See `Units`."""
+        some = any(tier.fill for tier in others)
+        for tier in others:
+            if some:  # those that nothing came to have buffers too
+                tier.store.open(tier.fast, 0)
             tier._arrange()
-        stores = [tier.store for tier in tiers]
-        self.store.join(stores, max(store.fill for store in stores))
-        queries = [tier.queries for tier in tiers if tier.queries is not None]
-        self.queries = torch.cat(queries) if queries else None
-        self.moved += sum(tier.moved - self.moved for tier in tiers)  # each has gone on counting from here
+        self.store.join([tier.store for tier in others])
+        self.moved += sum(tier.moved - self.moved for tier in others)  # each has gone on counting from here
         self.forget()
 
     def state(self) -> dict[str, Tensor]:
-        """Return everything held, for `load`."""
+        """See `Units`."""
         self._arrange()
-        tensors = self.store.state() if self.store.fill else {}
-        if self.store.row_start is not None:
-            tensors["row_start"] = self.store.row_start
-        if self.queries is not None:
-            tensors["queries"] = self.queries
-        return tensors
+        return {name: held for name, held in self.store.state().items() if self.fill or name == QUERIES}
 
-    def load(self, tensors: dict[str, Tensor], fill: int) -> None:
-        """Take over what `state` returned, on the fast tier's device if this one is resident."""
-        row_start, self.queries = tensors.pop("row_start", None), tensors.pop("queries", None)
-        if fill:
-            self.store.load({name: self.store.held_anew(tensor) for name, tensor in tensors.items()}, fill)
-            self.store.row_start = row_start
+    def load(self, tensors: Mapping[str, Tensor], fill: int) -> None:
+        """See `Units`: each tensor goes to where this tier has its memory."""
+        device = self.fast.keys.device
+        own = {n: t.to(device if self.resident or n == QUERIES else "cpu") for n, t in tensors.items()}
+        self.store.load(own, fill)
+        self.store.tensors = {n: self.store._anew(n, held).copy_(held) for n, held in self.store.tensors.items()}
         self.forget()
 
-    def copy(self) -> HostTier:
-        """Return an independent copy."""
-        twin = HostTier(
-            self.store.copy(type(self.store.workspace)()),
-            self.lookup,
-            self.most,
-            self.recall,
-            by_score=self.by_score,
-            resident=self.resident,
-            window=self.window,
-            empty=self.store.empty,
-        )
-        twin.moved = self.moved
-        twin.queries = None if self.queries is None else self.queries.clone()
+    def copy_beside(self, fast: DenseStore) -> Self:
+        """Return an independent copy beside the copy of its fast tier."""
+        twin = copy.copy(self)
+        twin.store, twin.fast = self.store.copy(Workspace()), fast
+        twin.forget()
         return twin
 
 

@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import copy
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,12 +17,12 @@ from locret.backbone.chunk import Attended, Chunk, Projections, counting
 from locret.cache.blocks import Blocks
 from locret.cache.host import HostTier
 from locret.cache.merging import Folding
-from locret.cache.store import POSITIONS, SCORES, DenseStore, Part, Store, UnitRanks, Workspace
+from locret.cache.store import POSITIONS, SCORES, DenseStore, Part, Store, UnitRanks
+from locret.cache.units import Units, Workspace
 from locret.policy.selectors import KeptPerHead, Selector, Stay
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
 
 HOST = "host."
 """What the names of the second tier's tensors begin with."""
@@ -76,6 +77,11 @@ class RetentionLayer(CacheLayerMixin):
         """Times that units have gone since this object was made."""
 
     @property
+    def holders(self) -> dict[str, Units]:
+        """What there is to be copied, joined and saved, by what the names of its tensors begin with in a file."""
+        return {"": self.store} if self.host is None else {HOST: self.host, "": self.store}
+
+    @property
     def is_initialized(self) -> bool:
         """Whether anything has been read."""
         return bool(self.store.batch)
@@ -89,16 +95,6 @@ class RetentionLayer(CacheLayerMixin):
     def capacity(self) -> int:
         """Slots per KV head, on average."""
         return self.store.capacity
-
-    @property
-    def batch(self) -> int:
-        """Rows; 0 before the first token."""
-        return self.store.batch
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers in the fast tier's memory."""
-        return self.store.nbytes + (0 if self.host is None else self.host.fast_nbytes)
 
     @property
     def held(self) -> int:
@@ -215,9 +211,8 @@ class RetentionLayer(CacheLayerMixin):
         settled = self.rotated
         self.unsettle(base)
         if self.host is not None:
-            assert isinstance(self.store, DenseStore)
             assert isinstance(kept, KeptPerHead)
-            self.host.take_in(self.store, kept.gone())
+            self.host.take_in(kept.gone())
         if self.folding is not None:
             self.folding.fold(self.store, kept, stay, by_text=not self.compact)
         self.store.keep(kept, turned=False)
@@ -227,101 +222,33 @@ class RetentionLayer(CacheLayerMixin):
     def settle(self, base: int) -> None:
         """Rotate kept keys in place for decoding; `base` is the position of the next token. Compact positions only."""
         if self.compact and not self.rotated:
-            if self.host is not None:
-                self._turn_both(base, back=False)
-            else:
-                self.store.rotate(base)
+            self._turn(base, back=False)
         self.rotated = self.compact
 
     def unsettle(self, base: int) -> None:
         """Undo `settle`, so that another prompt can be read; `base` is the position of the next token."""
         if self.rotated:
-            if self.host is not None:
-                self._turn_both(base, back=True)
-            else:
-                self.store.unrotate(base)
+            self._turn(base, back=True)
         self.rotated = False
 
-    def _turn_both(self, base: int, *, back: bool) -> None:
-        """Rotate the keys of both tiers to their ranks among all units, or undo that."""
-        assert self.host is not None
-        assert isinstance(self.store, DenseStore)
-        ranks: tuple[UnitRanks | None, UnitRanks | None] = (None, None)
-        if self.host.fill:
-            ranks = self.host.ranks_with(self.store)
-        self.host.store.lag_like(self.store)
-        for store, own in zip((self.store, self.host.store), ranks, strict=True):
+    def _turn(self, base: int, *, back: bool) -> None:
+        """Rotate keys to their slots, of both tiers to their ranks among all units, or undo that."""
+        if self.host is None:
+            (self.store.unrotate if back else self.store.rotate)(base)
+            return
+        ranks: tuple[UnitRanks | None, UnitRanks | None] = self.host.ranks() if self.host.fill else (None, None)
+        self.host.store.lag_like(self.host.fast)
+        for store, own in zip((self.host.fast, self.host.store), ranks, strict=True):
             (store.unrotate if back else store.rotate)(base, own)
 
-    def take_back(self) -> None:
-        """Forget the newest unit."""
-        self.store.take_back()
-        if self.host is not None:
-            self.host.take_back()
-
-    # -- rows and whole layers ----------------------------------------------------------------------------------------
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch."""
-        self.store.select_rows(rows)
-        if self.host is not None:
-            self.host.select_rows(rows)
-
-    def trim(self, seen: int) -> None:
-        """Drop the empty slots in front of the only row, which has read `seen` tokens."""
-        self.store.trim()
-        if self.host is not None:
-            self.host.trim()
-
-    def join(self, layers: Sequence[Self], seen: int, new_tokens: int, most: int | None) -> None:
-        """Become a batch of the only rows of other layers, with room for `new_tokens` more but no more than `most`."""
-        fill = max(layer.fill for layer in layers)
-        capacity = fill + new_tokens if most is None else max(fill, min(fill + new_tokens, most))
-        self.store.join([layer.store for layer in layers], capacity)
-        if self.host is not None:
-            hosts = [layer.host for layer in layers if layer.host is not None]
-            if any(host.fill for host in hosts):  # those that nothing came to have buffers too
-                for layer, host in zip(layers, hosts, strict=True):
-                    assert isinstance(layer.store, DenseStore)
-                    host.store.open(layer.store, 0)
-            self.host.join(hosts)
-        self.rotated = layers[0].rotated
-
-    def copy(self, workspace: Workspace) -> RetentionLayer:
+    def copy(self, workspace: Workspace) -> Self:
         """Return an independent copy."""
-        host = None if self.host is None else self.host.copy()
-        twin = RetentionLayer(self.store.copy(workspace), self.selector, self.compact, host, self.folding)
-        twin.rotated = self.rotated
-        return twin
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and numbers that say everything, for `load`."""
-        tensors = self.store.state()
-        if self.store.row_start is not None:
-            tensors["row_start"] = self.store.row_start
-        numbers: dict[str, Any] = {"fill": self.fill, "rotated": self.rotated}
+        twin = copy.copy(self)
+        twin.store, twin.evictions = self.store.copy(workspace), 0
         if self.host is not None:
-            ours = {
-                tensor.data_ptr() for tensor in tensors.values()
-            }  # a file has no tensor twice: a shared frame is copied
-            for name, tensor in self.host.state().items():
-                tensors[f"{HOST}{name}"] = tensor.clone() if tensor.data_ptr() in ours else tensor
-            numbers["host_fill"] = self.host.fill
-        return tensors, numbers
-
-    def load(self, tensors: dict[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Take over what `state` returned."""
-        row_start = tensors.pop("row_start", None)
-        ours = {name: tensor for name, tensor in tensors.items() if not name.startswith(HOST)}
-        self.store.load(ours, numbers["fill"])
-        self.store.row_start, self.rotated = row_start, numbers["rotated"]
-        if self.host is None:
-            return
-        held = {name.removeprefix(HOST): t for name, t in tensors.items() if name.startswith(HOST)}
-        assert self.store.keys is not None
-        near = held.keys() if self.host.resident else {"queries"}
-        held = {name: t.to(self.store.keys.device if name in near else "cpu") for name, t in held.items()}
-        self.host.load(held, numbers.get("host_fill", 0))
+            assert isinstance(twin.store, DenseStore)
+            twin.host = self.host.copy_beside(twin.store)
+        return twin
 
     # -- the contract of transformers ---------------------------------------------------------------------------------
 
@@ -348,4 +275,5 @@ class RetentionLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Follow the beams."""
-        self.select_rows(beam_idx)
+        for holder in self.holders.values():
+            holder.select_rows(beam_idx)

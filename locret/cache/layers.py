@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locret import lookups
-from locret.backbone.adapters import BOTH, NONE, RECURRENT, Backbone
-from locret.backbone.rotary import Rotary
+from locret.backbone.adapters import NONE, RECURRENT, Backbone
 from locret.base import plugins
 from locret.base.nearest import nearest
 from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.disk import Disk
 from locret.cache.host import HostTier
 from locret.cache.layer import RetentionLayer
-from locret.cache.limits import Limits
 from locret.cache.merging import Folding
 from locret.cache.quantised import QuantisedStore
 from locret.cache.ragged import RaggedStore
-from locret.cache.rounding import Form, forms_of
+from locret.cache.rounding import forms_of
 from locret.cache.sliding import SlidingLayer
-from locret.cache.states import EmptyLayer, States
+from locret.cache.states import EmptyLayer
 from locret.cache.store import DenseStore, Store, Workspace
-from locret.mergers import Merger
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.selectors import ByShares, OverHeads, PerHead, Selector
-from locret.scorers import Scorer
+
+if TYPE_CHECKING:
+    from locret.cache.cache import RetentionCache
 
 STORES: dict[str, type[Store]] = {store.name: store for store in (DenseStore, RaggedStore)}
 """Every way of holding units. To add one: a file next to `ragged.py`, and its class here."""
@@ -111,109 +109,78 @@ def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Dis
     return disk if isinstance(disk, Disk) else Disk(disk)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LayerMaker:
-    """What the layers of one cache are made from."""
+def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLayer | EmptyLayer:
+    """Return the layer of a cache for the one of its backbone with this index.
 
-    backbone: Backbone
-    policy: RetentionPolicy
-    scorer: Scorer
-    prepared: Any
-    """What the scorer needs of the backbone."""
-    merger: Merger | None
-    merging: Any
-    """What the merger needs of the backbone."""
-    limits: Limits
-    rotary: Rotary
-    workspace: Workspace
-    store: type[Store] | None
-    """What holds the units, if it is not ours."""
-    disk: Disk | None
-    """Where the second tier is, if not in host memory."""
-    states: int
-    """How many states a layer has that carries any."""
+    Raises:
+        ValueError: If the store cannot hold what the policy selects.
+    """
+    policy, backbone = cache.policy, cache.backbone
+    if backbone.kinds[index] in (RECURRENT, NONE):
+        return EmptyLayer()
+    if index not in backbone.layers:
+        assert backbone.window is not None
+        return SlidingLayer(backbone.window)
+    nth, rotary, columns = backbone.layers.index(index), cache.rotary.of(index), cache.scorer.columns
+    selector = _selector(cache, nth)
+    kind = cache.store or STORES[selector.store]
+    if kind.holds != selector.store:
+        raise ValueError(
+            f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{policy.head_budgets}" selects '
+            f'"{selector.store}" ones; change head_budgets, or take another store'
+        )
+    if policy.has_host and not issubclass(kind, DenseStore):
+        raise ValueError(
+            f"store {kind.name} has no second tier, but host_budget={policy.host_budget} and recall_by="
+            f"{policy.recall_by}; leave those out, or derive the store from locret.cache.store.DenseStore"
+        )
+    if backbone.shape(index).latent:
+        check_latent(policy, backbone.model_type)
+    if index in backbone.lenders:
+        check_lent(policy, backbone)
+    if policy.recalls_blocks:
+        shape = backbone.check_alike(f"recall_by={policy.recall_by}")
+        near = kind(rotary, cache.workspace, {**columns, **block_columns(shape)})
+        assert isinstance(near, DenseStore)
+        return BlockLayer(near, policy.blocks(), shape.num_heads)
 
-    def carrier(self, index: int) -> States | None:
-        """Return the states of the layer with this index, beside what else it holds; None: it has none."""
-        return States(self.states) if self.backbone.kinds[index] in (RECURRENT, BOTH) else None
-
-    def layer(self, index: int) -> RetentionLayer | SlidingLayer | EmptyLayer:
-        """Return the layer of the backbone with this index.
-
-        Raises:
-            ValueError: If the store cannot hold what the policy selects.
-        """
-        if self.backbone.kinds[index] in (RECURRENT, NONE):
-            return EmptyLayer()
-        if index not in self.backbone.layers:
-            assert self.backbone.window is not None
-            return SlidingLayer(self.backbone.window)
-        selector: Selector = PerHead()
-        if self.policy.head_budgets == "adaptive":
-            selector = OverHeads(self.policy.head_floor, self.scorer.relative(self.prepared))
-        elif self.policy.head_budgets == "shares":
-            assert self.policy.head_shares is not None
-            heads = [shape.num_kv_heads for shape in self.backbone.full_shapes]
-            first = sum(heads[: self.backbone.layers.index(index)])
-            selector = ByShares(self.policy.head_shares[first : first + self.backbone.shape(index).num_kv_heads])
-        kind = self.store or STORES[selector.store]
-        if kind.holds != selector.store:
-            raise ValueError(
-                f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{self.policy.head_budgets}" selects '
-                f'"{selector.store}" ones; change head_budgets, or take another store'
-            )
-        if self.backbone.shape(index).latent:
-            check_latent(self.policy, self.backbone.model_type)
-        if index in self.backbone.lenders:
-            check_lent(self.policy, self.backbone)
-        if self.policy.recalls_blocks:
-            return self._block_layer(kind, index)
-        nth = self.backbone.layers.index(index)
-        rotary = self.rotary.of(index)
-        store = self._store(kind, rotary, forms_of(self.policy, self.limits.layers)[nth], self.workspace)
-        host = self._host(kind, rotary, nth)
-        folding = None if self.merger is None else Folding(self.merger, self.merging, index)
-        return RetentionLayer(store, selector, self.policy.positions == "compact", host, folding)
-
-    def _store(self, kind: type[Store], rotary: Rotary, form: Form | None, workspace: Workspace) -> Store:
+    def store(workspace: Workspace, *, host: bool = False) -> Store:
+        form = forms_of(policy, len(backbone.layers), host=host)[nth]
         if form is None:
-            return kind(rotary, workspace, self.scorer.columns)
-        if self.store is not None:
+            return kind(rotary, workspace, columns)
+        if cache.store is not None:
             raise ValueError(
-                f"store {kind.name} holds units as they are, but key_bits={self.policy.key_bits} and "
-                f"value_bits={self.policy.value_bits}; use 16 bits, or leave the store out"
+                f"store {kind.name} holds units as they are, but key_bits={policy.key_bits} and value_bits="
+                f"{policy.value_bits}; use 16 bits, or leave the store out"
             )
-        return QuantisedStore(rotary, workspace, self.scorer.columns, form=form)
+        return QuantisedStore(rotary, workspace, columns, form=form)
 
-    def _block_layer(self, kind: type[Store], index: int) -> BlockLayer:
-        if not issubclass(kind, DenseStore):
-            raise ValueError(
-                f"store {kind.name} cannot give blocks away, as recall_by={self.policy.recall_by} does; take another "
-                "recall_by, or derive the store from locret.cache.store.DenseStore"
-            )
-        shape = self.backbone.check_alike(f"recall_by={self.policy.recall_by}")
-        columns = {**self.scorer.columns, **block_columns(shape)}
-        store = kind(self.rotary.of(index), self.workspace, columns)
-        return BlockLayer(store, self.policy.blocks(), shape.num_heads)
-
-    def _host(self, kind: type[Store], rotary: Rotary, nth: int) -> HostTier | None:
-        policy = self.policy
-        if policy.host_budget is None:
-            return None
-        if not issubclass(kind, DenseStore):
-            raise ValueError(
-                f"store {kind.name} has no second tier, but host_budget={policy.host_budget}; leave host_budget out, "
-                "or derive the store from locret.cache.store.DenseStore"
-            )
-        store = self._store(kind, rotary, forms_of(self.policy, self.limits.layers, host=True)[nth], Workspace())
-        assert isinstance(store, DenseStore)
-        return HostTier(
-            store,
+    own, tier = store(cache.workspace), None
+    if policy.host_budget is not None:
+        far, limits = store(Workspace(), host=True), cache.limits
+        assert isinstance(own, DenseStore)
+        assert isinstance(far, DenseStore)
+        tier = HostTier(
+            far,
+            own,
             lookups.get(policy.recall_by),
             None if policy.host_budget == EVERYTHING else int(policy.host_budget),
             policy.recall,
             by_score=policy.host_by == "score",
-            resident=self.limits.resident[nth],
-            window=self.limits.windows[nth],
-            empty=None if self.disk is None or self.limits.resident[nth] else self.disk.empty,
+            resident=limits.resident[nth],
+            window=limits.windows[nth],
+            empty=None if cache.disk is None or limits.resident[nth] else cache.disk.empty,
         )
+    folding = None if cache.merger is None else Folding(cache.merger, cache.merging, index)
+    return RetentionLayer(own, selector, policy.positions == "compact", tier, folding)
+
+
+def _selector(cache: RetentionCache, nth: int) -> Selector:
+    policy = cache.policy
+    if policy.head_budgets == "adaptive":
+        return OverHeads(policy.head_floor, cache.scorer.relative(cache.prepared))
+    if policy.head_budgets != "shares":
+        return PerHead()
+    assert policy.head_shares is not None
+    heads = [shape.num_kv_heads for shape in cache.backbone.full_shapes]
+    return ByShares(policy.head_shares[sum(heads[:nth]) : sum(heads[: nth + 1])])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import Guarantee, Rows, Span
 from locret.policy.schedule import Schedule
 from locret.policy.selectors import Stay
 from locret.scorers import Scorer
+
+if TYPE_CHECKING:
+    from locret.cache.cache import RetentionCache
 
 _LONG = 1 << 62
 """Tokens of which all have been read."""
@@ -118,6 +122,28 @@ class Protected:
             f"the protected spans need {needed:,} units per KV head, most of them for {largest.label}, but {room}; "
             f"{way_out}, or protect less"
         )
+
+
+def check_held(cache: RetentionCache, protected: Rows) -> None:
+    """Refuse to pin tokens that have been evicted.
+
+    Raises:
+        ValueError: Naming the first span.
+    """
+    known = {one for spans in cache.protected for one in spans}
+    for row, spans in enumerate(protected if cache.seen else ()):
+        for own in range(cache.rows) if len(protected) == 1 else (row,):
+            read = cache.seen - (0 if cache.pad is None else int(cache.pad[own]))
+            for span in spans:
+                tokens = span.within(read) if span.share is None and span not in known else range(0)
+                for layer in cache.backbone.layers if tokens else ():
+                    positions = cache.kept_positions(layer)[own]
+                    held = int(((positions >= tokens.start) & (positions < tokens.stop)).sum(-1).min())
+                    if held < len(tokens):
+                        raise ValueError(
+                            f"{span.label} cannot be protected any more: {len(tokens)} of its tokens have been read, "
+                            f"and of those layer {layer} holds {held} in one of its heads; protect it before it is read"
+                        )
 
 
 def _check_rules(policy: RetentionPolicy, spans: Sequence[Span]) -> None:

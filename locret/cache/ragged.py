@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.attention import View
-from locret.backbone.rotary import Rotary
-from locret.cache.store import COLUMNS, EMPTY, POSITIONS, SCORES, Part, Slots, Store, Workspace
+from locret.cache.store import COLUMNS, EMPTY, POSITIONS, SCORES, Part, Slots, Store
 from locret.policy.selectors import Kept, KeptOverHeads
 
 
@@ -32,47 +31,58 @@ class RaggedStore(Store):
     """
 
     name = holds = "ragged"
+    uncounted = ("counts", "starts")
+    once = None
 
-    def __init__(self, rotary: Rotary, workspace: Workspace, columns: Mapping[str, torch.dtype] | None = None) -> None:
-        super().__init__(rotary, workspace, columns)
-        self.counts = self.starts = torch.zeros(1, 1, dtype=torch.int64)
-        """(B, K), on the CPU."""
+    @property
+    def counts(self) -> Tensor:
+        """(B, K) int64 units of each head, on the CPU."""
+        return self.tensors.get("counts", torch.zeros(1, 1, dtype=torch.int64))
+
+    @property
+    def starts(self) -> Tensor:
+        """(B, K) int64 first slot of each head, on the CPU."""
+        return self.tensors["starts"]
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """What units have, (B, K * capacity, ...)."""
+        return {name: tensor for name, tensor in self.tensors.items() if name not in self.uncounted}
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
         batch, heads, _, dim = keys.shape
-        self.counts = torch.zeros(batch, heads, dtype=torch.int64)
-        self.starts = self._starts(self.counts)
         shape = (batch, heads * self.capacity)
-        self.keys = torch.empty(*shape, dim, dtype=keys.dtype, device=keys.device)
-        self.values = torch.empty(*shape, values.shape[-1], dtype=values.dtype, device=keys.device)
-        self.columns = {n: torch.empty(shape, dtype=dtype, device=keys.device) for n, dtype in self.dtypes.items()}
+        self.tensors = {
+            "keys": keys.new_empty(*shape, dim),
+            "values": values.new_empty(*shape, values.shape[-1]),
+            **{name: torch.empty(shape, dtype=dtype, device=keys.device) for name, dtype in self.dtypes.items()},
+        }
+        self._count(torch.zeros(batch, heads, dtype=torch.int64))
 
-    def _starts(self, counts_BK: Tensor, capacity: int | None = None) -> Tensor:
-        widths = counts_BK + (self.capacity if capacity is None else capacity) - self.fill
-        return widths.cumsum(1) - widths
+    def _count(self, counts_BK: Tensor) -> None:
+        """Let heads hold so many units, with the room that there is behind each."""
+        widths = counts_BK + self.capacity - self.fill
+        self.tensors |= {"counts": counts_BK, "starts": widths.cumsum(1) - widths}
 
     def _resize(self, capacity: int) -> None:
-        if self.keys is not None:
+        if self.batch:
             self._fill_from([(self, row) for row in range(len(self.counts))], capacity)
         self.capacity = capacity
 
     def _fill_from(self, rows: Sequence[tuple[RaggedStore, int]], capacity: int) -> None:
         """Take over rows of stores, in new buffers of so many slots."""
+        sources = [(store.buffers, row, store.segments[row]) for store, row in rows]
         counts = torch.stack([store.counts[row] for store, row in rows])
-        starts = self._starts(counts, capacity)
-        sources = [store.segments[row] for store, row in rows]
-        every = [store._buffers() for store, _ in rows]
-        filled = {}
-        for name, like in every[0].items():
+        self.capacity = capacity
+        self._count(counts)
+        for name, like in sources[0][0].items():
             new = like.new_empty(len(rows), counts.shape[1] * capacity, *like.shape[2:])
-            for target, (buffers, (_, row)) in enumerate(zip(every, rows, strict=True)):
-                for span, start in zip(sources[target], starts[target].tolist(), strict=True):
+            for target, ((buffers, row, spans), starts) in enumerate(zip(sources, self.starts.tolist(), strict=True)):
+                for span, start in zip(spans, starts, strict=True):
                     new[target, start : start + span.stop - span.start] = buffers[name][row, span]
-            filled[name] = new
-        self._set_buffers(filled)
-        self.counts, self.starts = counts, starts
+            self.tensors[name] = new
 
     # -- units --------------------------------------------------------------------------------------------------------
 
@@ -95,7 +105,7 @@ class RaggedStore(Store):
 
     def rows(self) -> Iterable[tuple[Tensor, Tensor, list[int]]]:
         """Yield each row's scores and positions, (U,), head after head, and how many units each head has."""
-        scores, positions = self.columns[SCORES], self.columns[POSITIONS]
+        scores, positions = self.tensors[SCORES], self.tensors[POSITIONS]
         for row, counts in enumerate(self.counts.tolist()):
             slots = self._slots(row, scores.device)
             yield scores[row].index_select(0, slots), positions[row].index_select(0, slots), counts
@@ -108,21 +118,18 @@ class RaggedStore(Store):
         """See `Store`."""
         batch, heads, new, dim = keys.shape
         self._make_room(keys, values)
-        assert self.keys is not None
-        assert self.values is not None
-        self.fill, self.counts = self.fill + new, self.counts + new
+        self.fill += new
+        self.tensors["counts"] = self.counts + new
         places = self._newest(new).flatten()
         for buffer, states in ((self.keys, keys), (self.values, values)):
             buffer.flatten(0, 1).index_copy_(0, places, states.flatten(0, 2))
-        self.columns[POSITIONS].flatten().index_copy_(0, places, positions.expand(batch, heads, new).flatten())
+        self.tensors[POSITIONS].flatten().index_copy_(0, places, positions.expand(batch, heads, new).flatten())
         for name in self.dtypes.keys() - COLUMNS.keys():
-            self.columns[name].flatten().index_fill_(0, places, 0)
+            self.tensors[name].flatten().index_fill_(0, places, 0)
         self._rotated = rotated
 
     def view(self, base: int) -> View:
         """See `Store`; keys and values are (B, 1, slots, D), and `segments` point into them."""
-        assert self.keys is not None
-        assert self.values is not None
         keys, newest = self.keys, self._rotated
         if newest is not None:
             batch, heads, new, dim = newest.shape
@@ -134,14 +141,12 @@ class RaggedStore(Store):
 
     def _newest(self, new: int) -> Tensor:
         """Return (B, K, L): where the newest units are, counting slots through all rows."""
-        assert self.keys is not None
         rows = torch.arange(len(self.counts))[:, None] * self.keys.shape[1]
         first_BK = (rows + self.starts + self.counts - new).to(self.keys.device)
         return first_BK[..., None] + torch.arange(new, device=self.keys.device)
 
     def _rotate_old(self, new: int, base: int, out: Tensor) -> None:
         """Write rotated keys of all but the newest units: in each head they end before position `base`."""
-        assert self.keys is not None
         most = self.longest - new
         if not most:
             return
@@ -172,7 +177,7 @@ class RaggedStore(Store):
     def held(self, name: str) -> Tensor:
         """See `Store`."""
         batch, heads = self.counts.shape
-        buffer, longest = self.columns[name], self.longest
+        buffer, longest = self.tensors[name], self.longest
         held = buffer.new_full((batch, heads, longest), EMPTY.get(name, 0))
         for row, spans in enumerate(self.segments):
             for head, span in enumerate(spans):
@@ -181,7 +186,7 @@ class RaggedStore(Store):
 
     def write(self, name: str, values: Tensor, where: tuple[int, int] | None = None) -> None:
         """See `Store`."""
-        new, column = values.shape[-1], self.columns[name]
+        new, column = values.shape[-1], self.tensors[name]
         if where is None:
             column.flatten().index_copy_(0, self._newest(new).flatten(), values.to(column.dtype).flatten())
             return
@@ -192,17 +197,16 @@ class RaggedStore(Store):
     def keep(self, kept: Kept, turned: bool) -> None:
         """See `Store`: units are packed anew, so that what a head gives up is there for the others."""
         assert isinstance(kept, KeptOverHeads)
-        assert self.keys is not None
         device, counts = self.keys.device, kept.counts
         fill = max(len(units) for units in kept.units) // counts.shape[1]
         source_U = torch.cat(
             [self._slots(row, device)[units] + row * self.keys.shape[1] for row, units in enumerate(kept.units)]
         )
-        batch, slots = self.columns[SCORES].shape
+        batch, slots = self.tensors[SCORES].shape
         first_slots = torch.arange(batch)[:, None] * slots
         ends, shrunk = first_slots + self.starts + self.counts, int((self.counts - counts).max())
-        self.fill, self.counts = fill, counts
-        self.starts = self._starts(counts)
+        self.fill = fill
+        self._count(counts)
         repeats = counts.flatten().to(device)
 
         def per_unit(numbers_BK: Tensor) -> Tensor:
@@ -218,7 +222,7 @@ class RaggedStore(Store):
         self._move(source_U, per_unit(first_slots + self.starts) + rank_U)
 
     def _move(self, source_U: Tensor, target_U: Tensor) -> None:
-        for buffer in self._buffers().values():
+        for buffer in self.buffers.values():
             if buffer.ndim == 2:
                 buffer.flatten()[target_U] = buffer.flatten()[source_U]
                 continue
@@ -228,7 +232,6 @@ class RaggedStore(Store):
             buffer.flatten(0, 1).index_copy_(0, target_U, scratch)
 
     def _turn(self, slots_U: Tensor, moved_U: Tensor, most: int) -> None:
-        assert self.keys is not None
         like = torch.empty(0, dtype=torch.float32, device=slots_U.device)
         cos, sin = self.rotary.table(0, most + 1, like)
         magnitude, keys = cos[0, 0], self.keys.flatten(0, 1)
@@ -237,7 +240,7 @@ class RaggedStore(Store):
 
     def rotate(self, base: int) -> None:
         """See `Store`."""
-        if self.keys is None or not self.fill:
+        if not self.fill:
             return
         shape = (*self.counts.shape, self.capacity, self.keys.shape[-1])
         rotated = self.workspace.take(shape, self.capacity, self.keys).view(self.keys.shape)
@@ -248,7 +251,7 @@ class RaggedStore(Store):
 
     def unrotate(self, base: int) -> None:
         """See `Store`."""
-        if self.keys is None or not self.fill:
+        if not self.fill:
             return
         longest = self.longest
         cos, sin = self.rotary.table(base - longest, longest, self.keys)
@@ -258,69 +261,54 @@ class RaggedStore(Store):
                 self.keys[row, span] = self.rotary.turn_back(self.keys[row, span], cos[first:], sin[first:])
 
     def take_back(self) -> None:
-        """See `Store`."""
-        self.fill, self.counts = self.fill - 1, self.counts - 1
+        """See `Units`."""
+        self.fill -= 1
+        self.tensors["counts"] = self.counts - 1
 
     # -- rows and whole stores ----------------------------------------------------------------------------------------
 
     def select_rows(self, rows: Tensor) -> None:
-        """See `Store`."""
-        if self.keys is None:
-            return
-        self._set_buffers({n: t.index_select(0, rows.to(t.device)) for n, t in self._buffers().items()})
-        self.counts, self.starts = (x.index_select(0, rows.cpu()) for x in (self.counts, self.starts))
-        fill = int(self.counts.sum(1).max()) // self.counts.shape[1]
+        """See `Units`."""
+        super().select_rows(rows)
+        fill = int(self.counts.sum(1).max()) // self.counts.shape[1] if self.batch else self.fill
         if fill < self.fill:  # the longest row is gone, and there is more room behind the heads of the others
             self.fill = fill
             self._resize(self.capacity)
 
-    def trim(self) -> None:
-        """Do nothing: no slot is empty."""
-
-    def join(self, stores: Sequence[RaggedStore], capacity: int) -> None:
-        """See `Store`."""
-        self.fill, self.capacity = max(store.fill for store in stores), capacity
-        self._fill_from([(store, 0) for store in stores], capacity)
+    def join(self, others: Sequence[RaggedStore], room: int = 0) -> None:
+        """See `Units`."""
+        self.fill = max(store.fill for store in others)
+        self._fill_from([(store, 0) for store in others], self.fill + room)
 
     def chain(self, stores: Sequence[RaggedStore]) -> None:
         """See `Store`."""
         counts, fill = torch.stack([store.counts for store in stores]).sum(0), sum(store.fill for store in stores)
-        segments = [(store._buffers(), store.segments[0]) for store in stores]
-        packed = {
-            name: torch.cat([held[name][0, spans[head]] for head in range(counts.shape[1]) for held, spans in segments])
-            for name in self._buffers()
-        }
+        own = [(store, store.segments[0]) for store in stores]
+        heads = [(store, spans[head]) for head in range(counts.shape[1]) for store, spans in own]
+        packed = {name: torch.cat([store.tensors[name][0, span] for store, span in heads]) for name in self.buffers}
         self.load({**packed, "counts": counts}, fill)
 
     def state(self) -> dict[str, Tensor]:
         """Return everything held, head after head and row after row."""
         packed = {}
-        for name, buffer in self._buffers().items():
-            rows = [buffer[row, self._slots(row, buffer.device)] for row in range(len(self.counts))]
-            packed[name] = torch.cat(rows)
+        for name, buffer in self.buffers.items():
+            packed[name] = torch.cat([buffer[row, self._slots(row, buffer.device)] for row in range(self.batch)])
         return {**packed, "counts": self.counts}
 
     def load(self, tensors: Mapping[str, Tensor], fill: int) -> None:
-        """See `Store`."""
-        self.fill = self.capacity = fill
-        self.counts = tensors["counts"].cpu()
-        self.starts = self._starts(self.counts)
+        """See `Units`."""
+        super().load(tensors, fill)
+        self._count(self.counts.cpu())
         units, slots = self.counts.sum(1).tolist(), self.counts.shape[1] * fill
-        buffers = {}
-        for name, packed in tensors.items():
-            if name == "counts":
-                continue
-            buffers[name] = packed.new_empty(len(units), slots, *packed.shape[1:])
+        for name, packed in self.buffers.items():
+            self.tensors[name] = packed.new_empty(len(units), slots, *packed.shape[1:])
             for row, held in enumerate(packed.split(units)):
-                buffers[name][row, self._slots(row, packed.device)] = held
-        self._set_buffers(buffers)
+                self.tensors[name][row, self._slots(row, packed.device)] = held
 
     # -- captured steps -----------------------------------------------------------------------------------------------
 
     def open_slots(self, new: int) -> Slots:
         """Return the buffers as they are, with room behind each head; slots that hold no unit are filled with zeros."""
-        assert self.keys is not None
-        assert self.values is not None
         slots, device = torch.arange(self.keys.shape[1], device=self.keys.device), self.keys.device
         ends = (self.starts + self.counts).to(device)
         empty = (slots < self.starts.to(device)[..., None]) | (slots >= ends[..., None])
@@ -333,4 +321,5 @@ class RaggedStore(Store):
 
     def advance(self) -> None:
         """Take note that somebody has filled the next slot of every head."""
-        self.fill, self.counts = self.fill + 1, self.counts + 1
+        self.fill += 1
+        self.tensors["counts"] = self.counts + 1

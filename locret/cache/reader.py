@@ -196,10 +196,10 @@ class Reader:
         if layer.raw:
             raw_keys = self.projections[layer_idx].key()
             if self._evicting:
-                cache.check_rotation(layer_idx, raw_keys, keys)
+                cache.rotation.compare(layer_idx, layer.store.rotary, cache.next_position, raw_keys, keys)
         elif self._evicting and (layer.compact or layer.folding is not None):
             raw_keys = self.projections[layer_idx].key()
-            cache.check_rotation(layer_idx, raw_keys, keys)
+            cache.rotation.compare(layer_idx, layer.store.rotary, cache.next_position, raw_keys, keys)
             raw_keys = raw_keys if layer.compact else None
         elif self.answering:
             most = self.limits.most_answering(nth)
@@ -345,7 +345,7 @@ class Reader:
 
     def finished(self, hidden: Tensor) -> None:
         """Rate tokens, where that takes a whole pass, and count them."""
-        self.cache.report_rotation()
+        self.cache.rotation.report()
         self._end_lending()
         if self.scorer.needs_hidden:
             self._rate_tokens(hidden)

@@ -1,7 +1,7 @@
 """Keys and values in 8, 4, 3 or 2 bits: how numbers become codes, how codes lie in bytes, and the way back.
 
 A unit is rounded by itself and once: its codes and its scales are all that it needs, so units can be dropped, moved and
-reordered without another rounding. What a rounding needs besides is fixed by the first tokens of a text (`Frame`).
+reordered without another rounding. What a rounding needs besides is fixed by the first tokens of a text, its frame.
 """
 
 # B batch, K KV heads, S slots, D head dim, G groups of a unit, P bytes of a unit's codes
@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -26,11 +25,10 @@ if TYPE_CHECKING:
 
 _WORDS = {8: (1, 1), 4: (1, 2), 3: (3, 8), 2: (1, 4)}
 """Bytes that are packed together, and the codes in them."""
-_SCALE = torch.float16
-_LEAST_SCALE = 2.0**-24
-"""Least positive number of a scale's type."""
-_MOST_SCALE = 65504.0
-"""Largest number of a scale's type."""
+PLACE, COUNT, SCALE = torch.int32, torch.int32, torch.float16
+"""Of a unit's position, of how many newest units are held as they are, and of scales."""
+_LEAST_SCALE, _MOST_SCALE = 2.0**-24, 65504.0
+"""Least positive, and largest number of a scale's type."""
 _AS_TOKENS = 16
 """How many tokens the mean width of all channels counts as."""
 _LEAST_WIDTH = 1e-6
@@ -51,8 +49,6 @@ def pack(codes: Tensor, bits: int) -> Tensor:
         codes = torch.cat([codes, codes.new_zeros(*codes.shape[:-1], spare)], -1)
     shifts = torch.arange(count, device=codes.device, dtype=torch.int32) * bits
     words: Tensor = (codes.unflatten(-1, (-1, count)).int() << shifts).sum(-1, dtype=torch.int32)
-    if size == 1:
-        return words.to(torch.uint8)
     places = torch.arange(size, device=codes.device, dtype=torch.int32) * 8
     packed: Tensor = ((words[..., None] >> places) & 255).to(torch.uint8)
     return packed.flatten(-2)
@@ -72,18 +68,9 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     return codes.flatten(-2)[..., :count]
 
 
-class Codes(NamedTuple):
-    """Rounded states."""
-
-    codes: Tensor
-    """(B, K, S, P) uint8."""
-    scales: Tensor
-    """(B, K, S, G, 2) float16: distance between two codes, and what code 0 stands for."""
-
-
 @dataclass(frozen=True)
-class Rounding(ABC):
-    """How numbers of a unit are brought into a form that loses little, before each group of them gets a scale.
+class Token:
+    """As they are: scales per token, for groups of channels (quanto's axis 0; KIVI's values).
 
     Args:
         group: Neighbouring channels that share a scale, at most; the head dim is split evenly.
@@ -92,7 +79,7 @@ class Rounding(ABC):
         ValueError: If a group has no channel.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "token"
     framed: ClassVar[bool] = False
     """Whether it needs a frame, fixed by a text's first tokens."""
 
@@ -110,74 +97,17 @@ class Rounding(ABC):
         """Return what the first states (B, K, L, D) fix for all that follow, (B, K, 2, D); None: nothing."""
         return None
 
-    @abstractmethod
     def into(self, states: Tensor, frame: Tensor | None) -> Tensor:
         """Return float32 states (B, K, S, D) in the form that is rounded."""
+        return states
 
-    @abstractmethod
     def back(self, states: Tensor, frame: Tensor | None) -> Tensor:
         """Undo `into`."""
-
-    def encode(self, states: Tensor, bits: int, frame: Tensor | None = None) -> Codes:
-        """Round states (B, K, S, D). Every number is then at most half a scale away, in the form that is rounded."""
-        parts = self._split(self.into(states.float(), frame))
-        levels = 2**bits - 1
-        low, high = parts.amin(-1), parts.amax(-1)
-        # The scale and the lowest number are rounded outwards, and codes are chosen for what is really stored.
-        low16 = _below(low)
-        scale16 = -_below(((low16.float() - high) / levels).clamp(max=-_LEAST_SCALE))
-        codes = ((parts - low16.float()[..., None]) / scale16.float()[..., None]).round_().clamp_(0, levels)
-        packed: Tensor = pack(codes.to(torch.uint8).flatten(-2)[..., : states.shape[-1]], bits)
-        return Codes(packed, torch.stack([scale16, low16], -1))
-
-    def decode(self, coded: Codes, bits: int, head_dim: int, frame: Tensor | None = None) -> Tensor:
-        """Return the float32 states (B, K, S, D) that codes stand for."""
-        scales = coded.scales.float()
-        parts = self._split(unpack(coded.codes, bits, head_dim).float())
-        parts = parts.mul_(scales[..., :1]).add_(scales[..., 1:])
-        return self.back(parts.flatten(-2)[..., :head_dim], frame)
-
-    def _split(self, states: Tensor) -> Tensor:
-        """Return (B, K, S, D) as (B, K, S, G, channels); a shorter last group repeats its last channel."""
-        groups = self.groups(states.shape[-1])
-        if spare := -states.shape[-1] % groups:
-            states = torch.cat([states, states[..., -1:].expand(*states.shape[:-1], spare)], -1)
-        split: Tensor = states.unflatten(-1, (groups, -1))
-        return split
-
-
-@dataclass(frozen=True)
-class Token(Rounding):
-    """As they are: scales per token, for groups of channels (quanto's axis 0; KIVI's values)."""
-
-    name = "token"
-
-    def into(self, states: Tensor, frame: Tensor | None) -> Tensor:
-        """See `Rounding`."""
-        return states
-
-    def back(self, states: Tensor, frame: Tensor | None) -> Tensor:
-        """See `Rounding`."""
         return states
 
 
 @dataclass(frozen=True)
-class Rotated(Rounding):
-    """Turned by a fixed orthogonal matrix, as files of earlier versions may hold units; nobody can choose it."""
-
-    name = "earlier_rotated"
-
-    def into(self, states: Tensor, frame: Tensor | None) -> Tensor:
-        """See `Rounding`."""
-        return states @ basis(states.shape[-1], states.device)
-
-    def back(self, states: Tensor, frame: Tensor | None) -> Tensor:
-        """See `Rounding`."""
-        return states @ basis(states.shape[-1], states.device).T
-
-
-@dataclass(frozen=True)
-class Channel(Rounding):
+class Channel(Token):
     """Every channel around its own centre and by its own width, then scales per token.
 
     KIVI gives keys a scale per channel and block of tokens. Eviction leaves of such a block a unit here and there, and
@@ -189,7 +119,7 @@ class Channel(Rounding):
     framed = True
 
     def frame(self, states: Tensor) -> Tensor:
-        """See `Rounding`."""
+        """See `Token`."""
         low, high = states.float().aminmax(dim=-2)
         centre, width = (low + high) / 2, (high - low) / 2
         # Of few tokens a range says little: then channels get the widths of all.
@@ -198,17 +128,32 @@ class Channel(Rounding):
         return torch.stack([centre, width], -2)
 
     def into(self, states: Tensor, frame: Tensor | None) -> Tensor:
-        """See `Rounding`."""
+        """See `Token`."""
         assert frame is not None
         return (states - frame[:, :, :1]) / frame[:, :, 1:]
 
     def back(self, states: Tensor, frame: Tensor | None) -> Tensor:
-        """See `Rounding`."""
+        """See `Token`."""
         assert frame is not None
         return states * frame[:, :, 1:] + frame[:, :, :1]
 
 
-ROUNDINGS: tuple[type[Rounding], ...] = (Channel, Token)
+@dataclass(frozen=True)
+class Rotated(Token):
+    """Turned by a fixed orthogonal matrix, as files of earlier versions may hold units; nobody can choose it."""
+
+    name = "earlier_rotated"
+
+    def into(self, states: Tensor, frame: Tensor | None) -> Tensor:
+        """See `Token`."""
+        return states @ basis(states.shape[-1], states.device)
+
+    def back(self, states: Tensor, frame: Tensor | None) -> Tensor:
+        """See `Token`."""
+        return states @ basis(states.shape[-1], states.device).T
+
+
+ROUNDINGS: tuple[type[Token], ...] = (Channel, Token)
 """Every way of rounding; a policy's `rounding` names one."""
 
 
@@ -217,40 +162,57 @@ class Coder:
     """Keys, or values, of a layer in so many bits: buffers of one or two tensors with a row per unit."""
 
     bits: int
-    rounding: Rounding
+    rounding: Token
 
     @property
     def exact(self) -> bool:
         """Whether states stay as they are."""
         return self.bits == 16
 
-    def unit_bytes(self, head_dim: int, element_size: int) -> int:
-        """Return the bytes of a key, or a value."""
-        if self.exact:
-            return head_dim * element_size
-        return packed_bytes(head_dim, self.bits) + 2 * self.rounding.groups(head_dim) * _SCALE.itemsize
-
-    def frame_bytes(self, head_dim: int) -> int:
-        """Return the bytes of what a text's first tokens fix, per row and KV head."""
-        return 2 * head_dim * torch.float32.itemsize if self.framed else 0
-
     @property
     def framed(self) -> bool:
         """Whether it needs a frame."""
         return self.rounding.framed and not self.exact
 
-    def encode(self, states: Tensor, frame: Tensor | None) -> tuple[Tensor, ...]:
-        """Return what is to be held of states (B, K, S, D): themselves, or codes and scales."""
+    def unit_bytes(self, head_dim: int, element_size: int) -> int:
+        """Return the bytes of a key, or a value."""
+        if self.exact:
+            return head_dim * element_size
+        return packed_bytes(head_dim, self.bits) + 2 * self.rounding.groups(head_dim) * SCALE.itemsize
+
+    def encode(self, states: Tensor, frame: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return what is to be held of states (B, K, S, D): themselves, or codes and scales.
+
+        Every number is then at most half a scale away, in the form that is rounded. Codes are (B, K, S, P) uint8,
+        scales (B, K, S, 2 G): the distance between two codes of each group, and what code 0 stands for.
+        """
         if self.exact:
             return (states,)
-        coded = self.rounding.encode(states, self.bits, frame)
-        return coded.codes, coded.scales.flatten(-2)
+        parts = self._split(self.rounding.into(states.float(), frame))
+        levels = 2**self.bits - 1
+        low, high = parts.amin(-1), parts.amax(-1)
+        # The scale and the lowest number are rounded outwards, and codes are chosen for what is really stored.
+        low16 = _below(low)
+        scale16 = -_below(((low16.float() - high) / levels).clamp(max=-_LEAST_SCALE))
+        codes = ((parts - low16.float()[..., None]) / scale16.float()[..., None]).round_().clamp_(0, levels)
+        packed = pack(codes.to(torch.uint8).flatten(-2)[..., : states.shape[-1]], self.bits)
+        return packed, torch.stack([scale16, low16], -1).flatten(-2)
 
-    def decode(self, parts: tuple[Tensor, ...], head_dim: int, frame: Tensor | None) -> Tensor:
+    def decode(self, parts: tuple[Tensor, ...], head_dim: int, frame: Tensor | None = None) -> Tensor:
         """Return the states (B, K, S, D) that are held so."""
         if self.exact:
             return parts[0]
-        return self.rounding.decode(Codes(parts[0], parts[1].unflatten(-1, (-1, 2))), self.bits, head_dim, frame)
+        scales = parts[1].unflatten(-1, (-1, 2)).float()
+        states = self._split(unpack(parts[0], self.bits, head_dim).float()).mul_(scales[..., :1]).add_(scales[..., 1:])
+        return self.rounding.back(states.flatten(-2)[..., :head_dim], frame)
+
+    def _split(self, states: Tensor) -> Tensor:
+        """Return (B, K, S, D) as (B, K, S, G, channels); a shorter last group repeats its last channel."""
+        groups = self.rounding.groups(states.shape[-1])
+        if spare := -states.shape[-1] % groups:
+            states = torch.cat([states, states[..., -1:].expand(*states.shape[:-1], spare)], -1)
+        split: Tensor = states.unflatten(-1, (groups, -1))
+        return split
 
 
 @dataclass(frozen=True)
@@ -278,34 +240,24 @@ class Form:
     def head_bytes(self, head_dim: int, element_size: int, value_dim: int | None = None) -> int:
         """Return the bytes of what a KV head of a row has once, however many units it holds."""
         wide = head_dim if value_dim is None else value_dim
-        newest = self.recent * (head_dim + wide) * element_size + COUNT.itemsize
-        return newest + self.keys.frame_bytes(head_dim) + self.values.frame_bytes(wide)
+        frames = 2 * torch.float32.itemsize * (self.keys.framed * head_dim + self.values.framed * wide)
+        return self.recent * (head_dim + wide) * element_size + COUNT.itemsize + frames
 
     def shapes(
         self, units: tuple[int, int, int], head_dim: int, value_dim: int
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of what a store of so many units holds in codes, and of what goes with codes.
-
-        Args:
-            units: Rows, KV heads, and units of each.
-            head_dim: Numbers of a key.
-            value_dim: Numbers of a value.
-        """
+        """Return shape and dtype of what a store of so many units holds in codes, and of what goes with codes."""
         shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, coder, dim in (("key", self.keys, head_dim), ("value", self.values, value_dim)):
             if coder.exact:
                 continue
             shapes[f"{name}s"] = ((*units, packed_bytes(dim, coder.bits)), torch.uint8)
-            shapes[f"{name}_scales"] = ((*units, 2 * coder.rounding.groups(dim)), _SCALE)
+            shapes[f"{name}_scales"] = ((*units, 2 * coder.rounding.groups(dim)), SCALE)
             if coder.framed:
                 shapes[f"{name}_frame"] = ((*units[:2], 2, dim), torch.float32)
         if self.placed:
             shapes["places"] = (units, PLACE)
         return {**shapes, "exact": (units[:2], COUNT)}
-
-
-PLACE, COUNT = torch.int32, torch.int32
-"""Of a unit's position, and of how many newest units are held as they are."""
 
 
 def form_of(policy: RetentionPolicy, nth: int, layers: int) -> Form | None:
@@ -316,7 +268,7 @@ def form_of(policy: RetentionPolicy, nth: int, layers: int) -> Form | None:
     """
     if policy.exact_bits:
         return None
-    kinds = (Rotated,) if policy.rounding.startswith(Rotated.name) else ROUNDINGS
+    kinds = (*ROUNDINGS, Rotated) if policy.rounding.startswith(Rotated.name) else ROUNDINGS
     rounding = registry.get("rounding", kinds, policy.rounding)
     if min(nth, layers - 1 - nth) < policy.exact_layers:
         return None
@@ -335,19 +287,19 @@ def forms_of(policy: RetentionPolicy, layers: int, *, host: bool = False) -> lis
 def _below(numbers: Tensor) -> Tensor:
     """Return the numbers in the type of scales, none of them larger than it was; what is too large is cut."""
     numbers = numbers.clamp(-_MOST_SCALE, _MOST_SCALE)
-    nearest = numbers.to(_SCALE)
+    nearest = numbers.to(SCALE)
     # The next number below, by its bits: they count up from zero in both directions.
     bits = nearest.view(torch.int16)
     below = torch.where(nearest > 0, bits - 1, torch.where(nearest < 0, bits + 1, -(2**15) + 1)).to(torch.int16)
-    return torch.where(nearest.float() > numbers, below.view(_SCALE), nearest)
+    return torch.where(nearest.float() > numbers, below.view(SCALE), nearest)
 
 
 @cache
 def basis(head_dim: int, device: torch.device) -> Tensor:
     """Return an orthogonal (D, D) matrix, the same wherever and whenever it is asked for.
 
-    A Hadamard matrix with rows of seeded signs where the head dim is a power of two; else the Kronecker product of the
-    largest one that divides it and a cosine transform of the rest, so that no machine's decomposition enters a file.
+    It is a Hadamard matrix of the largest power of two that divides the head dim, times a cosine transform of the rest,
+    with rows of seeded signs.
     """
     power = head_dim & -head_dim
     matrix = torch.ones(1, 1, dtype=torch.float64)

@@ -22,8 +22,9 @@ from locret.base.fields import shown
 from locret.cache.layer import HOST
 from locret.cache.rounding import Form
 from locret.cache.states import BEFORE, STATES
-from locret.cache.store import COLUMNS, NO_UNIT, POSITIONS, SCORES
-from locret.cache.trail import TRAIL
+from locret.cache.store import COLUMNS
+from locret.cache.trail import NEWEST_FEATURES
+from locret.cache.units import NO_UNIT, POSITIONS, SCORES
 from locret.heads.fingerprint import crc
 from locret.policy.protection import spans_from
 
@@ -272,15 +273,15 @@ def _states(index: int, counters: Mapping[str, Any], rows: int, shapes: Shapes, 
 
 def _trail(index: int, rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:
     """Return the rule of the newest tokens' features: where no scorer says how many, that they have all rows."""
-    name = f"layers.{index}.{TRAIL}"
+    name = f"layers.{index}.{NEWEST_FEATURES}"
     if name not in shapes and not reading.neighbours:
         return {}
     found = shapes.get(name, ((), ""))[0]
     if reading.neighbours is None:
-        return {TRAIL: ((rows, *found[1:]), _FLOATS)}
+        return {NEWEST_FEATURES: ((rows, *found[1:]), _FLOATS)}
     if not reading.neighbours or index not in reading.backbone.layers:
         return {}
-    return {TRAIL: ((rows, reading.neighbours + 1, reading.backbone.shape(index).feature_dim), _FLOATS)}
+    return {NEWEST_FEATURES: ((rows, reading.neighbours + 1, reading.backbone.shape(index).feature_dim), _FLOATS)}
 
 
 def _row_tensors(rows: int, shapes: Shapes, reading: Reading) -> dict[str, _Rule]:

@@ -331,7 +331,7 @@ def test_nothing_to_govern_and_states_elsewhere_are_refused(
 
 
 def test_recurrent_layers_have_no_units() -> None:
-    with pytest.raises(ValueError, match=r"layer 0 has no softmax attention; layers with scored units: \(1, 3\)"):
+    with pytest.raises(ValueError, match=r"layer 0 has no scored units; layers that have: \(1, 3\)"):
         read("qwen3-next", prompt(30)).kept_positions(0)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, lookups, prefill, save_cache, scorers
 from locret.backbone.rotary import rotate
 from locret.cache.quantised import QuantisedStore
-from locret.cache.rounding import Channel, Coder, Form, Rotated, Rounding, Token, form_of
+from locret.cache.rounding import Channel, Coder, Form, Token, form_of
 from locret.cache.store import POSITIONS, SCORES, DenseStore, UnitRanks, Workspace
 from locret.lookups.base import Ask, blocks
 from locret.policy.policy import BITS
@@ -47,9 +47,14 @@ def filled(form: Form | None, tokens: int = 0, rows: int = ROWS) -> Filled:
     return made
 
 
-def form(bits: int, rounding: Rounding | None = None, **changes: Any) -> Form:
+def form(bits: int, rounding: Token | None = None, **changes: Any) -> Form:
     coder = Coder(bits, rounding or Token())
     return Form(coder, coder, **changes)
+
+
+def once(states: Tensor, bits: int) -> Tensor:
+    coder = Coder(bits, Token())
+    return coder.decode(coder.encode(states), DIM)
 
 
 # -- with 16 bits it is the plain store -------------------------------------------------------------------------------
@@ -104,7 +109,7 @@ def test_with_sixteen_bits_ranks_of_two_tiers_are_those_of_the_plain_store() -> 
     asked = torch.tensor([[[[3, 0], [19, 7]]]]).expand(ROWS, HEADS * 2, -1, -1)
     assert isinstance(one.store, QuantisedStore)
     assert isinstance(other.store, DenseStore)
-    for ours, theirs in zip(one.store.fetch(asked), other.store.fetch(asked), strict=True):
+    for ours, theirs in zip(*(made.store.as_states(made.store.as_held(asked)) for made in (one, other)), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
     keys = (next(blocks(made.store.all_keys()))[1] for made in (one, other))
     torch.testing.assert_close(*keys, atol=1e-5, rtol=0)
@@ -120,7 +125,7 @@ def test_rows_that_begin_elsewhere_are_joined_and_parted_like_plain_ones() -> No
         for made, base in zip(single, (12, 5), strict=True):
             made.store.rotate(base)
         both = filled(kind, rows=2)
-        both.store.join([made.store for made in single], capacity=20)
+        both.store.join([made.store for made in single], room=8)
         both.append(2)  # as a backbone would rotate them
         both.store.view(12)
         joined.append(both)
@@ -153,7 +158,7 @@ def test_with_sixteen_bits_a_cache_answers_like_the_plain_one(
         if not exact:
             placed = "host_budget" in changes and changes.get("positions") != "original"
             sixteen = form(16, placed=placed)
-            for module in ("layers", "memory", "cache"):
+            for module in ("layers", "memory"):
                 monkeypatch.setattr(f"locret.cache.{module}.forms_of", lambda _, n, host=False, of=sixteen: [of] * n)
         rows = [prompt(57, seed=1), prompt(33, seed=2)]
         ids, mask = padded(rows)
@@ -171,24 +176,25 @@ def test_with_sixteen_bits_a_cache_answers_like_the_plain_one(
 # -- with fewer bits: rounded once ------------------------------------------------------------------------------------
 
 
-def expected(made: Filled, rounding: Rounding, bits: int, frames: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+def expected(made: Filled, rounding: Token, bits: int, frames: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return what every key and value that ever came is after one rounding."""
     found = []
     for name, states in (("key_frame", made.keys), ("value_frame", made.values)):
         frame = frames.get(name)
-        found.append(rounding.decode(rounding.encode(states, bits, frame), bits, DIM, frame))
+        coder = Coder(bits, rounding)
+        found.append(coder.decode(coder.encode(states, frame), DIM, frame))
     return found[0], found[1]
 
 
 @every_bits
-@pytest.mark.parametrize("rounding", [Channel(), Token(group=3), Rotated()], ids=lambda one: one.name)
-def test_a_unit_is_rounded_once_whatever_happens_to_it(bits: int, rounding: Rounding) -> None:
+@pytest.mark.parametrize("rounding", [Channel(), Token(group=3)], ids=lambda one: one.name)
+def test_a_unit_is_rounded_once_whatever_happens_to_it(bits: int, rounding: Token) -> None:
     made = filled(form(bits, rounding), 20)
     store = made.store
     assert isinstance(store, QuantisedStore)
 
     def check() -> None:
-        keys, values = expected(made, rounding, bits, store.fixed)
+        keys, values = expected(made, rounding, bits, store.tensors)
         for (row, head, position), (key, value, _) in made.units().items():
             torch.testing.assert_close(key, keys[row, head, position], atol=1e-4, rtol=0)
             torch.testing.assert_close(value, values[row, head, position], atol=1e-4, rtol=0)
@@ -232,15 +238,15 @@ def test_keys_are_rotated_after_rounding_and_keys_of_an_answer_are_held_unrotate
     made.store.append(rotate(waiting, cos[12:], sin[12:]), waiting, positions)
     torch.testing.assert_close(made.store.view(30).keys[:, :, 12:], rotate(waiting, cos[12:], sin[12:]))  # as they came
     made.store.unrotate(35)
-    once = Token().decode(Token().encode(waiting, bits), bits, DIM)
+    rounded = once(waiting, bits)
     # A product of rotations may put a number halfway between two codes to the other side.
-    assert ((made.store.view(0).keys[:, :, 12:] - once).abs() < 1e-4).float().mean() > 0.95
+    assert ((made.store.view(0).keys[:, :, 12:] - rounded).abs() < 1e-4).float().mean() > 0.95
 
 
 @pytest.mark.parametrize("recent", [1, 4, 9])
 def test_the_newest_tokens_are_held_as_they_are_until_as_many_have_come(recent: int) -> None:
     made = filled(form(2, recent=recent), 12)
-    coarse = Token().decode(Token().encode(made.keys, 2), 2, DIM)
+    coarse = once(made.keys, 2)
 
     def check(exact_from: int) -> None:
         for (row, head, position), (key, value, _) in made.units().items():
@@ -258,9 +264,9 @@ def test_the_newest_tokens_are_held_as_they_are_until_as_many_have_come(recent: 
     check(12 - recent)
     made.append(1)
     made.store.view(0)
-    coarse = Token().decode(Token().encode(made.keys, 2), 2, DIM)
+    coarse = once(made.keys, 2)
     held = made.store.held(POSITIONS)
-    exact = made.store.fixed["exact"]  # type: ignore[attr-defined]
+    exact = made.store.tensors["exact"]  # type: ignore[attr-defined]
     for row, head in itertools.product(range(ROWS), range(HEADS)):
         # The unit of the token that was taken back is gone; 12 has come instead.
         assert int(exact[row, head]) == min(recent, int((held[row, head] > 11 - recent).sum()))
@@ -275,7 +281,7 @@ def coded(cache: RetentionCache) -> Iterator[tuple[tuple[int, int, int, int], tu
         for store in [layer.store] + ([layer.host.store] if layer.host is not None and layer.host.fill else []):
             assert isinstance(store, QuantisedStore)
             names = ("keys", "values", "key_scales", "value_scales")
-            parts = [store._buffers()[name][:, :, : store.fill] for name in names]
+            parts = [store.tensors[name][:, :, : store.fill] for name in names]
             for where in itertools.product(*map(range, store.held(POSITIONS).shape)):
                 position = int(store.held(POSITIONS)[where])
                 if position >= 0:
@@ -472,7 +478,8 @@ def test_rounding_by_channel_is_the_slow_one(bits: int, dim: int) -> None:
     first, later = drawn[:, :, :18], drawn[:, :, 18:] * 3
     rounding = Channel(group=7)
     frame = rounding.frame(first)
-    fast = rounding.decode(rounding.encode(later, bits, frame), bits, dim, frame)
+    coder = Coder(bits, rounding)
+    fast = coder.decode(coder.encode(later, frame), dim, frame)
     slow = reference.rounded_by_channel(later[0, 0], bits, 7, first[0, 0])
     close = (fast[0, 0] - slow).abs() < 1e-3
     assert close.float().mean() > 0.97  # a number halfway between two codes may fall to either side

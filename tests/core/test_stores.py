@@ -195,7 +195,7 @@ def test_rows_are_selected_repeated_and_joined(kind: str) -> None:
         assert unit[2] == source[2]
     single = [Filled(kind, 12, rows=1), Filled(kind, 5, rows=1)]
     joined = Filled(kind, rows=2)
-    joined.store.join([one.store for one in single], capacity=15)
+    joined.store.join([one.store for one in single], room=3)
     assert joined.store.capacity == 15
     assert {unit for unit in joined.units() if unit[0] == 1} == {
         (1, head, p) for head in range(HEADS) for p in range(5)

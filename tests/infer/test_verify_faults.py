@@ -200,16 +200,16 @@ def a_counter_lost(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_layer_not_rotated(patch: pytest.MonkeyPatch) -> None:
-    def load(own: Any, layer: Any, tensors: Any, numbers: Any) -> None:
-        own(layer, tensors, {**numbers, "rotated": False})
+    def load(own: Any, cache: Any, tensors: Any, numbers: Any) -> None:
+        layers = [{**counters, "rotated": False} for counters in numbers["layers"]]
+        own(cache, tensors, {**numbers, "layers": layers})
 
-    changed(patch, RetentionLayer, "load", load)
+    changed(patch, RetentionCache, "load", load)
 
 
 def shared_copies(patch: pytest.MonkeyPatch) -> None:
     def copy(twin: Any, layer: Any, *_: Any) -> Any:
-        twin.store.values = layer.store.values
-        twin.store.columns = layer.store.columns
+        twin.store.tensors = layer.store.tensors
         return twin
 
     changed(patch, RetentionLayer, "copy", copy, after=True)
@@ -229,7 +229,7 @@ def endless_answers(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_unit_lost_on_its_way(patch: pytest.MonkeyPatch) -> None:
-    changed(patch, HostTier, "take_in", lambda own, tier, fast, gone: own(tier, fast, gone[..., 1:]))
+    changed(patch, HostTier, "take_in", lambda own, tier, gone: own(tier, gone[..., 1:]))
 
 
 def noisy_attention(patch: pytest.MonkeyPatch) -> None:
