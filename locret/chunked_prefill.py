@@ -262,7 +262,7 @@ def _read_on(
     """Read the chunks that are left, and the local tokens."""
     cache, logits = reader.cache, None
     at_end = cache.policy.when == "prompt_end"
-    tail = max(cache.policy.local_len, cache.scorer.lookback) if at_end else cache.policy.local_len
+    tail = reader.limits.tail
     while (left := stream.available((size := reader.chunk_size) + tail + 1)) > tail:
         reader.begin_chunk(left <= size + tail)
         tokens = stream.take(min(size, left - tail))

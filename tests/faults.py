@@ -62,9 +62,9 @@ FAULTS = (
     ),
     Fault(
         "local-tokens-off-by-one",
-        "locret/chunked_prefill.py",
-        "if at_end else cache.policy.local_len\n",
-        "if at_end else cache.policy.local_len - 1\n",
+        "locret/cache/limits.py",
+        "if at_end else self.policy.local_len\n",
+        "if at_end else self.policy.local_len - 1\n",
         "prefill: the last local_len tokens are read after the last eviction",
         "tests/core/test_golden.py tests/core/test_cache.py",
     ),

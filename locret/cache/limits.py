@@ -1,8 +1,8 @@
-"""How many units of which layer stay, at every moment of a cache's life: the plan of a read, followed step by step."""
+"""How many units of which layer stay, at every moment of a cache's life, and the bytes that this comes to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import torch
@@ -24,27 +24,23 @@ BLOCK_SCORER = "streaming"
 
 
 def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
-    """Refuse a scorer and a policy that cannot work together.
-
-    Raises:
-        ValueError: Saying why, and what to change.
-    """
+    """Refuse a scorer and a policy that cannot work together."""
+    name = scorer.name
+    scorer.check_budget(policy.budget)
     if policy.decode_budget is not None and not scorer.rates_answers:
         raise ValueError(
-            f"decode_budget={policy.decode_budget} evicts while an answer is written, but scorer {scorer.name} is not "
-            "defined for generated tokens; leave decode_budget out or choose another scorer"
+            f"decode_budget={policy.decode_budget} evicts while an answer is written, but scorer {name} is not defined "
+            "for generated tokens; leave decode_budget out or choose another scorer"
         )
-    scorer.check_budget(policy.budget)
     if policy.recalls_blocks and scorer != scorers.get(BLOCK_SCORER):
         raise ValueError(
             f"recall_by={policy.recall_by} keeps the first and the most recent tokens by a rule of its own, but the "
-            f"scorer is {scorer.name}; take scorer {BLOCK_SCORER} without options, and set init and local in recall_by"
+            f"scorer is {name}; take scorer {BLOCK_SCORER} without options, and set init and local in recall_by"
         )
     if policy.head_budgets != "uniform" and not (scorer.causal or scorer.by_head):
         raise ValueError(
             f'head_budgets="{policy.head_budgets}" gives the heads of a layer different numbers of units, but scorer '
-            f'{scorer.name} selects equally many units for every head itself; use head_budgets="uniform" or another '
-            "scorer"
+            f'{name} selects equally many units for every head itself; use head_budgets="uniform" or another scorer'
         )
     if policy.recall:
         try:
@@ -53,7 +49,7 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
             raise ValueError(f'recall_by="{policy.recall_by}": {error}') from None
     if policy.when == "prompt_end" and scorer.lookback > policy.chunk_size:
         raise ValueError(
-            f"scorer {scorer.name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
+            f"scorer {name} looks back {scorer.lookback} tokens at the prompt's end, but chunk_size="
             f"{policy.chunk_size}; raise chunk_size to at least {scorer.lookback}"
         )
 
@@ -69,45 +65,29 @@ def with_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -
     Raises:
         ValueError: If nobody says them, or they are of another number of layers or heads.
     """
-    layers = len(heads)
-    if policy.head_budgets == "shares":
-        return _with_head_shares(policy, scorer, heads)
-    if policy.layer_budgets != "shares":
+    of, whose = ("head", "KV head") if policy.head_budgets == "shares" else ("layer", "layer")
+    if "shares" not in (policy.head_budgets, policy.layer_budgets):
         return policy
-    shares = policy.layer_shares or scorer.layer_shares
+    shares = getattr(policy, f"{of}_shares") or getattr(scorer, f"{of}_shares")
     if shares is None:
         raise ValueError(
-            f'layer_budgets="shares" needs a share of each layer, and scorer {scorer.name} recommends none; give '
-            "layer_shares, or heads that were trained with --layer-shares"
+            f'{of}_budgets="shares" needs a share of each {whose}, and scorer {scorer.name} recommends none; give '
+            f"{of}_shares, or retaining heads that locret-train has measured them for"
         )
-    check_share_count(shares, layers)
-    return policy.changed(layer_shares=tuple(shares))
-
-
-def _with_head_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -> RetentionPolicy:
-    shares = policy.head_shares or scorer.head_shares
-    if shares is None:
-        raise ValueError(
-            f'head_budgets="shares" needs a share of each KV head, and scorer {scorer.name} recommends none; give '
-            "head_shares, or retaining heads that locret-train has measured them for"
-        )
+    if of == "layer":
+        check_share_count(shares, len(heads))
+        return policy.changed(layer_shares=tuple(shares))
     if len(shares) != sum(heads):
         raise ValueError(
             f"head_shares has {len(shares)} numbers for {sum(heads)} KV heads in {len(heads)} layers with full "
             "attention; give one for each"
         )
-    ends = list(accumulate(heads))
-    means = [sum(shares[end - own : end]) / own for end, own in zip(ends, heads, strict=True)]
+    means = [sum(shares[end - own : end]) / own for end, own in zip(accumulate(heads), heads, strict=True)]
     return policy.changed(head_shares=tuple(shares), layer_shares=tuple(means))
 
 
 def check_named(policy: RetentionPolicy) -> None:
-    """Refuse what a policy names and is not there, or is no good, before a backbone is loaded.
-
-    Raises:
-        ValueError: Naming it.
-        OSError: If a file cannot be read.
-    """
+    """Refuse files that a policy names and that are not there, or no good, before a backbone is loaded."""
     if (strategy := prefill_attention.get(policy.prefill_attention)) is not None:
         strategy.check_file()
     if policy.merge != NO_MERGER:
@@ -115,23 +95,12 @@ def check_named(policy: RetentionPolicy) -> None:
 
 
 def check_slots(policy: RetentionPolicy, slots: int) -> None:
-    """Refuse a policy that leaves no room for the units that a merger makes anew.
-
-    Raises:
-        ValueError: Saying how much room there is.
-    """
-    if policy.when == "prompt_end":
-        if slots > policy.budget:
-            raise ValueError(
-                f'merge="{policy.merge}" makes {slots} units per KV head, more than budget={policy.budget} holds; '
-                "raise budget, or take kernels with fewer"
-            )
-        return
-    room = policy.budget - policy.stabilizers
-    if slots > room:
+    """Refuse a policy that leaves no room for the units that a merger makes anew."""
+    protects = policy.stabilizers if policy.when == "chunk" else 0
+    if slots > policy.budget - protects:
         raise ValueError(
-            f'merge="{policy.merge}" makes {slots} units per KV head, but budget={policy.budget} and stabilizers='
-            f"{policy.stabilizers} leave room for {room}; raise budget, lower stabilizers, or take kernels with fewer"
+            f'merge="{policy.merge}" makes {slots} units per KV head, more than budget={policy.budget} holds beside '
+            f"stabilizers={protects}; raise budget, lower stabilizers, or take kernels with fewer"
         )
 
 
@@ -139,72 +108,34 @@ def planned_bytes(
     backbone: Backbone,
     scorer: Scorer,
     policy: RetentionPolicy,
-    element_size: int,
+    size: int,
     prompt_tokens: int | None,
     new_tokens: int = 0,
 ) -> int:
-    """Return the bytes of a fresh cache that reads a prompt (None: a long one) and answers, before any is made."""
-    policy = with_shares(policy, scorer, [shape.num_kv_heads for shape in backbone.full_shapes])
-    limits = Limits(policy, scorer, len(backbone.layers))
-    if policy.recalls_blocks:
-        return near_bytes(
-            backbone, scorer, policy, limits.capacity(limits.plan(prompt_tokens), new_tokens), element_size
-        )
-    schedule, columns = limits.plan(prompt_tokens), column_bytes(scorer)
-    capacity, forms = limits.capacity(schedule, new_tokens), forms_of(policy, len(backbone.layers))
-    still = limits.still(capacity)
-    held = cache_bytes(backbone, capacity, element_size, column_bytes=columns, forms=forms, still=still)
-    beside = limits.beside(limits.host_capacity(schedule, [0] * len(backbone.layers), new_tokens))
-    queries = (limits.query_numbers(backbone) + limits.trail_numbers(backbone)) * element_size
-    forms = forms_of(policy, len(backbone.layers), host=True)
-    return held + host_bytes(backbone, beside, element_size, column_bytes=columns, forms=forms) + queries
+    """Return the bytes of a fresh cache that reads a prompt (None: a long one) and answers, before any is made.
+
+    Numbers of keys and values have `size` bytes.
+    """
+    limits = Limits.of(backbone, scorer, policy)
+    return limits.fast_bytes(backbone, *limits.slots(prompt_tokens, new_tokens), size)
 
 
 def planned_host_bytes(
     backbone: Backbone,
     scorer: Scorer,
     policy: RetentionPolicy,
-    element_size: int,
+    size: int,
     prompt_tokens: int | None,
     new_tokens: int = 0,
 ) -> int:
-    """Return the bytes of the second tier of a fresh cache, as `planned_bytes` does those of the first.
-
-    Raises:
-        ValueError: If everything evicted from a prompt of unknown length is to be held.
-    """
-    policy = with_shares(policy, scorer, [shape.num_kv_heads for shape in backbone.full_shapes])
-    limits = Limits(policy, scorer, len(backbone.layers))
-    slots = limits.host_capacity(limits.plan(prompt_tokens), [0] * len(backbone.layers), new_tokens)
+    """Return the bytes of the second tier of a fresh cache, as `planned_bytes` does those of the first."""
     if prompt_tokens is None and policy.host_grows:
         raise ValueError(
             "a second tier of everything has no plan where the length of a prompt is unknown; give the length, or "
             "host_budget as a number of units"
         )
-    if policy.recalls_blocks:
-        return block_bytes(backbone, policy, slots, element_size)
-    away = [units - near for units, near in zip(slots, limits.beside(slots), strict=True)]
-    forms = forms_of(policy, len(backbone.layers), host=True)
-    return host_bytes(backbone, away, element_size, column_bytes=column_bytes(scorer), forms=forms)
-
-
-def near_bytes(
-    backbone: Backbone, scorer: Scorer, policy: RetentionPolicy, slots: Sequence[int], element_size: int, rows: int = 1
-) -> int:
-    """Return the bytes on the device where old tokens go to blocks: so many near slots per layer, copies of blocks."""
-    blocks, shape = policy.blocks(), backbone.check_alike(f"recall_by={policy.recall_by}")
-    columns = column_bytes(scorer) + shape.num_heads // shape.num_kv_heads * torch.float32.itemsize
-    copies = blocks.copies_bytes(shape.num_kv_heads, shape.head_dim, element_size)
-    return cache_bytes(backbone, slots, element_size, rows, columns) + rows * len(slots) * copies
-
-
-def block_bytes(
-    backbone: Backbone, policy: RetentionPolicy, slots: Sequence[int], element_size: int, rows: int = 1
-) -> int:
-    """Return the bytes of blocks with so many slots per KV head in each full-attention layer."""
-    blocks, shape = policy.blocks(), backbone.check_alike(f"recall_by={policy.recall_by}")
-    numbers = shape.num_kv_heads, shape.num_heads, shape.head_dim
-    return rows * sum(blocks.host_bytes(units, *numbers, element_size) for units in slots)
+    limits = Limits.of(backbone, scorer, policy)
+    return limits.far_bytes(backbone, limits.slots(prompt_tokens, new_tokens)[1], size)
 
 
 def column_bytes(scorer: Scorer) -> int:
@@ -245,6 +176,12 @@ class Limits:
         """Tokens of the text so far, those of the forward pass under way included."""
         self.protect(())
 
+    @classmethod
+    def of(cls, backbone: Backbone, scorer: Scorer, policy: RetentionPolicy) -> Limits:
+        """Return the limits of a backbone's layers."""
+        heads = [shape.num_kv_heads for shape in backbone.full_shapes]
+        return cls(with_shares(policy, scorer, heads), scorer, len(heads))
+
     def protect(self, rows: Rows) -> None:
         """Keep the spans of each row, or of all rows alike, whatever the scores."""
         policy = self.policy
@@ -260,13 +197,24 @@ class Limits:
         """Refuse protected spans that the policy cannot hold; see `Protected.check`."""
         self._protected.check(self.policy, self._answering, slots)
 
+    # -- slots and bytes ----------------------------------------------------------------------------------------------
+
+    @property
+    def tail(self) -> int:
+        """Tokens that are read after the last chunk."""
+        at_end = self.policy.when == "prompt_end"
+        return max(self.policy.local_len, self.scorer.lookback) if at_end else self.policy.local_len
+
     def plan(self, prompt_tokens: int | None, held: Sequence[int] | None = None) -> Schedule:
         """Return the plan of a text after what is `held`."""
-        policy = self.policy
-        tail = max(policy.local_len, self.scorer.lookback) if policy.when == "prompt_end" else policy.local_len
-        recent = self._recent(policy.budget)
+        recent = self._recent(self.policy.budget)
         sinks = self.scorer.sink_tokens(1, 0)  # of the least memory: shares of a budget are none of it
-        return plan(policy, self.layers, prompt_tokens, held=held, recent=recent, sinks=sinks, tail=tail)
+        return plan(self.policy, self.layers, prompt_tokens, held=held, recent=recent, sinks=sinks, tail=self.tail)
+
+    def slots(self, prompt_tokens: int | None, new_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the slots per layer, and of its second tier, for a first text and an answer."""
+        schedule = self.plan(prompt_tokens)
+        return self.capacity(schedule, new_tokens), self.host_capacity(schedule, [0] * self.layers, new_tokens)
 
     def capacity(self, schedule: Schedule, new_tokens: int) -> tuple[int, ...]:
         """Return the slots per layer for a read and an answer; of a read that grows without end, for what is known."""
@@ -279,24 +227,16 @@ class Limits:
         return schedule.capacity(new_tokens, self._answering)
 
     def host_capacity(self, schedule: Schedule, held: Sequence[int], new_tokens: int) -> tuple[int, ...]:
-        """Return the slots of each layer's second tier for a read and an answer.
-
-        Args:
-            schedule: The plan of the text.
-            held: Units that each layer holds before it, in both tiers.
-            new_tokens: Tokens of the answer.
-        """
-        policy = self.policy
+        """Return the slots of each second tier for a read and an answer, where both tiers hold so many units."""
+        most = self.policy.host_budget
         if self._blocks is not None:
             return self.host_answering(held, new_tokens + (0 if schedule.endless else _tokens(schedule)))
-        if policy.host_budget is None:
+        if most is None or (schedule.endless and most == EVERYTHING):
             return (0,) * self.layers
         if schedule.endless:
-            return (0 if policy.host_budget == EVERYTHING else int(policy.host_budget),) * self.layers
-        return tuple(
-            evicted if policy.host_budget == EVERYTHING else min(evicted, int(policy.host_budget))
-            for evicted in (self._most_evicted(schedule, nth, units, new_tokens) for nth, units in enumerate(held))
-        )
+            return (int(most),) * self.layers
+        evicted = (self._most_evicted(schedule, nth, units, new_tokens) for nth, units in enumerate(held))
+        return tuple(units if most == EVERYTHING else min(units, int(most)) for units in evicted)
 
     def host_answering(self, held: Sequence[int], new_tokens: int) -> tuple[int, ...]:
         """Return the slots of each layer's second tier for so many more tokens, where each of them goes there."""
@@ -316,6 +256,12 @@ class Limits:
             evicted = max(evicted, seen + new_tokens - self.answering(nth, 1).budget)
         return evicted
 
+    def answer_capacity(self, nth: int, units: int) -> int:
+        """Return the slots a layer needs to grow to `units` while an answer is written."""
+        if self._blocks is not None:
+            return min(units, self._blocks.near + self.policy.chunk_size)
+        return units if self._answering is None else min(units, self._answering[nth])
+
     def still(self, slots: Sequence[int]) -> bool:
         """Return whether no unit ever leaves its slot, or is turned there, where layers have at most so many slots."""
         policy = self.policy
@@ -323,25 +269,41 @@ class Limits:
         alone = policy.decode_budget is None and not policy.recalls_blocks and not self.scorer.by_features
         return policy.positions == "original" and uniform and alone and max(slots, default=0) <= policy.budget
 
-    def beside(self, host: Sequence[int]) -> list[int]:
-        """Return those slots of second tiers that lie in the fast tier's memory."""
-        return [units if near else 0 for units, near in zip(host, self.resident, strict=True)]
+    def fast_bytes(
+        self, backbone: Backbone, slots: Sequence[int], second: Sequence[int], size: int, rows: int = 1
+    ) -> int:
+        """Return the bytes in the backbone's memory: of layers, and second tiers, of so many slots per KV head.
 
-    def query_numbers(self, backbone: Backbone) -> int:
-        """Return the numbers of the queries that lookups look from, over all layers."""
-        shapes = zip(self.windows, backbone.full_shapes, strict=True)
-        return sum(window * shape.num_heads * shape.head_dim for window, shape in shapes)
-
-    def trail_numbers(self, backbone: Backbone) -> int:
-        """Return the numbers of the newest tokens' features, over all layers, where the scorer looks at those."""
-        near = self.scorer.neighbours
-        return (near + 1) * sum(shape.feature_dim for shape in backbone.full_shapes) if near else 0
-
-    def answer_capacity(self, nth: int, units: int) -> int:
-        """Return the slots a layer needs to grow to `units` while an answer is written."""
+        Besides units these are the queries that lookups look from, the newest tokens' features where the scorer looks
+        at those, and copies of blocks.
+        """
+        columns = column_bytes(self.scorer)
         if self._blocks is not None:
-            return min(units, self._blocks.near + self.policy.chunk_size)
-        return units if self._answering is None else min(units, self._answering[nth])
+            shape = backbone.check_alike(f"recall_by={self.policy.recall_by}")
+            columns += shape.num_heads // shape.num_kv_heads * torch.float32.itemsize
+            copies = len(slots) * self._blocks.copies_bytes(shape.num_kv_heads, shape.head_dim, size)
+            return cache_bytes(backbone, slots, size, rows, columns) + rows * copies
+        near = self.scorer.neighbours and self.scorer.neighbours + 1
+        numbers = sum(
+            window * shape.num_heads * shape.head_dim + near * shape.feature_dim
+            for window, shape in zip(self.windows, backbone.full_shapes, strict=True)
+        )
+        forms = forms_of(self.policy, self.layers)
+        held = cache_bytes(backbone, slots, size, rows, columns, forms, still=self.still(slots))
+        return held + rows * numbers * size + self._tier_bytes(backbone, second, size, rows, resident=True)
+
+    def far_bytes(self, backbone: Backbone, second: Sequence[int], size: int, rows: int = 1) -> int:
+        """Return the bytes of second tiers of so many slots per KV head, or blocks, that lie elsewhere."""
+        if self._blocks is not None:
+            shape = backbone.check_alike(f"recall_by={self.policy.recall_by}")
+            numbers = shape.num_kv_heads, shape.num_heads, shape.head_dim, size
+            return rows * sum(self._blocks.host_bytes(units, *numbers) for units in second)
+        return self._tier_bytes(backbone, second, size, rows, resident=False)
+
+    def _tier_bytes(self, backbone: Backbone, second: Iterable[int], size: int, rows: int, *, resident: bool) -> int:
+        slots = [units if near == resident else 0 for units, near in zip(second, self.resident, strict=True)]
+        forms = forms_of(self.policy, self.layers, host=True)
+        return host_bytes(backbone, slots, size, rows, column_bytes(self.scorer), forms)
 
     # -- one read ---------------------------------------------------------------------------------------------------
 

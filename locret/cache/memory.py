@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 
 from locret.backbone.adapters import Backbone
 from locret.cache.layer import RetentionLayer
-from locret.cache.limits import Limits, block_bytes, column_bytes, near_bytes
-from locret.cache.rounding import forms_of
-from locret.policy.budget import cache_bytes, host_bytes
+from locret.cache.limits import Limits
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -62,7 +60,7 @@ class Account:
 
     def __init__(self, backbone: Backbone, limits: Limits, element_size: int) -> None:
         self.backbone, self.limits, self.element_size = backbone, limits, element_size
-        self.policy, self.scorer = limits.policy, limits.scorer
+        self.policy = limits.policy
         self.slots = [0] * len(backbone.layers)
         """Most slots that each full-attention layer has had."""
         self.second_slots = [0] * len(backbone.layers)
@@ -85,25 +83,15 @@ class Account:
         slots, size, shape = self.slots, self.element_size, self.backbone
         if not any(slots) and not self.policy.needs_length:
             slots = list(self.limits.plan(None).peak)
-        if self.policy.recalls_blocks:
-            return near_bytes(shape, self.scorer, self.policy, slots, size, rows)
-        queries = rows * (self.limits.query_numbers(shape) + self.limits.trail_numbers(shape)) * size
-        forms = forms_of(self.policy, len(shape.layers))
-        still = self.limits.still(slots)
-        held = cache_bytes(shape, slots, size, rows, column_bytes(self.scorer), forms, still=still)
-        return held + queries + self.second(rows, begun=begun, resident=True)
+        return self.limits.fast_bytes(shape, slots, self._second(begun), size, rows)
 
-    def second(self, rows: int, *, begun: bool, resident: bool = False) -> int:
-        """Return the planned bytes of second tiers that lie in the backbone's memory, or of the others."""
-        slots = zip(self._second(begun), self.limits.resident, strict=True)
-        return self.second_bytes([units if near == resident else 0 for units, near in slots], rows)
+    def second(self, rows: int, *, begun: bool) -> int:
+        """Return the planned bytes of second tiers that do not lie in the backbone's memory."""
+        return self.second_bytes(self._second(begun), rows)
 
     def second_bytes(self, slots: Sequence[int], rows: int) -> int:
         """Return the bytes of second tiers of so many slots per KV head."""
-        if self.policy.recalls_blocks:
-            return block_bytes(self.backbone, self.policy, slots, self.element_size, rows)
-        forms = forms_of(self.policy, len(self.backbone.layers), host=True)
-        return host_bytes(self.backbone, slots, self.element_size, rows, column_bytes(self.scorer), forms)
+        return self.limits.far_bytes(self.backbone, slots, self.element_size, rows)
 
     def indexes(self, layers: Sequence[RetentionLayer], rows: int, *, begun: bool) -> int:
         """Return the planned bytes of what lookups make of the second tier's keys."""

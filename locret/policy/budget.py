@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from locret.backbone.adapters import Backbone, LayerShape
@@ -15,30 +15,9 @@ _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
 def unit_bytes(head_dim: int, element_size: int, column_bytes: int = 0, value_dim: int | None = None) -> int:
-    """Return the bytes of a cache unit: its key, its value, its score, its position and a method's own columns.
-
-    Args:
-        head_dim: Numbers of a key.
-        element_size: Bytes of a number.
-        column_bytes: Bytes of a method's own columns.
-        value_dim: Numbers of a value; None: as many as of a key.
-    """
+    """Return the bytes of a cache unit: its key, its value, its score, its position and a method's own columns."""
     width = head_dim + (head_dim if value_dim is None else value_dim)
     return width * element_size + _SCORE_AND_POSITION_BYTES + column_bytes
-
-
-class Form(Protocol):
-    """How a layer holds its units, where not as they are; see `locret.cache.rounding.Form`."""
-
-    @property
-    def states(self) -> int:
-        """Tensors of all units that a view writes into the workspace."""
-
-    def unit_bytes(self, head_dim: int, element_size: int, column_bytes: int = 0, value_dim: int | None = None) -> int:
-        """Return the bytes of a unit."""
-
-    def head_bytes(self, head_dim: int, element_size: int, value_dim: int | None = None) -> int:
-        """Return the bytes of what a KV head of a row has once."""
 
 
 def cache_bytes(
@@ -47,7 +26,7 @@ def cache_bytes(
     element_size: int,
     rows: int = 1,
     column_bytes: int = 0,
-    forms: Sequence[Form | None] | None = None,
+    forms: Sequence[Any] | None = None,
     *,
     still: bool = False,
 ) -> int:
@@ -59,23 +38,18 @@ def cache_bytes(
         element_size: Bytes of one number of a key or value.
         rows: Rows of the batch.
         column_bytes: Bytes per unit of the columns that a scorer declares.
-        forms: How each layer holds its units; None: as they are.
+        forms: How each layer holds its units, a `locret.cache.rounding.Form`; None: as they are.
         still: Whether units never leave their slots nor are turned there; only those in codes need a workspace then.
     """
     others = [backbone.shape(index) for index in range(backbone.num_layers) if backbone.kinds[index] == "sliding"]
     sliding = ((backbone.window or 0) + 1) * sum(shape.num_kv_heads * shape.unit_dim for shape in others)
-    workspace = max(
-        (
-            slots * shape.num_kv_heads * _copied(shape, form, still)
-            for shape, slots, form in _formed(backbone, capacities, forms)
-        ),
-        default=0,
-    )
+    layers = zip(backbone.full_shapes, capacities, forms or [None] * len(capacities), strict=True)
+    copied = (slots * shape.num_kv_heads * _copied(shape, form, still) for shape, slots, form in layers)
     scored = host_bytes(backbone, capacities, element_size, rows, column_bytes, forms)
-    return scored + rows * element_size * (workspace + sliding) + rows * backbone.state_bytes(element_size)
+    return scored + rows * element_size * (max(copied, default=0) + sliding) + rows * backbone.state_bytes(element_size)
 
 
-def _copied(shape: LayerShape, form: Form | None, still: bool) -> int:
+def _copied(shape: LayerShape, form: Any, still: bool) -> int:
     """Return how many numbers of a unit are in the workspace at once: keys turned, units moved, or codes decoded."""
     if shape.latent:
         return shape.unit_dim
@@ -90,22 +64,16 @@ def host_bytes(
     element_size: int,
     rows: int = 1,
     column_bytes: int = 0,
-    forms: Sequence[Form | None] | None = None,
+    forms: Sequence[Any] | None = None,
 ) -> int:
     """Return the bytes of a second tier of so many slots per KV head in each layer; see `cache_bytes`."""
     total = 0
-    for shape, slots, form in _formed(backbone, capacities, forms):
+    for shape, slots, form in zip(backbone.full_shapes, capacities, forms or [None] * len(capacities), strict=True):
         keys, values = shape.head_dim, shape.value_dim
         unit = (unit_bytes if form is None else form.unit_bytes)(keys, element_size, column_bytes, values)
         once = 0 if form is None or not slots else form.head_bytes(keys, element_size, values)
         total += shape.num_kv_heads * (slots * unit + once)
     return rows * total
-
-
-def _formed(
-    backbone: Backbone, capacities: Sequence[int], forms: Sequence[Form | None] | None
-) -> Iterator[tuple[LayerShape, int, Form | None]]:
-    yield from zip(backbone.full_shapes, capacities, forms or [None] * len(capacities), strict=True)
 
 
 def parse_bytes(text: str) -> int:
