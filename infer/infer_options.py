@@ -18,6 +18,8 @@ ATTENTION = ("auto", "sdpa", "flash_attention_2", "math")
 class ModelOptions(BackboneSource):
     """The backbone, and where it runs."""
 
+    usual: ClassVar[tuple[str, ...]] = ("device",)
+
     trust_remote_code: bool = False
     """Run Python code that comes with the backbone."""
     device: str = "auto"
@@ -46,6 +48,8 @@ class ModelOptions(BackboneSource):
 class PlacedModelOptions(ModelOptions):
     """The backbone, where it runs, and where units are held."""
 
+    usual: ClassVar[tuple[str, ...]] = ()
+
     store: str | None = None
     """What holds the units, if one of your own is to: package.module:Class, file.py:Class, or an announced name."""
     disk: str | None = None
@@ -56,6 +60,8 @@ class PlacedModelOptions(ModelOptions):
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions(PolicyFlags):
     """How many units stay. What is not given here is what the heads recommend, else the default."""
+
+    usual: ClassVar[tuple[str, ...]] = ("kv_memory", "budget_share")
 
     chunk_size: int | Literal["auto"] | None = None  # type: ignore[assignment]
     """Prompt tokens per forward pass (the paper's B); auto: as many as help and fit into the memory that is free."""
@@ -71,6 +77,8 @@ class PolicyOptions(PolicyFlags):
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
     """What to read."""
+
+    usual: ClassVar[tuple[str, ...]] = ("prompt_file", "system")
 
     prompt_file: str | None = None
     """Text file of any size, UTF-8; - is standard input, as is no file at all if something is piped in."""
@@ -106,6 +114,8 @@ def check_protect(protect: list[str], system: str | None) -> None:
 class QuestionOptions:
     """What to ask."""
 
+    usual: ClassVar[tuple[str, ...]] = ("question", "questions")
+
     question: list[str] = field(default_factory=list)
     """What to ask; of several, --question TEXT for each, each is answered from its own copy of what was read."""
     questions: str | None = None
@@ -129,6 +139,8 @@ class QuestionOptions:
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions(QuestionOptions, TextOptions):
     """What to read and what to ask."""
+
+    usual: ClassVar[tuple[str, ...]] = ("context", "question")
 
     context: str | None = None
     """Instead of a text: a saved context (see --save-context), or its repository on the Hub, which is asked without
@@ -159,6 +171,8 @@ class PromptOptions(QuestionOptions, TextOptions):
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
     """How the answer is written; the backbone's own sampling settings are not used."""
+
+    usual: ClassVar[tuple[str, ...]] = ("max_new_tokens", "temperature")
 
     max_new_tokens: int = 256
     """Longest answer in tokens."""
@@ -213,6 +227,8 @@ class ReportOptions:
 class ReadingOutput(ReportOptions):
     """What comes out of reading."""
 
+    usual: ClassVar[tuple[str, ...]] = ("dry_run",)
+
     dry_run: bool = False
     """Print the resolved options, the planned steps and cache bytes as JSON, and the steps as a table on standard
     error, without the backbone's weights. The prompt is read only where the plan depends on its length."""
@@ -225,6 +241,8 @@ class ReadingOutput(ReportOptions):
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(ReadingOutput):
     """What comes out besides the answer."""
+
+    usual: ClassVar[tuple[str, ...]] = ("json", "save_context", "compare_full")
 
     json: bool = False
     """Print one JSON object with answer, memory and speed, instead of the answer as it is written."""

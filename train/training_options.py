@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from locret.base.fields import check_finite, check_license, checked
 from locret.base.nearest import check_retired, nearest
@@ -28,6 +28,8 @@ _LARGEST = 2**63 - 1
 @dataclass(frozen=True, kw_only=True)
 class BackboneOptions(BackboneSource):
     """The frozen backbone, and the shape of the heads."""
+
+    usual: ClassVar[tuple[str, ...]] = ("model", "init_from")
 
     model: str = "microsoft/Phi-3-mini-128k-instruct"
     """Folder of the backbone, or its Hub id; the paper's by default (Locret, section 4.1)."""
@@ -57,6 +59,8 @@ class BackboneOptions(BackboneSource):
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
     """The training rows."""
+
+    usual: ClassVar[tuple[str, ...]] = ("dataset", "data_dir", "max_tokens")
 
     dataset: str = ""
     """LongAlpaca, LongAlpaca-16k, LongAlign or Anti-Haystack (Locret, section 4.1 and its ablation); a Hub id; or a
@@ -89,6 +93,8 @@ class DataOptions:
 @dataclass(frozen=True, kw_only=True)
 class Loss:
     """What heads learn from one row: its labels, and the loss of the scores. To add an option: a field, and its use."""
+
+    usual: ClassVar[tuple[str, ...]] = ("label_kind",)
 
     label_kind: str = "logit"
     """Label of a token: the largest attention logit of the answer's tokens (logit; Locret, Eq. 2), the largest log of
@@ -123,6 +129,8 @@ OBJECTIVES = get_args(get_type_hints(Loss)["objective"])
 class LossOptions(Loss):
     """What the heads learn."""
 
+    usual: ClassVar[tuple[str, ...]] = ("label_source",)
+
     label_source: Literal["answer", "reconstruction"] = "answer"
     """Whose attention labels a text: that of the row's answer (Locret, Eq. 2), or that of the text's own repetition
     after a short request, which needs no answers (KVzip, arXiv 2505.23416) and twice the context."""
@@ -147,6 +155,8 @@ class LossOptions(Loss):
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
     """AdamW and its schedule: a linear warm-up from 0, then a linear decay to 0 at the last step."""
+
+    usual: ClassVar[tuple[str, ...]] = ("steps", "lr", "gradient_accumulation", "seed")
 
     steps: int = PAPER_STEPS
     """Optimizer steps (Locret, section 4.1)."""
@@ -216,6 +226,8 @@ class ValidationOptions:
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     """Where results go, and how the run is watched, interrupted and resumed."""
+
+    usual: ClassVar[tuple[str, ...]] = ("output", "resume", "overwrite", "push_to_hub", "dry_run")
 
     output: str | None = None
     """Folder for the heads, logs and checkpoints; new or empty unless --resume or --overwrite is given. If none,

@@ -36,6 +36,8 @@ Methods = str | list[str | dict[str, Any]]
 class PublishedOptions:
     """Published tasks: where their rows lie, and what may differ from their protocols."""
 
+    usual: ClassVar[tuple[str, ...]] = ("suite", "data_dir")
+
     suite: str | None = None
     """Instead of --tasks: the tasks of a published table with its order and average; --list names them. The suite real
     has options of its own: locret-eval --suite real --help."""
@@ -83,6 +85,8 @@ class PublishedOptions:
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions(PublishedOptions):
     """What is compared, and on what."""
+
+    usual: ClassVar[tuple[str, ...]] = ("heads", "methods", "tasks", "lengths", "samples", "protocol")
 
     heads: str | None = None
     """Trained retaining heads: a folder, or a Hub id; `locret` needs them."""
@@ -225,6 +229,8 @@ class EvalOptions(PublishedOptions):
 class BudgetOptions(PolicyFlags):
     """How many units stay, for every method; NAME+pyramid and the like change one. What is not given follows."""
 
+    usual: ClassVar[tuple[str, ...]] = ("budget", "budget_share")
+
     budget: Numbers | None = None  # type: ignore[assignment]
     """Cache units kept per KV head and layer after a chunk, such as 256,128; the same for every method. If
     neither given nor recommended by heads, at most an eighth of the shortest prompt that is made here."""
@@ -273,6 +279,8 @@ class BudgetOptions(PolicyFlags):
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions:
     """What is written, and how a run goes on."""
+
+    usual: ClassVar[tuple[str, ...]] = ("output", "resume", "list", "json", "dry_run", "quiet")
 
     output: str = ""
     """Folder for samples.jsonl, results.json, results.md and the pictures. If not given, one in runs/ whose name says

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import ClassVar
 
 from locret.base.fields import check_finite
 from locret.conversation.protect import TEMPLATES
@@ -14,6 +15,8 @@ KEY_VARIABLE = "LOCRET_API_KEY"
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
     """Where the server listens, and how much it takes."""
+
+    usual: ClassVar = ("contexts", "kv_memory", "host", "port", "api_key", "name", "dry_run")
 
     contexts: str = "contexts"
     """Folder of the contexts; made if need be. One server at a time."""

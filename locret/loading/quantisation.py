@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from locret.base.fields import shown
 from locret.base.files import read_json
-from locret.cli.option_values import shown
 from locret.loading.options import BackboneSource, WeightOptions
 
 _PACKAGES = {

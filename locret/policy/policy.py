@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from locret.base.fields import SHARE, Range, check_fields, check_ranges, checked_values, shown
 from locret.base.nearest import check_retired
@@ -52,6 +52,8 @@ class RetentionPolicy:
         >>> policy.budget + policy.local_len  # units per KV head when a prompt has been read
         80
     """
+
+    usual: ClassVar[tuple[str, ...]] = ("budget",)
 
     budget: int = 6000
     """Cache units kept per layer and KV head once a chunk has been read (the paper's b, 6000)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy, Wanted
 
@@ -13,6 +13,8 @@ from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy, Wanted
 @dataclass(frozen=True, kw_only=True)
 class PolicyFlags(RetentionPolicy):
     """The numbers of a policy as options: those that may follow from others are None unless they are given."""
+
+    usual: ClassVar[tuple[str, ...]] = ("budget",)
 
     budget: int = None  # type: ignore[assignment]
 

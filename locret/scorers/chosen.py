@@ -9,7 +9,7 @@ from locret import scorers
 from locret.base import method_spec
 from locret.heads.heads import RetainingHeads
 from locret.heads.search import find_heads
-from locret.loading.options import ScorerOptions
+from locret.loading.options import LOCRET, ScorerOptions
 from locret.scorers.base import Scorer
 
 AUTO_HEADS = "auto"
@@ -36,44 +36,50 @@ def chosen_heads(heads: str | None, model: str | None) -> str | None:
 
 
 def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
-    """Load the heads, or make the scorer; return it with the policy it recommends, which may be empty.
+    """Load the heads, or make the scorer; return it with the policy that it and the method recommend.
 
     Raises:
         ValueError: If the heads are missing or broken, or there is no such scorer or option.
         OSError: If the Hub refuses or cannot be reached.
     """
-    if options.heads is None:
-        if options.scorer is None:
+    spec, flag = options.spec, "--scorer" if options.method is None else "--method"
+    trained = options.method is not None and spec is not None and spec.name == LOCRET
+    if options.heads is None and not trained:
+        if spec is None:
             warnings.warn(
                 f"without trained heads the scorer {scorers.FALLBACK} decides which units stay; give heads for this "
                 "backbone with --heads, or another scorer with --scorer",
                 stacklevel=2,
             )
-        spec = method_spec.parse(scorers.FALLBACK if options.scorer is None else options.scorer, "--scorer")
-        _check_is_scorer(spec)
-        scorer = scorers.make(spec, options.scorer_options)
+        spec = spec or method_spec.parse(scorers.FALLBACK)
+        _check_is_scorer(spec, flag)
+        scorer = scorers.make(spec)
         return scorer, {"positions": scorer.positions, **spec.changes}
+    if options.heads is None:
+        raise ValueError(f"{flag} {spec} takes trained heads; give --heads, or let --heads auto look for some")
+    if spec is not None and spec.options:
+        raise ValueError(f"{flag} {spec}: {LOCRET} has no options; drop {next(iter(spec.options))}")
     try:
         heads = RetainingHeads.from_pretrained(options.heads, allow_other_base=options.allow_other_base)
     except ValueError as error:
         raise ValueError(f"--heads {options.heads}: {error}") from error
-    return heads, heads.config.policy or {}
+    return heads, {**(heads.config.policy or {}), **(spec.changes if spec else {})}
 
 
-def _check_is_scorer(spec: method_spec.MethodSpec) -> None:
+def _check_is_scorer(spec: method_spec.MethodSpec, flag: str) -> None:
     """Refuse a method of `locret-eval` that is no scorer, and say how it is written here.
 
     Raises:
         ValueError: With the flags that mean it.
     """
     instead = {
-        "locret": "means trained heads; give --heads, and say the rest by flags, such as --host-budget 1024 --recall 8",
+        LOCRET: "means trained heads; give --heads and --method",
         "full": "keeps every unit; give a --budget of the prompt's length instead",
-        "infllm": "is a lookup; give --scorer streaming --recall-by infllm",
+        "infllm": f"is a lookup; give {flag} streaming --recall-by infllm",
         **dict.fromkeys(("omnikv", "quest"), f"is a lookup; give --host-budget all --recall N --recall-by {spec.name}"),
     }
     if spec.name in instead:
-        raise ValueError(f'--scorer "{spec}": {spec.name} {instead[spec.name]}')
+        raise ValueError(f'{flag} "{spec}": {spec.name} {instead[spec.name]}')
 
 
 def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, config: Any) -> None:

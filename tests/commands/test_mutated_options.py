@@ -37,8 +37,6 @@ BASES: dict[str, dict[str, Any]] = {
     "context push": {"context": "b.ctx", "repo": "org/name", "private": True, "dry_run": True},
 }
 """A command line of each command that is fine, and ends before anything is loaded or written."""
-NOT_YET: dict[str, tuple[str, ...]] = {}
-"""Options of a command whose odd values are not answered yet."""
 KEPT = ("dry_run", "help", "print_config", "print_completion", "version", "list")
 """What is not taken away, so that a draw stays a matter of options."""
 SECONDS = 20
@@ -46,30 +44,14 @@ MEBIBYTES = 512
 ODD = st.one_of(
     st.sampled_from(
         [
-            *("0", "-1", "1", "1e9", "1e-40", "1e400", "nan", "inf", "-inf", "1000000000000", "1" + "0" * 18),
-            *("9" * 5000, "0x10", "1_000", "1.5", "", " ", "\t", "null", "none", "true", "false", "auto", "yes", "~"),
-            *(
-                "[]",
-                "[1, 2]",
-                "[[1]]",
-                "{}",
-                "{a: 1}",
-                "[",
-                "{",
-                "]",
-                "&a [*a]",
-                "*x",
-                "!!python/name:os.system",
-                "- 1",
-            ),
-            *(",", "a,b", "1,2", "1,,2", "all", "full", "passkey", "x" * 10_000, "ünï", "数", "\U0001f600", "\udcff"),
+            *("0", "-1", "1e9", "1e400", "nan", "-inf", "1" + "0" * 18, "9" * 5000, "0x10", "1.5", "", " ", "\t"),
+            *("null", "none", "true", "auto", "~", "[]", "[1, 2]", "{}", "{a: 1}", "[", "{", "&a [*a]", "*x", "- 1"),
+            *(",", "a,b", "1,,2", "all", "full", "passkey", "x" * 10_000, "数", "\U0001f600", "\udcff"),
             *("a\nb", "a\0b", "%s%n", "--", "-", "--model", "../..", "/", "/etc/passwd", ".", "no/such", "a/b"),
-            "!!python/name:os.system",
-            *("file.py:Class", "a.b:C", "snapkv", "2GiB", "-5GB", "1e30GiB", "8K,16K", "99999999999K", "0.1,2"),
+            *("!!python/name:os.system", "file.py:Class", "a.b:C", "snapkv", "2GiB", "-5GB", "1e30GiB", "8K,16K"),
         ]
     ),
     st.integers().map(str),
-    st.floats().map(str),
     st.text(max_size=12),
 )
 DATA = st.recursive(
@@ -93,7 +75,7 @@ def options_of(name: str) -> tuple[str, ...]:
     """Return the names of a command's options."""
     out, (first, *word) = io.StringIO(), name.split()
     with redirect_stdout(out), pytest.raises(SystemExit):
-        import_module(COMMANDS[first][0]).command([*word, "--help"])
+        import_module(COMMANDS[first][0]).command([*word, "--help", "all"])
     flags = {line.split()[0] for line in out.getvalue().splitlines() if line.startswith("  --")}
     return tuple(sorted(flag[2:].replace("-", "_") for flag in flags))
 
@@ -184,7 +166,7 @@ def misspelt(draw: Any, name: str) -> str:
 def flags(draw: Any, name: str) -> list[str]:
     """Draw a command line with one to three things that are odd."""
     options = dict(BASES[name])
-    changed = [option for option in options_of(name) if option not in (*KEPT, *NOT_YET.get(name, ()))]
+    changed = [option for option in options_of(name) if option not in KEPT]
     for _ in range(draw(st.integers(1, 3))):
         options[draw(st.sampled_from(changed))] = draw(ODD)
     line = as_flags(options)
@@ -208,7 +190,7 @@ def flags(draw: Any, name: str) -> list[str]:
 def recipe(draw: Any, name: str) -> str:
     """Draw a recipe whose values are of any type, and which may not be YAML at all."""
     options = dict(BASES[name])
-    changed = [option for option in options_of(name) if option not in (*KEPT, *NOT_YET.get(name, ()))]
+    changed = [option for option in options_of(name) if option not in KEPT]
     for _ in range(draw(st.integers(1, 3))):
         options[draw(st.sampled_from(changed))] = draw(DATA)
     text = recipes.dump(options)

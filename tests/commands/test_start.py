@@ -55,11 +55,9 @@ def test_the_watcher_sees_what_a_run_imports() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("locret.train.command", "--model", "m", "--dataset", "d", "--output", "o", "--label-kind", "logits"),
         ("locret.train.command", "--model", "m", "--dataset", "d", "--output", "o", "--lr", "-1"),
         ("locret.infer.command", "--model", "m", "--top-k", "-1"),
         ("locret.infer.evaluation.command", "--model", "m", "--output", "o", "--tasks", "passkeys"),
-        ("locret.infer.speed.command", "--dtype", "int8"),
         ("locret.heads.push", "--heads", "h", "--repo", "r"),
     ],
     ids=lambda arguments: f"{arguments[0]} {arguments[-2]}",

@@ -12,7 +12,7 @@ from lookup_runs import LAYERS, fresh, method
 from torch import Tensor
 
 from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, lookups, prefill
-from locret.cli.option_help import field_docs
+from locret.cli.help import field_docs
 from locret.data import tasks
 from locret.lookups import Ask, Lookup
 from locret.lookups.codes import CodedKeys, turn

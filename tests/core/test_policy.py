@@ -59,8 +59,8 @@ def test_a_number_that_is_not_whole_is_refused(name: str, value: Any) -> None:
         ({"head_floor": float("inf")}, "head_floor=inf is not a finite number"),
         ({"head_floor": "0.2"}, "head_floor='0.2' is not a finite number"),
         ({"head_floor": True}, "head_floor=True is not a finite number"),
-        ({"when": None}, "when=None is not a string; give one such as 'chunk'"),
-        ({"decremental": 1}, "decremental=1 is not one of True and False; give one such as False"),
+        ({"when": None}, "when=None is not a text; give one such as 'chunk'"),
+        ({"decremental": 1}, "decremental=1 is not true or false; give one such as False"),
     ],
 )
 def test_a_value_of_another_type_is_refused(numbers: dict[str, Any], message: str) -> None:

@@ -161,7 +161,7 @@ def test_short_prompt_allocates_no_more_than_itself(ask: Infer, tmp_path: Path) 
 @pytest.mark.parametrize("positions", ["compact", "original"])
 @pytest.mark.slow
 def test_decode_budget_bounds_a_long_answer(ask: Infer, positions: str) -> None:
-    arguments = ("--max-new-tokens", 150, "--positions", positions, "--stop+=<never>")
+    arguments = ("--max-new-tokens", 150, "--positions", positions, "--stop=<never>")
     grown = ask(*arguments)
     bounded = ask(*arguments, "--decode-budget", 80, "--decode-interval", 4)
     assert grown["new_tokens"] == bounded["new_tokens"] == 150
@@ -172,7 +172,7 @@ def test_decode_budget_bounds_a_long_answer(ask: Infer, positions: str) -> None:
 
 @pytest.mark.parametrize("counted", [(), ("--memory", "linear")])
 def test_an_answer_is_no_part_of_the_protected_question(ask: Infer, counted: tuple[str, ...]) -> None:
-    arguments = ("--max-new-tokens", 150, "--decode-budget", 80, "--decode-interval", 4, "--stop+=<never>")
+    arguments = ("--max-new-tokens", 150, "--decode-budget", 80, "--decode-interval", 4, "--stop=<never>")
     record = ask(*arguments, *counted, "--protect", "question", "--kept")
     assert record["new_tokens"] == 150
     *_, question = record["messages"]
@@ -207,7 +207,7 @@ def test_sampling_follows_the_seed(ask: Infer) -> None:
 def test_stop_text_ends_the_answer(ask: Infer) -> None:
     whole = ask()["answer"]
     stop = whole.split()[3]
-    stopped = ask(f"--stop+={stop}")
+    stopped = ask(f"--stop={stop}")
     assert stopped["answer"] == whole[: whole.index(stop) + len(stop)]
     assert stopped["finished"]
 
@@ -252,7 +252,7 @@ def test_process_reads_a_pipe_and_leaves_with_the_code_of_a_mistake(backbone: Pa
 
 
 def test_help_shows_every_option_with_its_text(infer: Infer) -> None:
-    outcome = infer("--help")
+    outcome = infer("--help", "all")
     assert outcome.code == 0
     for flag in ("--model", "--heads", "--scorer", "--budget", "--prompt-file", "--max-new-tokens", "--json"):
         assert flag in outcome.out
@@ -284,8 +284,8 @@ def test_an_answer_is_compared_with_that_of_all_units(ask: Infer, plain: Infer) 
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--protocol", "aware", "--question+=Who?"), "--protocol aware reads the text with its question"),
-        (("--compare-full", "--question+=Who?"), "--compare-full compares one answer"),
+        (("--protocol", "aware", "--question=Who?"), "--protocol aware reads the text with its question"),
+        (("--compare-full", "--question=Who?"), "--compare-full compares one answer"),
         (("--compare-full", "--prompt-file", "-"), "--compare-full reads the text twice"),
     ],
 )

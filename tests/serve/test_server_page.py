@@ -63,7 +63,7 @@ def test_options_and_routes_of_the_page_exist(capsys: pytest.CaptureFixture[str]
     parts = (context_routes, openai_routes, page, watching)
     routes = {(method, one.path) for part in parts for one in part.router.routes for method in one.methods}
     with pytest.raises(SystemExit):
-        command.command(["--help"])
+        command.command(["--help", "all"])
     told = capsys.readouterr().out
     for option in set(re.findall(r"`(--[a-z-]+)", PAGE)) - {"--data-binary"}:
         assert option in told, option

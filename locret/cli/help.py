@@ -12,53 +12,54 @@ from dataclasses import MISSING
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
-from locret.cli import ecosystem_names
-from locret.cli.option_values import union_members
+from locret.base.fields import union_members
+from locret.cli.options import ALIASES, Option, flag_of, meant
 
 SHELLS = ("bash", "zsh", "tcsh")
 _FILES = ("config", "model", "adapter", "heads", "dataset", "output", "picture", "init_from")
 _FILE_ENDINGS = ("_file", "_dir", "context", "questions")
+_METAVARS = {int: "N", float: "X", str: "TEXT", bool: "true|false", list: "A,B", tuple: "A,B"}
 
 
-def text(parser_options: Mapping[str, Any], prog: str, description: str, classes: Sequence[type]) -> str:
-    """Return what `--help` prints."""
-    return _parser(parser_options, prog, description, classes).format_help()
-
-
-def completion(
-    parser_options: Mapping[str, Any], prog: str, description: str, classes: Sequence[type], shell: str
+def text(
+    options: Mapping[str, Option], prog: str, description: str, classes: Sequence[type], *, everything: bool = False
 ) -> str:
-    """Return a script that completes the command's options in a shell.
+    """Return what `--help` prints: the usual options, or all of them."""
+    shown = {name: one for name, one in options.items() if everything or is_usual(one)}
+    left_out = len(options) - len(shown)
+    more = f"\n--help all lists {left_out} more options.\n" if left_out else ""
+    return _parser(shown, prog, description, classes).format_help() + more
 
-    Raises:
-        ValueError: For another shell.
-    """
-    return _completed(_parser(parser_options, prog, description, classes), shell)
+
+def is_usual(option: Option) -> bool:
+    """Return whether the short help shows an option: the class that declares its field says so, or says nothing."""
+    name = option.name.partition(".")[0]
+    declaring = next(cls for cls in option.owner.__mro__ if name in cls.__dict__.get("__annotations__", {}))
+    usual = declaring.__dict__.get("usual")
+    return "." not in option.name and (usual is None or name in usual or option.default is MISSING)
 
 
-def completion_of_all(prog: str, subcommands: Mapping[str, tuple[Any, ...]], shell: str) -> str:
-    """Return a script that completes a command's words, and the options of each.
+def completion(commands: Mapping[str | None, tuple[Any, ...]], prog: str, shell: str) -> str:
+    """Return a script that completes a command's options in a shell, and those of each of its words.
 
     Args:
+        commands: The arguments of `text`, by the words of the command; None is a command without words.
         prog: Name of the command.
-        subcommands: By their words, the arguments of `text` for each.
         shell: One of `SHELLS`.
 
     Raises:
         ValueError: For another shell.
     """
-    parser = argparse.ArgumentParser(prog)
-    words = parser.add_subparsers()
-    for name, parts in subcommands.items():
-        words.add_parser(name, help=parts[2], parents=[_parser(*parts)], add_help=False)
-    return _completed(parser, shell)
-
-
-def _completed(parser: argparse.ArgumentParser, shell: str) -> str:
     if shell not in SHELLS:
         raise ValueError(f"--print-completion {shell} is unknown; choose one of {', '.join(SHELLS)}")
     import shtab
 
+    if None in commands:
+        return str(shtab.complete(_parser(*commands[None]), shell=shell))
+    parser = argparse.ArgumentParser(prog)
+    words = parser.add_subparsers()
+    for name, parts in commands.items():
+        words.add_parser(str(name), help=parts[2], parents=[_parser(*parts)], add_help=False)
     return str(shtab.complete(parser, shell=shell))
 
 
@@ -84,12 +85,12 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def _parser(
-    options: Mapping[str, Any], prog: str, description: str, classes: Sequence[type]
+    options: Mapping[str, Option], prog: str, description: str, classes: Sequence[type]
 ) -> argparse.ArgumentParser:
     usage = f"{prog} [--config RECIPE] [--OPTION VALUE ...]"
     parser = argparse.ArgumentParser(prog, usage, description, add_help=False, formatter_class=_Formatter)
     general = parser.add_argument_group("recipe and help")
-    general.add_argument("-h", "--help", action="store_true", help="Show this text and stop.")
+    general.add_argument("-h", "--help", action="store_true", help="Show this text, with `all` every option, and stop.")
     general.add_argument("--version", action="store_true", help="Show the version and stop.")
     recipe = general.add_argument("--config", metavar="RECIPE", help="YAML file of options; flags override it.")
     recipe.complete = _shtab_file()  # type: ignore[attr-defined]
@@ -108,46 +109,32 @@ def _parser(
     return parser
 
 
-def _add(group: Any, option: Any, options: Mapping[str, Any]) -> None:
+def _add(group: Any, option: Option, options: Mapping[str, Option]) -> None:
     members = [kind for kind in union_members(option.kind) if kind is not type(None)]
-    if members == [bool]:
-        settings: dict[str, Any] = {"action": "store_true"}
-    else:
-        settings = {"metavar": _metavar(members)}
-        if len(members) == 1 and get_origin(members[0]) is Literal:
-            settings["choices"] = [str(value) for value in get_args(members[0])]
-    action = group.add_argument(option.flag, help=_help(option, options).replace("%", "%%"), **settings)
+    settings: dict[str, Any] = {"action": "store_true"} if members == [bool] else {"metavar": _metavar(members)}
+    if len(members) == 1 and get_origin(members[0]) is Literal:
+        settings["choices"] = [str(value) for value in get_args(members[0])]
+    parts = ["required"] if option.default is MISSING else []
+    value = option.default
+    if value not in (MISSING, None, "", False, [], {}) and not hasattr(value, "__dataclass_fields__"):
+        parts.append("default: " + (",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)))
+    if others := [name for name in ALIASES if meant(name, options) == option.name]:
+        parts.append("also " + ", ".join(map(flag_of, others)))
+    about = f"{option.help} ({'; '.join(parts)})" if parts else option.help
+    action = group.add_argument(option.flag, help=about.replace("%", "%%"), **settings)
     if option.name in _FILES or option.name.endswith(_FILE_ENDINGS):
         action.complete = _shtab_file()
 
 
-def _help(option: Any, options: Mapping[str, Any]) -> str:
-    parts = []
-    if option.default is MISSING:
-        parts.append("required")
-    elif option.default not in (None, "", False, [], {}) and not hasattr(option.default, "__dataclass_fields__"):
-        value = option.default
-        parts.append("default: " + (",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)))
-    if others := ecosystem_names.others(option.name, options):
-        parts.append("also " + ", ".join("--" + name.replace("_", "-") for name in others))
-    return f"{option.help} ({'; '.join(parts)})" if parts else option.help
-
-
 def _metavar(members: Sequence[Any]) -> str:
-    names = []
-    for kind in members:
-        if get_origin(kind) is Literal:
-            names.append("|".join(map(str, get_args(kind))))
-        else:
-            origin = get_origin(kind) or kind
-            names.append(
-                {int: "N", float: "X", str: "TEXT", bool: "true|false", list: "A,B", tuple: "A,B"}.get(
-                    origin, "MAPPING"
-                )
-            )
-    # A text that stands for a list is a list.
-    if list(members) == [list[str]]:
+    if list(members) == [list[str]]:  # a text that stands for a list is a list
         return "TEXT"
+    names = [
+        "|".join(map(str, get_args(kind)))
+        if get_origin(kind) is Literal
+        else _METAVARS.get(get_origin(kind) or kind, "MAPPING")
+        for kind in members
+    ]
     shown = dict.fromkeys(name for name in names if not (name == "TEXT" and ("A,B" in names or "N" in names)))
     return "|".join(shown)
 

@@ -1,0 +1,387 @@
+"""Options: flags are the fields of dataclasses, `--config` reads a recipe, flags override it.
+
+Of a flag that is given again the last one counts, as everywhere; of a flag that is a list and nothing else, all count.
+
+A dataclass field is the home of an option's default, and the string under the field its help text. What a class may
+say besides: `exclusive`, groups of its options of which one that is given as a flag replaces a recipe's; `usual`, those
+of its fields that the short help shows (all, if it says nothing); and in the metadata of a field `empty`, whether an
+empty text is a value.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from typing import Any, get_origin
+
+from locret.base import fields as values
+from locret.base.nearest import check_retired, nearest
+from locret.cli import recipes
+
+_FLAG = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
+_QUESTIONS = ("config", "help", "version", "print_config", "print_completion")
+ALIASES: dict[str, tuple[str, ...]] = {
+    # transformers, TRL, the Hub
+    "model_name_or_path": ("model",),
+    "model_revision": ("revision",),
+    "torch_dtype": ("dtype",),
+    "attn_implementation": ("attn",),
+    "adapter_name_or_path": ("adapter",),
+    "dataset_name": ("dataset",),
+    "dataset_path": ("dataset",),
+    "dataset_split": ("split",),
+    "max_steps": ("steps",),
+    "learning_rate": ("lr",),
+    "adam_epsilon": ("eps",),
+    "gradient_accumulation_steps": ("gradient_accumulation",),
+    "output_dir": ("output",),
+    "overwrite_output_dir": ("overwrite",),
+    "save_steps": ("save_every",),
+    "save_total_limit": ("keep_checkpoints",),
+    "logging_steps": ("log_every",),
+    "resume_from_checkpoint": ("resume",),
+    "hub_model_id": ("repo", "push_to_hub"),
+    "repo_id": ("repo", "push_to_hub"),
+    # lm-evaluation-harness, servers, methods that bound the cache
+    "pretrained": ("model",),
+    "peft": ("adapter",),
+    "output_path": ("output",),
+    "limit": ("samples",),
+    "method": ("methods",),
+    "max_tokens": ("max_new_tokens",),
+    "system_prompt": ("system",),
+    "served_model_name": ("name",),
+    "max_capacity_prompt": ("budget",),
+    "cache_budget": ("budget",),
+}
+"""Names that other tools have for our options; a name that an option of a command has itself is that option."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """A field of an option class, or a field of a dataclass in one."""
+
+    name: str
+    """As in a recipe; "policy.budget" for a field within a field."""
+    kind: Any
+    """Its type."""
+    default: Any
+    """`MISSING` if it must be given."""
+    owner: type
+    """The option class."""
+    holder: type
+    """The class that has the field, which is another one within a field."""
+    empty: bool = False
+    """Whether an empty text is a value."""
+
+    @property
+    def flag(self) -> str:
+        """As on the command line."""
+        return flag_of(self.name)
+
+    @property
+    def help(self) -> str:
+        """The string under the field."""
+        from locret.cli.help import field_docs
+
+        return field_docs(self.holder).get(self.name.rpartition(".")[2], "")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A value that the user gave, and how."""
+
+    value: Any
+    setting: str
+    """The flag or key as typed, for messages."""
+    recipe: str | None = None
+    """The recipe that has the key; None for a flag, whose value is a text or a list of texts."""
+
+    def __str__(self) -> str:
+        if self.recipe is not None:
+            return f"{self.setting}: {typed(self.value)} in {self.recipe}"
+        return f"{self.setting} {typed(' '.join(self.value) if isinstance(self.value, list) else self.value)}"
+
+    @property
+    def name(self) -> str:
+        """The setting, and where it stands."""
+        return typed(self.setting) + ("" if self.recipe is None else f" in {self.recipe}")
+
+
+class CommandLine:
+    """What stands on a command line, as typed: values of options, recipes, and what is asked instead of a run.
+
+    Raises:
+        ValueError: For an argument that is no flag, a flag that there is not, one without a value, or an option that is
+            given by two names.
+    """
+
+    def __init__(self, options: Mapping[str, Option], arguments: list[str]) -> None:
+        self.options = options
+        self.flags: dict[str, Given] = {}
+        self.recipes: list[str] = []
+        self.asked: dict[str, str] = {}
+        waiting = arguments[::-1]
+        while waiting:
+            argument = waiting.pop()
+            try:
+                argument.encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{typed(argument)} on the command line is not UTF-8; write it in UTF-8") from None
+            if not _FLAG.fullmatch(argument := "--help" if argument == "-h" else argument):
+                raise ValueError(
+                    f"{typed(argument)} belongs to no option; write --OPTION VALUE, in quotes if the value has spaces"
+                )
+            flag, equals, value = argument.partition("=")
+            self._take(flag, value if equals else None, waiting)
+
+    def _take(self, flag: str, value: str | None, waiting: list[str]) -> None:
+        name = flag.removeprefix("--").replace("-", "_")
+        if name in ("help", "version", "print_config"):
+            if value is not None:
+                raise ValueError(f"{flag} takes no value; drop ={typed(value)}")
+            self.asked[name] = waiting.pop() if name == "help" and waiting[-1:] == ["all"] else ""
+        elif name == "config":
+            self.recipes.append(_next(flag, value, waiting))
+        elif name == "print_completion":
+            self.asked[name] = _next(flag, value, waiting)
+        elif name == "local_rank" and name not in self.options:  # deepspeed says so besides the environment
+            os.environ.setdefault("LOCAL_RANK", _next(flag, value, waiting))
+        else:
+            name, option = known(name, typed(flag), self.options)
+            texts, before = self._values_of(option, flag, value, waiting), self.flags.get(name)
+            if before is not None and values.takes_list(option.kind) and str not in values.union_members(option.kind):
+                texts = [*(before.value if isinstance(before.value, list) else [before.value]), *texts]
+            elif before is not None and before.setting.replace("_", "-") != flag.replace("_", "-"):
+                raise ValueError(f"{before} and {flag} {typed(texts[0])} set the same; drop one of them")
+            self.flags[name] = Given(texts if len(texts) > 1 else texts[0], flag)
+
+    def _values_of(self, option: Option, flag: str, value: str | None, waiting: list[str]) -> list[str]:
+        """Return the texts that follow a flag: one, or several of a list."""
+        if value is None and bool in values.union_members(option.kind):
+            follows = waiting[-1].lower() if waiting else ""
+            return [waiting.pop() if follows in ("true", "false") else "true"]
+        texts = [_next(flag, value, waiting)]
+        if value is None and values.takes_list(option.kind):
+            while waiting and not waiting[-1].startswith("-"):
+                texts.append(waiting.pop())
+        return texts
+
+
+def _next(flag: str, value: str | None, waiting: list[str]) -> str:
+    """Return the value of a flag that needs one."""
+    if value is not None:
+        return value
+    if not waiting:
+        raise ValueError(f"{flag} needs a value; write {flag} VALUE")
+    if _FLAG.fullmatch(waiting[-1]):
+        raise ValueError(
+            f"{flag} needs a value before {typed(waiting[-1])}; a value that begins with -- is written {flag}=VALUE"
+        )
+    return waiting.pop()
+
+
+def options_of(classes: Sequence[type]) -> dict[str, Option]:
+    """Return all options of a command by name, those of a dataclass within a field after the field itself."""
+    found: dict[str, Option] = {}
+
+    def add(owner: type, holder: type, prefix: str, defaults: Any) -> None:
+        kinds = values.types_of(holder)
+        for field in fields(holder):
+            name, kind = prefix + field.name, kinds[field.name]
+            default = values.default_of(field) if defaults is None else getattr(defaults, field.name)
+            found[name] = Option(name=name, kind=kind, default=default, owner=owner, holder=holder, **field.metadata)
+            if is_dataclass(kind):
+                add(owner, kind, name + ".", None if default is MISSING else default)
+
+    for cls in classes:
+        add(cls, cls, "", None)
+    return found
+
+
+def meant(name: str, options: Mapping[str, Any]) -> str | None:
+    """Return the option of a command that another tool's name stands for; None if there is none."""
+    return None if name in options else next((one for one in ALIASES.get(name, ()) if one in options), None)
+
+
+def known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str, Option]:
+    """Return the whole name of an option that was named, and the option.
+
+    Raises:
+        ValueError: If there is none; the message says what may be meant, in the way the name was given.
+    """
+    name = meant(name, options) or name
+    if name in options:
+        return name, options[name]
+    root, _, member = name.partition(".")
+    if member and root in options and get_origin(options[root].kind) is dict:
+        return name, options[root]
+    check_retired("option", name)
+    check_retired("option", flag_of(member or name))
+    inner = [other.partition(".")[2] for other in options if other.startswith(root + ".")]
+    near = nearest(name, [*options, *_QUESTIONS])
+    if member and inner:
+        near = [f"{root}.{other}" for other in nearest(member, inner)]
+    shown = " or ".join(flag_of(other) if setting.startswith("--") else other for other in near)
+    raise ValueError(f"{setting} is unknown; " + (f"did you mean {shown}?" if shown else "--help lists the options"))
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option's name."""
+    return "--" + name.replace("_", "-")
+
+
+def typed(value: Any) -> str:
+    """Return a value as somebody typed it, for a message: on one line, and not longer than helps."""
+    text = value if isinstance(value, str) else repr(value)
+    line = re.sub(r"\s+", " ", text.encode(errors="backslashreplace").decode())
+    return line if len(line) <= 80 else line[:80] + "..."
+
+
+def merged(line: CommandLine, classes: Sequence[type]) -> dict[str, Given]:
+    """Return what the recipes say, in their order, and the flags in place of it.
+
+    Raises:
+        ValueError: For a recipe that cannot be read, or a key that is unknown or given twice.
+    """
+    found: dict[str, Given] = {}
+    for recipe in line.recipes:
+        found |= _of_recipe(recipe, line.options)
+    given = [name for name, one in line.flags.items() if one.value != "null"]
+    for group in (group for cls in classes for group in getattr(cls, "exclusive", ())):
+        for name in group:
+            if name in found and name not in given and any(other in given for other in group):
+                del found[name]
+            # Nothing is chosen by what is taken back.
+            for both in (found, line.flags):
+                if name in both and both[name].value in (None, "null"):
+                    both.pop(name)
+                    found.pop(name, None)
+    for name in line.flags:
+        for inner in [other for other in found if other.startswith(name + ".")]:
+            del found[inner]
+    return found | line.flags
+
+
+def _of_recipe(recipe: str, options: Mapping[str, Option]) -> dict[str, Given]:
+    found: dict[str, Given] = {}
+
+    def take(prefix: str, data: Mapping[Any, Any]) -> None:
+        for key, value in data.items():
+            one = Given(value, f"{prefix}{key}", recipe)
+            name, option = known(prefix + str(key).replace("-", "_"), one.name, options)
+            if name in found:
+                raise ValueError(f"{one.name} sets the same as {found[name].setting}; drop one of them")
+            if is_dataclass(option.kind) and isinstance(value, Mapping):
+                take(f"{name}.", value)
+            else:
+                found[name] = one
+
+    take("", recipes.read(recipe))
+    return found
+
+
+def values_of(options: Mapping[str, Option], given: Mapping[str, Given]) -> dict[str, Any]:
+    """Return the values by name of the field: typed, whole, and without what was set to null.
+
+    Raises:
+        ValueError: For a value of the wrong type.
+    """
+    found: dict[str, Any] = {}
+    for name in sorted(given, key=lambda name: name.count(".")):
+        one = given[name]
+        root, *path = name.split(".")
+        option = options.get(name) or options[root]
+        if one.value is None or one.value == "null":
+            if not path and values.takes_none(option.kind):
+                found[name] = None
+        elif not path:
+            found[root] = _read(option, one)
+        elif option.name == root:  # a member of a mapping
+            _put(found.setdefault(root, {}), path, one.value if one.recipe else recipes.scalar(one.value))
+        else:
+            inner = found.setdefault(root, {})
+            found[root] = {**(inner if isinstance(inner, dict) else asdict(inner)), path[0]: _read(option, one)}
+    for name in {name.partition(".")[0] for name in given if "." in name} & found.keys():
+        option = options[name]  # members came one by one, and belong together
+        try:
+            found[name] = values.read(found[name], option.kind)
+        except values.WrongType as error:
+            raise ValueError(f"{option.flag} {typed(found[name])} is not {error}") from None
+        except ValueError as error:
+            raise ValueError(f"{option.flag}: {error}") from None
+    return found
+
+
+def _read(option: Option, given: Given) -> Any:
+    """Return a value as its option's type.
+
+    Raises:
+        ValueError: If it is not of that type, or an empty text.
+    """
+    value, text = given.value, given.recipe is None
+    kinds = values.union_members(option.kind)
+    if text and value[:1] == "{" and any(is_dataclass(kind) or (get_origin(kind) or kind) is dict for kind in kinds):
+        value = recipes.scalar(value)
+        text = isinstance(value, str)
+    try:
+        if text and isinstance(value, list):
+            (kind,) = [kind for kind in kinds if get_origin(kind) is list]
+            value = [item for one in value for item in values.read(one, kind, text=True)]
+        else:
+            value = values.read(value, option.kind, text=text)
+    except values.WrongType as error:
+        default = option.default
+        example = "" if default in (MISSING, None, "") or is_dataclass(default) else f"; give one such as {default}"
+        raise ValueError(f"{given} is not {error}{'' if 'one of' in str(error) else example}") from None
+    except ValueError as error:
+        raise ValueError(f"{given.name}: {error}") from None
+    if isinstance(value, str) and not value.strip() and option.default != "" and not option.empty:
+        raise ValueError(f"{given.name} is empty; give a value, or leave it out")
+    return value
+
+
+def _put(mapping: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        inner = mapping.get(name)
+        mapping[name] = mapping = dict(inner) if isinstance(inner, Mapping) else {}
+    mapping[path[-1]] = value
+
+
+def lacking(options: Mapping[str, Option], found: Mapping[str, Any]) -> list[Option]:
+    """Return the options that must be given and were not."""
+    needed = (option for option in options.values() if option.default is MISSING and "." not in option.name)
+    return [option for option in needed if option.name not in found]
+
+
+def instances(classes: Sequence[type], options: Mapping[str, Option], found: Mapping[str, Any]) -> list[Any]:
+    """Return an instance of each class.
+
+    Raises:
+        ValueError: If an option is missing, or a class refuses its values.
+    """
+    if missing := lacking(options, found):
+        names, first = " and ".join(option.flag for option in missing), missing[0]
+        said = f"is missing: {first.help}" if len(missing) == 1 else f"are missing; {first.flag}: {first.help}"
+        raise ValueError(f"{names} {said}".rstrip("."))
+    return [cls(**{f.name: found[f.name] for f in fields(cls) if f.name in found}) for cls in classes]
+
+
+def as_recipe(options: Mapping[str, Option], found: Mapping[str, Any]) -> str:
+    """Return a recipe of what was given; what was not follows as comments, with its default."""
+
+    def plain(value: Any) -> Any:
+        if is_dataclass(value) and not isinstance(value, type):
+            return plain(asdict(value))
+        if isinstance(value, Mapping):
+            return {name: plain(one) for name, one in value.items()}
+        return [plain(one) for one in value] if isinstance(value, list | tuple) else value
+
+    lines = [recipes.dump({name: plain(value) for name, value in found.items()})]
+    for name, option in options.items():
+        if name not in found and "." not in name:
+            default = "required" if option.default is MISSING else plain(option.default)
+            lines += [f"# {line}\n" for line in recipes.dump({name: default}).splitlines()]
+    return "".join(lines)
