@@ -223,7 +223,6 @@ PRINTED = {
     "eval": ["--config", "recipes/eval/embedded.yaml", "--output", "out", "--lengths", "512,1024"],
     "verify": ["--model", "checkpoints/tiny", "--only", "budget,bytes", "--tokens", "600"],
     "bench": ["--config", "recipes/bench/cpu_512.yaml", "--lengths", "8K", "16K"],
-    "patterns": ["--model", "checkpoints/tiny", "--text", "book.txt", "--out", "patterns.json", "--share", "0.25"],
     "push": ["--heads", "checkpoints/tiny-heads", "--repo", "org/name", "--private"],
     "rows": ["--texts", "recipes", "--output", "rows.jsonl", "--characters", "300-900"],
     "kernels": [
