@@ -6,9 +6,8 @@ import asyncio
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -139,7 +138,7 @@ class Answers:
         self.end_ids = frozenset(end_ids)
         self._places: set[Place] = set()
         self._freed, self._closed = threading.Event(), False
-        self._seconds = deque([1.0], maxlen=32)  # of answers that ended lately
+        self._took = 1.0  # seconds of the last answer
         self._asking = ThreadPoolExecutor(1, "locret-ask")  # first come, first served
 
     @property
@@ -164,15 +163,9 @@ class Answers:
         if count > self.max_queue:
             raise Refusal(400, f"{count} answers at once are more than --max-queue {self.max_queue} allows; ask fewer")
         if (waiting := self.waiting) + count > self.max_queue:
-            # The time of an answer for each round of those waiting.
-            rounds = waiting / max(1, self.running)
-            seconds = min(60, max(1, math.ceil(rounds * sum(self._seconds) / len(self._seconds))))
-            raise Refusal(
-                429,
-                f"{waiting} answers are waiting and --max-queue is {self.max_queue}; try again in {seconds} s",
-                code="queue_full",
-                headers={"Retry-After": str(seconds)},
-            )
+            seconds = math.ceil(min(60, waiting / max(1, self.running) * self._took)) or 1
+            why = f"{waiting} answers are waiting and --max-queue is {self.max_queue}; try again in {seconds} s"
+            raise Refusal(429, why, code="queue_full", headers={"Retry-After": str(seconds)})
         self._places.add(place := Place(count))
         try:
             yield place
@@ -203,16 +196,22 @@ class Answers:
         loop, ends = asyncio.get_running_loop(), self.ends(stops)
         steps = asyncio.Queue[tuple[int, Written | Exception]]()
         texts = [AnswerText(self.tokenizer, stops, ends, ids) for ids in before or [()] * len(asked)]
-        cancels, begun = [_Cancel() for _ in asked], dict[int, float]()
+        waits, begun = list[Future[Callable[[], None] | None]](), dict[int, float]()
+        gone = [threading.Event() for _ in asked]
 
         def receive(choice: int, step: Written | Exception) -> None:
             loop.call_soon_threadsafe(steps.put_nowait, (choice, step))
+
+        def leave(choice: int) -> None:
+            gone[choice].set()
+            if not waits[choice].cancel():
+                waits[choice].add_done_callback(_end)  # at once, or as soon as the engine has taken it in
 
         limit = loop.call_later(deadline - time.monotonic(), steps.put_nowait, (-1, TimeLimit()))
         unfinished = set(range(len(asked)))
         try:
             for choice, one in enumerate(asked):
-                self._asking.submit(self._begin, one, partial(receive, choice), cancels[choice])
+                waits.append(self._asking.submit(self._begin, one, partial(receive, choice), gone[choice]))
             while unfinished:
                 choice, step = await steps.get()
                 if isinstance(step, Exception):
@@ -228,26 +227,30 @@ class Answers:
                     continue
                 if piece.finish is not None:
                     unfinished.remove(choice)
-                    cancels[choice]()
-                    self._seconds.append(time.monotonic() - begun[choice])
+                    leave(choice)
+                    self._took = time.monotonic() - begun[choice]
                     place.running -= 1
                     self._freed.set()
                 yield piece
         finally:
             limit.cancel()
-            for choice in unfinished:
-                cancels[choice]()
+            for choice in unfinished & set(range(len(waits))):
+                leave(choice)
             place.waiting = place.running = 0
             self._freed.set()
 
-    def _begin(self, asked: Asked, receive: Callable[[Written | Exception], None], cancel: _Cancel) -> None:
-        """Hand an answer to the engine as soon as there is room; in a thread that does so one after the other."""
+    def _begin(
+        self, asked: Asked, receive: Callable[[Written | Exception], None], gone: threading.Event
+    ) -> Callable[[], None] | None:
+        """Hand an answer to the engine as soon as there is room, in a thread that does so one after the other.
+
+        Returns what cancels it.
+        """
         try:
-            while not (cancel.wanted or self._closed):
+            while not (gone.is_set() or self._closed):
                 self._freed.clear()
                 try:
-                    cancel.take(asked(receive))
-                    return
+                    return asked(receive)
                 except NoRoom:
                     self._freed.wait(_LOOKING_AGAIN)
         except NotRunning:
@@ -256,25 +259,10 @@ class Answers:
             receive(Refusal(400, str(error)))
         except Exception as error:
             receive(error)
+        return None
 
 
-class _Cancel:
-    """Cancels an answer, also one that the engine is still taking in."""
-
-    def __init__(self) -> None:
-        self.wanted = False
-        self._call: Callable[[], None] | None = None
-        self._lock = threading.Lock()
-
-    def __call__(self) -> None:
-        with self._lock:
-            self.wanted, call = True, self._call
-        if call is not None:
-            call()
-
-    def take(self, call: Callable[[], None]) -> None:
-        """Take what cancels it, when the engine has begun."""
-        with self._lock:
-            self._call, wanted = call, self.wanted
-        if wanted:
-            call()
+def _end(begun: Future[Callable[[], None] | None]) -> None:
+    """Cancel an answer that has begun."""
+    if not begun.cancelled() and (cancel := begun.result()) is not None:
+        cancel()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, ServeOptions)
 DESCRIPTION = "Serve contexts and answers over HTTP, as OpenAI's clients ask, in memory that is promised at the start."
-_EXTRA = ("fastapi", "prometheus_client", "python_multipart", "uvicorn")
+_EXTRA = ("fastapi", "openai", "prometheus_client", "uvicorn")
 _LOOK = 0.1
 """Seconds between two looks at whether requests still run when the server is to end."""
 _M_ARENA_MAX = -8
@@ -149,7 +149,7 @@ def _share_free_memory() -> None:
 
 def _state(lm: LongContextModel, name: str, plan: MemoryPlan, options: ServeOptions) -> ServerState:
     """Return a server that is ready to answer."""
-    from locret.infer.serve.engine import Engine
+    from locret.engines.transformers import PagedContexts
     from locret.infer.serve.library import Library
     from locret.infer.serve.state import ServerState
 
@@ -159,7 +159,7 @@ def _state(lm: LongContextModel, name: str, plan: MemoryPlan, options: ServeOpti
     }
     library = Library(Path(options.contexts), lm, plan, **sizes)
     try:
-        engine = Engine(lm.model, library.turns, kv_bytes=plan.engine)
+        engine = PagedContexts(lm.model, kv_bytes=plan.engine)
         engine.start()
     except BaseException:
         library.close()

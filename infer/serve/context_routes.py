@@ -8,49 +8,52 @@ A context in JSON, as every route here returns it:
 
 state is "waiting" (for a reader), "reading", "ready", "failed" or "damaged"; message says why of the last two. bytes
 are those of its file. text: whether the passages that were kept can be shown. made: {"bytes", "sha256", "seconds"} of
-an upload, {"of": [names]} of what was composed or shrunk. progress: null once it is ready; its total is null where it
-is unknown. kept: for 50 stretches of the text which share of each is kept, 0 to 1; null in lists, but while it is read.
+an upload, {"of": [names]} of what was composed or shrunk. progress: null once it is ready. kept: for 50 stretches of
+the text which share of each is kept, 0 to 1; null in lists, but while it is read.
 """
 
 from __future__ import annotations
 
 import asyncio
+import codecs
+import hashlib
 import json
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, Any, TypeVar
+from pathlib import Path
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import Field
 from safetensors import SafetensorError
 from starlette.concurrency import run_in_threadpool
-from starlette.requests import ClientDisconnect
 
 from locret.conversation.saved import SavedContext
 from locret.infer.serve import kept
+from locret.infer.serve.gate import STALL
 from locret.infer.serve.index import Entry
 from locret.infer.serve.library import Library
-from locret.infer.serve.receiver import About, receiver_of
-from locret.infer.serve.refusal import Refusal, not_stored
+from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.schemas import Body
 from locret.infer.serve.state import state_of
-from locret.infer.serve.upload import TooLarge, Upload
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 
-_T = TypeVar("_T")
 _LOOK = 0.1
 """Seconds between two looks at how far a text has been read."""
 _ALIVE = 15.0
 """Seconds after which a stream without news says that it is there."""
-_GONE = "the client went away before the text had ended; upload it again"
 _PROTECT = (
     "What stays whatever its scores: system, document, message:N or tokens:A-B, each with a least share of the "
     "budget, as document=0.5, instead of all its units; each=0.05"
 )
+_TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
+"""Types of a body that is a text; the last is what curl says of --data-binary."""
 _Name = Annotated[str, Field(max_length=200)]
+_Budget = Annotated[int, Field(ge=1, le=2**31)]
 _Wait = Annotated[bool, Query(description="Answer only when it is ready")]
 
 
@@ -66,7 +69,7 @@ class Shrink(Body):
 
     name: _Name
     """What to call it."""
-    budget: Annotated[int, Field(ge=1, le=2**31)]
+    budget: _Budget
     """Units per KV head, fewer than it has."""
 
 
@@ -77,7 +80,7 @@ class Compose(Body):
     """What to call the whole."""
     contexts: Annotated[list[str], Field(min_length=2, max_length=64, fail_fast=True)]
     """Names of the contexts, in their order."""
-    budget: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    budget: _Budget | None = None
     """Units per KV head of the whole; null: all that are held."""
     shares: Annotated[str, Field(max_length=64)] | Annotated[list[float], Field(max_length=64, fail_fast=True)] = "fair"
     """Within a budget: "fair", "score", or a number for each context."""
@@ -89,20 +92,17 @@ def _library(request: Request) -> Library:
 
 def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
     """Return a context in JSON; `look` reads from its file what is kept."""
-    now, progress, done = entry.state, entry.progress, None
-    shown: Any = None
-    if now in ("waiting", "reading"):
-        shown = list(progress.kept)
+    progress, done, share = entry.progress, None, None
+    if entry.going:
+        share = list(progress.kept)
         done = {"bytes": progress.bytes, "total": progress.total, "seconds": round(progress.seconds, 3)}
-    elif look and now == "ready":
-        try:
-            shown = kept.mean_shares(kept.positions_of(entry.path), entry.tokens)
-        except (OSError, SafetensorError):  # it was deleted meanwhile
-            shown = None
+    elif look and entry.state == "ready":
+        with _looking(entry):
+            share = list(kept.mean_shares(kept.positions_of(entry.path), entry.tokens))
     return {
         "object": "context",
         "name": entry.name,
-        "state": now,
+        "state": entry.state,
         "message": entry.message,
         "source": entry.source,
         "created": entry.created,
@@ -112,7 +112,7 @@ def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
         "text": entry.has_text,
         "made": entry.notes,
         "progress": done,
-        "kept": shown,
+        "kept": share,
     }
 
 
@@ -126,34 +126,60 @@ def listed(request: Request) -> dict[str, Any]:
 async def upload(
     request: Request,
     name: str = Query(description="What to call the context", max_length=200),
-    source: str | None = Query(None, description="What the text is called; else the file's name", max_length=200),
+    source: str | None = Query(None, description="What the text is called; else the name", max_length=200),
     system: str | None = Query(None, description="System message that comes before the text", max_length=20_000),
     protect: Annotated[list[str], Query(description=_PROTECT, max_length=64)] = [],  # noqa: B006 (FastAPI copies it)
     wait: _Wait = False,
 ) -> JSONResponse:
-    """Take a text of any length as the body, UTF-8, or one file of a multipart form, and read it in the background.
+    """Take a text of any length as the body, in UTF-8, and read it in the background when all of it has come.
 
     Returns the context: 202 while it is read, 201 with `wait=true` when it is ready, if that takes no longer than
     `--timeout`.
     """
-    about = About(name, source, system, protect)
-    receiver = await run_in_threadpool(receiver_of, request.headers, _library(request), about)
+    library, kind = _library(request), request.headers.get("content-type", "text/plain").lower()
+    if not kind.startswith(_TEXTS) or ("charset=" in kind and "utf-8" not in kind):
+        raise Refusal(415, f"Content-Type {kind[:80]} is no text in UTF-8; send the text itself, as text/plain")
+    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise Refusal(415, f"Content-Encoding {coding[:40]} is not taken; send the text as it is")
+    file = await run_in_threadpool(library.upload, name)
     try:
-        async for data in _parts(request, receiver.upload):
-            if data:
-                await run_in_threadpool(receiver.take, data)
-        entry = await run_in_threadpool(receiver.end)
-    except ClientDisconnect:
-        receiver.fail(_GONE)
-        raise Refusal(400, _GONE) from None
-    except (ValueError, OSError, Refusal) as error:
-        refusal = _refusal(error, receiver.upload)
-        receiver.fail(refusal.message)
-        raise refusal from error
+        notes = await _stored(request, file, library.max_upload)
+        about: dict[str, Any] = {"source": source, "system": system, "protect": protect, "notes": notes}
+        entry = await run_in_threadpool(lambda: library.read(name, file, **about))
     except BaseException:
-        receiver.fail(_GONE)
+        file.unlink(missing_ok=True)
         raise
     return await _answered(request, entry, wait)
+
+
+async def _stored(request: Request, file: Path, most: int) -> dict[str, Any]:
+    """Write a body into a file as it comes; return its bytes and digest."""
+    digest, decoder, size, parts = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0, request.stream()
+    with open(file, "xb") as out:
+        while True:
+            try:
+                part = await asyncio.wait_for(anext(parts, None), STALL)
+            except asyncio.TimeoutError:
+                raise Refusal(408, f"nothing of the text came for {STALL:g} seconds; upload it again") from None
+            size += len(part or b"")
+            if size > most:
+                raise Refusal(
+                    413,
+                    f"the text has more than {most:,} bytes; upload it in parts, or start the server with a larger "
+                    "--max-upload",
+                )
+            try:
+                decoder.decode(part or b"", final=part is None)
+            except UnicodeDecodeError as error:
+                why = f"the text is not UTF-8 ({error.reason} before byte {size:,})"
+                raise Refusal(400, f"{why}; convert it, for instance with `iconv -t UTF-8`") from None
+            if part is None:
+                break
+            digest.update(part)
+            await run_in_threadpool(out.write, part)
+    if not size:
+        raise Refusal(400, "the text is empty; send the text as the body of the request")
+    return {"bytes": size, "sha256": digest.hexdigest()}
 
 
 @router.post("/compose", status_code=201, summary="Join contexts so that they are asked together")
@@ -161,6 +187,19 @@ async def compose(request: Request, body: Compose, wait: _Wait = True) -> JSONRe
     """Join contexts in their order under a new name; returns the context, 202 with `wait=false`."""
     call = _library(request).compose
     entry = await run_in_threadpool(lambda: call(body.contexts, body.name, budget=body.budget, shares=body.shares))
+    return await _answered(request, entry, wait)
+
+
+@router.post("/{name}/fork", status_code=201, summary="Copy a context")
+async def fork(request: Request, name: str, body: Fork) -> JSONResponse:
+    """Copy a context under another name; returns the copy."""
+    return await _answered(request, await run_in_threadpool(_library(request).fork, name, body.name), True)
+
+
+@router.post("/{name}/shrink", status_code=201, summary="Make a smaller context of one")
+async def shrink(request: Request, name: str, body: Shrink, wait: _Wait = True) -> JSONResponse:
+    """Make a context with fewer units, without reading again; returns it, 202 with `wait=false`."""
+    entry = await run_in_threadpool(_library(request).shrink, name, body.name, body.budget)
     return await _answered(request, entry, wait)
 
 
@@ -174,7 +213,7 @@ def show(request: Request, name: str) -> dict[str, Any]:
 def delete(request: Request, name: str) -> dict[str, Any]:
     """Return `{"object": "context.deleted", "name": name, "deleted": true}`. Answers that use it go on."""
     _library(request).delete(name)
-    return {"object": "context.deleted", "name": name, "deleted": True}
+    return _deleted(name)
 
 
 @router.get("/{name}/events", summary="How a text is being read, as it happens")
@@ -199,19 +238,10 @@ async def events(request: Request, name: str) -> StreamingResponse:
         try:
             last = await run_in_threadpool(lambda: described(library.find(name), look=True))
         except Refusal:
-            last = {"object": "context.deleted", "name": name, "deleted": True}
+            last = _deleted(name)
         yield f"event: end\ndata: {json.dumps(last)}\n\n"
 
     return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-
-
-@router.get("/{name}/picture", summary="What was kept, as a picture", response_class=Response)
-def picture(request: Request, name: str) -> Response:
-    """Return an SVG of what every head has kept along the text."""
-    entry = _library(request).get(name)
-    drawn = _looked(entry, lambda: kept.picture(entry.name, kept.positions_of(entry.path), entry.tokens))
-    policy = {"Content-Security-Policy": "default-src 'none'; img-src data:; style-src 'unsafe-inline'"}
-    return Response(drawn, media_type="image/svg+xml", headers=policy)
 
 
 @router.get("/{name}/kept", summary="The passages that most heads have kept")
@@ -222,15 +252,11 @@ def passages(
 
     start and end are tokens, place is where in the text it is, 0 to 1, share the part of all heads that hold it.
     """
-    entry = _library(request).get(name)
+    entry, tokenizer = _library(request).get(name), _library(request).lm.tokenizer
     if not entry.has_text:
-        raise Refusal(
-            404,
-            f"the text of context {name} is not kept, so its passages cannot be shown; upload it to a server that "
-            "keeps texts",
-        )
-    tokenizer, ids, tokens = _library(request).lm.tokenizer, entry.ids, entry.tokens
-    found = _looked(entry, lambda: kept.passages(kept.positions_of(entry.path), tokens, ids, tokenizer, count))
+        raise Refusal(404, f"the text of context {name} is not kept, so its passages cannot be shown; upload it")
+    with _looking(entry):
+        found = kept.passages(kept.positions_of(entry.path), entry.tokens, entry.ids, tokenizer, count)
     return {"object": "list", "data": found}
 
 
@@ -243,48 +269,16 @@ def messages(request: Request, name: str) -> dict[str, Any]:
     a least share of the budget, or null.
     """
     entry = _library(request).get(name)
-    found = _looked(entry, lambda: SavedContext.open(entry.path).kept_by_message())
+    with _looking(entry):
+        found = SavedContext.open(entry.path).kept_by_message()
     if found is None:
-        raise Refusal(
-            404, f"where the messages of context {name} are is not known, for an earlier version made it; read it again"
-        )
+        why = f"where the messages of context {name} are is not known, for an earlier version made it"
+        raise Refusal(404, f"{why}; read it again")
     return {"object": "list", "data": [asdict(one) for one in found]}
 
 
-@router.post("/{name}/fork", status_code=201, summary="Copy a context")
-def fork(request: Request, name: str, body: Fork) -> JSONResponse:
-    """Copy a context under another name; returns the copy."""
-    return _result(_library(request).fork(name, body.name))
-
-
-@router.post("/{name}/shrink", status_code=201, summary="Make a smaller context of one")
-async def shrink(request: Request, name: str, body: Shrink, wait: _Wait = True) -> JSONResponse:
-    """Make a context with fewer units, without reading again; returns it, 202 with `wait=false`."""
-    call = _library(request).shrink
-    entry = await run_in_threadpool(lambda: call(name, body.name, body.budget))
-    return await _answered(request, entry, wait)
-
-
-async def _parts(request: Request, upload: Upload) -> AsyncIterator[bytes]:
-    """Yield a body as it comes."""
-    parts = request.stream()
-    while True:
-        try:
-            part = await asyncio.wait_for(anext(parts), upload.stall)
-        except StopAsyncIteration:
-            return
-        except asyncio.TimeoutError:
-            raise Refusal(408, upload.stalled, code="timeout") from None
-        yield part
-
-
-def _refusal(error: Exception, upload: Upload) -> Refusal:
-    """Return what to say of an upload that cannot be taken."""
-    if isinstance(error, Refusal):
-        return error
-    if isinstance(error, OSError):
-        return not_stored(error)
-    return Refusal(413 if isinstance(error, TooLarge) else upload.fault, str(error))
+def _deleted(name: str) -> dict[str, Any]:
+    return {"object": "context.deleted", "name": name, "deleted": True}
 
 
 async def _answered(request: Request, entry: Entry, wait: bool) -> JSONResponse:
@@ -294,20 +288,16 @@ async def _answered(request: Request, entry: Entry, wait: bool) -> JSONResponse:
         if await request.is_disconnected():
             raise Refusal(499, f"the client has left before context {entry.name} was ready")
         await asyncio.sleep(_LOOK / 4)
-    return _result(entry)
-
-
-def _result(entry: Entry) -> JSONResponse:
-    """Return a context that was asked for, or why there is none."""
     if entry.state == "failed":
         raise Refusal(entry.fault, f"context {entry.name} could not be made: {entry.message}")
     return JSONResponse(described(entry), 201 if entry.state == "ready" else 202)
 
 
-def _looked(entry: Entry, look: Callable[[], _T]) -> _T:
+@contextmanager
+def _looking(entry: Entry) -> Iterator[None]:
+    """Refuse what needs the file of a context, if that cannot be read."""
     try:
-        return look()
+        yield
     except (OSError, SafetensorError, KeyError, IndexError, ValueError) as error:
-        raise Refusal(
-            409, f"the file of context {entry.name} is gone or damaged; delete it, and read it again"
-        ) from error
+        why = f"the file of context {entry.name} is gone or damaged; delete it, and read it again"
+        raise Refusal(409, why) from error

@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: who asks, by which name, and how much."""
+"""What every request passes before a route sees it: who asks, by which name, and how much; it is counted, too."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -21,7 +22,7 @@ OPEN = re.compile(r"/|/healthz|/page/.*|/favicon.ico")
 """Paths that need no key: they tell nothing but that a server is here."""
 STREAMED = ("POST", "/v1/contexts")
 """What takes a text as a stream, which the route itself bounds."""
-WAIT_FOR_BODY = 30.0
+STALL = 30.0
 """Seconds without a byte of a body that is not complete."""
 BODIES = 4
 """Bodies of the largest size that may be held at once, or as many bytes of smaller ones."""
@@ -43,23 +44,51 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, body = Headers(scope=scope), bytearray()
-        passing = _Passing(receive, send, waits=headers.get("expect", "").lower() == "100-continue")
+        headers, body, status, ended = Headers(scope=scope), bytearray(), 499, False
+        waits = headers.get("expect", "").lower() == "100-continue"  # it sends nothing before it is told to
+
+        async def take() -> Message:
+            nonlocal ended, waits
+            waits = False
+            message = await receive()
+            ended = not message.get("more_body", False)
+            return message
+
+        async def drop() -> None:
+            dropped = 0
+            while not ended and dropped < REST:
+                dropped += len((await take()).get("body", b""))
+
+        async def answer(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                if status >= 400 and not ended:
+                    if not waits:
+                        with suppress(asyncio.TimeoutError):
+                            await asyncio.wait_for(drop(), LINGER)
+                    if not ended:
+                        message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            await send(message)
+
         try:
             try:
                 self._check(scope["method"], scope["path"], headers)
-                if (scope["method"], scope["path"]) != STREAMED:
-                    await self._take(body, headers, passing)
-                    passing.whole = bytes(body)
+                whole = (scope["method"], scope["path"]) != STREAMED
+                if whole:
+                    await self._take(body, headers, take)
+                await self.app(scope, _once(bytes(body), receive) if whole else take, answer)
             except Refusal as refusal:
-                response = JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)
-                await response(scope, passing.receive, passing.send)
-            except _Left:
-                pass
-            else:
-                await self.app(scope, passing.receive, passing.send)
+                await JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)(scope, take, answer)
+        except ClientDisconnect:
+            pass
+        except Exception:
+            status = 500
+            raise
         finally:
             self.held -= len(body)
+            route = getattr(scope.get("route"), "path", "none")  # paths that clients make up must not become labels
+            self.state.metrics.requests.labels(route, str(status)).inc()
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         """Refuse who may not ask."""
@@ -84,82 +113,43 @@ class Gate:
         if state.draining:
             raise Refusal(503, "the server is about to end; ask it again when it has started", code="ending")
 
-    async def _take(self, body: bytearray, headers: Headers, passing: _Passing) -> None:
+    async def _take(self, body: bytearray, headers: Headers, take: Receive) -> None:
         """Receive a body that is not too large."""
-        most, timeout = self.state.max_body, self.state.options.timeout
+        most, deadline = self.state.max_body, time.monotonic() + self.state.options.timeout
         declared = headers.get("content-length", "")
-        if declared.isdecimal() and int(declared[:20]) > most:
-            raise _too_large(declared[:20], most)
-        deadline = time.monotonic() + timeout
-        while True:
-            wait = min(WAIT_FOR_BODY, deadline - time.monotonic())
+        size = int(declared[:20]) if declared.isdecimal() else 0
+        message: Message = {"more_body": size <= most}
+        while message.get("more_body", False):
             try:
-                message = await asyncio.wait_for(passing.receive(), wait)
+                message = await asyncio.wait_for(take(), min(STALL, deadline - time.monotonic()))
             except asyncio.TimeoutError:
-                since = f"no byte of the body came for {WAIT_FOR_BODY:g} s"
-                why = since if wait == WAIT_FOR_BODY else f"the body took more than --timeout {timeout:g} s to come"
-                raise Refusal(408, f"{why}; send it again, whole") from None
+                raise Refusal(408, "the body did not come in time (--timeout); send it again, whole") from None
             if message["type"] == "http.disconnect":
-                raise _Left
-            part = message.get("body", b"")
-            if len(body) + len(part) > most:
-                raise _too_large(f"more than {most}", most)
-            if self.held + len(part) > BODIES * most:
+                raise ClientDisconnect
+            size = max(size, len(body) + len(message.get("body", b"")))
+            if size > most:
+                break
+            if self.held + size - len(body) > BODIES * most:
                 again = {"Retry-After": "1"}
                 raise Refusal(429, "too many large requests at once; try again in a moment", headers=again)
-            self.held += len(part)
-            body += part
-            if not message.get("more_body", False):
-                return
+            self.held += len(message.get("body", b""))
+            body += message.get("body", b"")
+        if size > most:
+            raise Refusal(
+                413,
+                f"the body has {size} bytes or more, but --max-body allows {most}; upload a long text as a context "
+                "(POST /v1/contexts), which may have any size",
+            )
 
 
-def _too_large(size: str, most: int) -> Refusal:
-    return Refusal(
-        413,
-        f"the body has {size} bytes, but --max-body allows {most}; upload a long text as a context "
-        "(POST /v1/contexts), which may have any size",
-    )
+def _once(body: bytes, receive: Receive) -> Receive:
+    """Return what hands out a body that has been taken, and then what comes."""
+    given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
+    async def next_one() -> Message:
+        return given.pop() if given else await receive()
 
-class _Left(Exception):
-    """The client has left before its request was whole."""
-
-
-class _Passing:
-    """A request that passes: its body as it comes, or as it was taken, and the answer that comes after all of it.
-
-    A client that `waits` sends nothing before it is told to, which the first call of `receive` does.
-    """
-
-    def __init__(self, receive: Receive, send: Send, *, waits: bool) -> None:
-        self._receive, self._send, self._waits, self._ended = receive, send, waits, False
-        self.whole: bytes | None = None
-        """A body that has been taken, which is handed out once."""
-
-    async def receive(self) -> Message:
-        """Return the next part of the body."""
-        if self.whole is not None:
-            whole, self.whole = self.whole, None
-            return {"type": "http.request", "body": whole, "more_body": False}
-        self._waits = False
-        message = await self._receive()
-        self._ended = not message.get("more_body", False)
-        return message
-
-    async def send(self, message: Message) -> None:
-        """Send a part of the answer: a refusal when all of the body has come, or the connection is cut after it."""
-        if message["type"] == "http.response.start" and message["status"] >= 400 and not self._ended:
-            if not self._waits:
-                with suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._drop(), LINGER)
-            if not self._ended:
-                message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
-        await self._send(message)
-
-    async def _drop(self) -> None:
-        dropped = 0
-        while not self._ended and dropped < REST:
-            dropped += len((await self.receive()).get("body", b""))
+    return next_one
 
 
 def _host(header: str) -> str:

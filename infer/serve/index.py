@@ -29,7 +29,7 @@ from locret.cache.cache_file import check_header, load_cache, save_cache
 from locret.conversation.text import encode
 from locret.conversation.turns import saved_talk
 from locret.infer.serve.jobs import Job, Progress
-from locret.infer.serve.refusal import Refusal, one_line, way_out
+from locret.infer.serve.refusal import Refusal, fault_of, one_line
 from locret.policy.protection import Span, clipped
 
 if TYPE_CHECKING:
@@ -56,8 +56,6 @@ class Entry:
     """Its state when no job works on it."""
     message: str = ""
     """Why it failed or is damaged, in one sentence."""
-    passing: bool = False
-    """Whether it is damaged only because its file could not be read just now, so that it is looked at again."""
     fault: int = 400
     """HTTP status of why it failed; see `Job.fault`."""
     source: str = ""
@@ -117,7 +115,7 @@ class Entry:
             status = self.path.lstat()
         except OSError:
             return True
-        return self.passing or (status.st_size, status.st_mtime) != (self.size, self.created)
+        return (status.st_size, status.st_mtime) != (self.size, self.created)
 
 
 class Index:
@@ -129,7 +127,7 @@ class Index:
         self.automatic: OrderedDict[str, Entry] = OrderedDict()
         """Those without a name, the least recently used first."""
         self.moving = threading.RLock()
-        """Held by who writes a context to disk or reads one."""
+        """Held by who writes a context to disk or reads one; memory is planned for one at a time."""
 
     def open(self) -> None:
         """Remove what a killed server was about to write, and look what there is."""
@@ -146,7 +144,7 @@ class Index:
             # Those of earlier versions follow nothing, and do not tell by which policy they were read.
             if entry.status == "ready" and isinstance(entry.notes.get("read"), int) and entry.notes.get("base"):
                 self.automatic[entry.key] = entry
-            elif not path.is_symlink():
+            else:
                 path.unlink(missing_ok=True)
 
     def path(self, name: str, *, named: bool = True) -> Path:
@@ -182,7 +180,7 @@ class Index:
 
     def examine(self, entry: Entry) -> Entry:
         """Look at the header of a file: it is ready, or damaged. Its units are checked when they are loaded."""
-        entry.status, entry.message, entry.passing, path = "ready", "", False, entry.path
+        entry.status, entry.message, path = "ready", "", entry.path
         try:
             status = path.lstat()
             entry.size, entry.created = status.st_size, status.st_mtime
@@ -204,15 +202,14 @@ class Index:
                 entry.notes = dict(notes["conversation"].get("upload") or {})
                 identity = [metadata["state"], metadata["notes"], metadata.get("checksum", "")]
                 entry.key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
-        except Refusal as refusal:
-            entry.status, entry.message = "damaged", f"{refusal.message}; rename its file"
-        except (ValueError, OSError, SafetensorError, KeyError, TypeError, IndexError) as error:
-            entry.status, entry.message, entry.passing = "damaged", self.told(error), isinstance(error, OSError)
+        except (Refusal, ValueError, OSError, SafetensorError, KeyError, TypeError, IndexError) as error:
+            entry.status, entry.message = "damaged", self.told(error)
+            entry.size -= isinstance(error, OSError)  # so that it is looked at again
         finally:
             entry.job = None
         return entry
 
-    # -- what they hold; memory is planned for one at a time ----------------------------------------------------------
+    # -- what they hold -----------------------------------------------------------------------------------------------
 
     def load(self, entry: Entry, load: Callable[[Path], Any] | None = None) -> Any:
         """Return what a file holds: its context, or what else it is loaded as."""
@@ -260,8 +257,6 @@ class Index:
             except OSError:
                 shutil.copyfile(file, fresh)
 
-    # -- what goes wrong ----------------------------------------------------------------------------------------------
-
     def damaged(self, entry: Entry, error: Exception) -> Refusal:
         """Take note that a file cannot be used, and return what to say."""
         if not entry.path.exists():
@@ -269,16 +264,13 @@ class Index:
             self.automatic.pop(entry.key, None)
             return Refusal(404, f"context {entry.name} was deleted", param="context", code="context_not_found")
         if isinstance(error, OSError):  # the disk's trouble, not the file's
-            return Refusal(503, f"context {entry.name} cannot be read: {self.told(error)}")
+            return Refusal(fault_of(error), f"context {entry.name} cannot be read: {self.told(error)}")
         entry.status, entry.message = "damaged", self.told(error)
         return Refusal(409, f"context {entry.name} cannot be asked: {entry.message}", param="context", code="damaged")
 
-    def told(self, error: Exception) -> str:
-        """Return what went wrong in one sentence that names contexts, not where the server keeps them."""
-        out = way_out(error) if isinstance(error, OSError) else ""
-        reason = f"{error.strerror}; {out}" if isinstance(error, OSError) and error.strerror else str(error)
-        text = one_line(reason.replace(f"{self.folder}{os.sep}", "").replace(str(self.folder), "the folder"))
-        return text.replace("choose another folder or make room", out)
+    def told(self, error: object) -> str:
+        """Return what went wrong in one sentence that does not tell where the server keeps contexts."""
+        return one_line(str(error).replace(f"{self.folder}{os.sep}", "").replace(str(self.folder), "the folder"))
 
 
 def check_name(name: str) -> None:
@@ -292,21 +284,11 @@ def check_name(name: str) -> None:
         )
 
 
-def shrunk_key(entry: Entry, budget: int) -> str:
-    """Return the key of a context with so many of another's units."""
-    # Files of earlier versions, under the digest of other words, do not say where the text ends.
-    return digest(entry.key, f"shrunk to {budget}, with its end", [])
-
-
-def digest(base: str, what: str, ids: Sequence[int], protected: Sequence[Span] = ()) -> str:
-    """Return the key of what was made of ids after `base`."""
-    return next(key for _, key in digests(base, what, ids, [len(ids)], protected))
-
-
 def digests(
     base: str, what: str, ids: Sequence[int], counts: Sequence[int], protected: Sequence[Span] = ()
 ) -> Iterator[tuple[int, str]]:
-    """Yield for rising counts the digest of so many of the first ids and what is protected of them, in one pass."""
+    """Yield for rising counts the key of what was made after `base` of so many of the first ids and what is protected
+    of them, in one pass."""
     total, done = hashlib.sha256(f"{base} {what} ".encode()), 0
     for count in counts:
         total.update(array("Q", ids[done:count]).tobytes())
@@ -314,3 +296,8 @@ def digests(
         if spans := clipped(protected, count):
             own.update(repr(sorted((one.start, one.end, str(one.share)) for one in spans)).encode())
         yield count, own.hexdigest()
+
+
+def digest(base: str, what: str, ids: Sequence[int] = (), protected: Sequence[Span] = ()) -> str:
+    """Return the key of what was made of all ids after `base`."""
+    return next(key for _, key in digests(base, what, ids, [len(ids)], protected))

@@ -5,29 +5,26 @@ from __future__ import annotations
 import threading
 import time
 from array import array
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from locret.chunked_prefill import prefill
-from locret.conversation.text import Document
+from locret.conversation.text import Document, read_text
 from locret.infer.serve.kept import mean_shares
+from locret.infer.serve.memory import Room
 from locret.infer.serve.refusal import fault_of, one_line
 from locret.infer.serve.turns import Turn, Turns
-from locret.infer.serve.upload import Upload
 
 if TYPE_CHECKING:
     from locret import RetentionCache
     from locret.conversation.context import Context
     from locret.conversation.model import LongContextModel
 
-_LOOK = 0.1
-"""Seconds after which a job that waits looks whether it is still wanted."""
 _SHOWN = 0.25
 """Seconds, at least, between two counts of what is kept."""
 
@@ -54,81 +51,27 @@ class Progress:
     """For stretches of what was read, all equally long: the share of it that is kept, 0 to 1."""
 
 
-class Room:
-    """Bytes that jobs share, first come, first served."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.used = total, 0
-        self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()
-
-    def make_room(self, wanted: int) -> bool:
-        """Return whether so many bytes are free."""
-        return self.used + wanted <= self.total
-
-    @contextmanager
-    def taken(self, wanted: int, check: Callable[[], None]) -> Iterator[None]:
-        """Hold so many bytes until the block ends; `check` is called while they are waited for, and raises to end."""
-        if wanted > self.total:
-            raise ValueError(
-                f"this takes {wanted:,} bytes, but --kv-memory leaves {self.total:,} to readers; give the server more "
-                "--kv-memory or --readers, or take fewer or smaller contexts"
-            )
-        ticket = object()
-        with self._changed:
-            self._waiting.append(ticket)
-            try:
-                while self._waiting[0] is not ticket or not self.make_room(wanted):
-                    self._changed.wait(_LOOK)
-                    check()
-                self.used += wanted
-            finally:
-                self._waiting.remove(ticket)
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            self.give(wanted)
-
-    def give(self, size: int) -> None:
-        """Give bytes back."""
-        with self._changed:
-            self.used -= size
-            self._changed.notify_all()
-
-
 class Job:
     """Something that `make` makes in the background, such as a context of a text; it looks at `check`.
 
-    `end` is called when it has ended, however it did; `told` says how a failure is told.
+    `end` is called when it has ended, however it did.
     """
 
-    def __init__(
-        self, make: Callable[[Job], None], end: Callable[[Job], None], told: Callable[[Exception], str] = one_line
-    ) -> None:
-        self.ready = False
-        """Whether it has been made."""
-        self.message = ""
-        """Why it failed, in one sentence."""
-        self.fault = 400
-        """HTTP status of the failure: 400 where what was asked cannot be done, 500 and more where the server failed."""
+    def __init__(self, make: Callable[[Job], None], end: Callable[[Job], None]) -> None:
+        self.ready, self.message, self.fault = False, "", 400
+        """Whether it has been made; else why not, in one sentence, and the HTTP status of that."""
         self.progress, self.done = Progress(), threading.Event()
         self.wanted = 0
         """Requests that wait for it."""
         self.began = 0.0
         """When it got its memory, by `time.monotonic`; 0 while it waits."""
-        self._make, self._end, self._told, self._cancelled = make, end, told, threading.Event()
+        self._make, self._end, self._cancelled = make, end, threading.Event()
         self._thread = threading.Thread(target=self._run, name="locret-reading", daemon=True)
 
     @property
     def cancelled(self) -> bool:
         """Whether it was cancelled."""
         return self._cancelled.is_set()
-
-    @property
-    def seconds(self) -> float:
-        """Seconds since it got its memory."""
-        return time.monotonic() - self.began if self.began else 0.0
 
     def start(self) -> None:
         """Begin."""
@@ -159,8 +102,7 @@ class Job:
         except Cancelled:
             self.message = "it was cancelled"
         except (ValueError, OSError) as error:
-            self.message = self._told(error)
-            self.fault = fault_of(error) if isinstance(error, OSError) else 400
+            self.message, self.fault = one_line(error), fault_of(error)
         except Exception as error:
             self.message, self.fault = f"reading it failed ({type(error).__name__}); see the server's log", 500
             raise  # threading.excepthook writes the traceback
@@ -169,49 +111,36 @@ class Job:
             self.done.set()
 
 
-def read_text(
-    lm: LongContextModel,
-    turns: Turns,
-    job: Job,
-    upload: Upload,
-    *,
-    source: str,
-    system: str | None,
-    ids: Path,
-    protect: Sequence[str] = (),
+def read_file(
+    lm: LongContextModel, turns: Turns, job: Job, file: Path, *, source: str, ids: Path, **about: Any
 ) -> Context:
-    """Read a text as it is uploaded, and write its token ids to a file; the job holds the memory of a reader."""
+    """Read a text, and write its token ids to a file; the job holds the memory of a reader."""
+    size = file.stat().st_size
+    job.progress = Progress(total=size)
+    watch, cache = _Watch(job, size), lm.new_cache()
+    document = Document(source, watch.counted(read_text(file, setting="")), size=size, unit="bytes")
+    with turns.turn(job.check) as turn, open(ids, "xb") as kept:
 
-    def check() -> None:
-        job.check()
-        upload.check()
-
-    document = Document(source, upload.pieces(check), size=upload.total, unit="bytes")
-    watch = _Watch(job, upload)
-    job.progress = Progress(total=upload.total)
-    with turns.turn(check) as turn, open(ids, "xb") as file:
-
-        def feed(blocks: Iterator[list[int]]) -> Iterator[list[int]]:
+        def feed(blocks: Iterator[list[int]]) -> Iterable[list[int]]:
             for block in _between_turns(blocks, turn):
                 watch.tokens += len(block)
-                turns.feed(len(block))
-                array("I", block).tofile(file)
+                turns.tokens += len(block)
+                array("I", block).tofile(kept)
                 yield block
 
         def on_chunk(cache: RetentionCache) -> None:
             watch(cache)
             turn.chunk()
 
-        cache, reading = lm.new_cache(), {"feed": feed, "on_chunk": on_chunk, "protect": protect}
-        context = lm.read_into(cache, document, system=system, progress=False, **reading)  # type: ignore[arg-type]
-    watch(context.cache, last=True)
+        context = lm.read_into(cache, document, progress=False, feed=feed, on_chunk=on_chunk, **about)
+    watch(cache, last=True)
     return context
 
 
 def read_ids(lm: LongContextModel, turns: Turns, job: Job, ids: Sequence[int], cache: RetentionCache) -> None:
-    """Read token ids after what a cache holds; the job holds the memory. Errors as for `read_text`."""
+    """Read token ids after what a cache holds; the job holds the memory."""
     watch = _Watch(job)
-    turns.feed(len(ids))
+    turns.tokens += len(ids)
     with turns.turn(job.check) as turn:
 
         def on_chunk(cache: RetentionCache) -> None:
@@ -225,33 +154,29 @@ def read_ids(lm: LongContextModel, turns: Turns, job: Job, ids: Sequence[int], c
 class _Watch:
     """Tells a job how far a cache has got."""
 
-    def __init__(self, job: Job, upload: Upload | None = None) -> None:
-        self._job, self._upload, self._counted = job, upload, 0.0
-        self.tokens = 0
-        """Tokens of the text that was taken, read or not."""
+    def __init__(self, job: Job, size: int | None = None) -> None:
+        self._job, self._size, self._last = job, size, 0.0
+        self.tokens = self._taken = 0
+        """Tokens and bytes of the text that were taken, read or not."""
+
+    def counted(self, pieces: Iterator[str]) -> Iterator[str]:
+        """Pass a text on."""
+        for piece in pieces:
+            self._taken += len(piece.encode())
+            yield piece
 
     def __call__(self, cache: RetentionCache, *, last: bool = False) -> None:
         kept, now = self._job.progress.kept, time.monotonic()
-        if last or now - self._counted >= _SHOWN:
-            kept, self._counted = _kept(cache), now
-        taken = 0 if self._upload is None else self._upload.given
-        self._job.progress = Progress(
-            tokens=cache.seen,
-            bytes=taken if last else int(taken * min(1.0, cache.seen / max(1, self.tokens))),
-            total=None if self._upload is None else self._upload.total,
-            units=max(layer.fill for layer in cache.governed),
-            seconds=self._job.seconds,
-            kept=kept,
-        )
-
-
-def _kept(cache: RetentionCache) -> tuple[float, ...]:
-    positions = [cache.kept_positions(layer)[0].cpu() for layer in cache.backbone.layers]
-    return mean_shares(positions, cache.seen)
+        if last or now - self._last >= _SHOWN:
+            positions = [cache.kept_positions(layer)[0].cpu() for layer in cache.backbone.layers]
+            kept, self._last = mean_shares(positions, cache.seen), now
+        read = (self._size or 0) if last else int(self._taken * min(1.0, cache.seen / max(1, self.tokens)))
+        units, seconds = max(layer.fill for layer in cache.governed), now - self._job.began
+        self._job.progress = Progress(cache.seen, read, self._size, units, seconds, kept)
 
 
 def _between_turns(blocks: Iterator[list[int]], turn: Turn) -> Iterator[list[int]]:
-    """Pass token ids on; while more are waited for, the turn is others'."""
+    """Pass token ids on; while more are made, the turn is others'."""
     while True:
         turn.let_go()
         block = next(blocks, None)

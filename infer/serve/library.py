@@ -19,31 +19,24 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
 from locret.base.files import locked
 from locret.cache.cache_file import check_header
 from locret.conversation.compose import compose
 from locret.conversation.protect import DOCUMENT, SYSTEM, check_named, rules_of
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import NoRoom
-from locret.infer.serve.index import AUTO, IDS, TEXTS, UPLOADS, Entry, Index, check_name, digest, digests, shrunk_key
-from locret.infer.serve.jobs import Job, Room, read_ids, read_text
+from locret.infer.serve.index import AUTO, IDS, TEXTS, UPLOADS, Entry, Index, check_name, digest, digests
+from locret.infer.serve.jobs import Job, read_file, read_ids
+from locret.infer.serve.memory import Prefixes, Room
 from locret.infer.serve.plan import MemoryPlan, reader_bytes
-from locret.infer.serve.prefixes import Prefixes
-from locret.infer.serve.refusal import Refusal, not_stored
+from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.turns import Turns
-from locret.infer.serve.upload import Upload
 from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import Span, closed
 
 if TYPE_CHECKING:
     from locret.conversation.model import LongContextModel
 
-_STORED = 4
-"""Texts of the largest size that are on disk at once until they are read, or as many bytes of smaller ones."""
-_WORTH = 1 << 17
-"""Bytes of a text that are worth a reader; the tokenizer's window."""
 _COPIES = 3.5
 """Of contexts that are joined: themselves, a copy of each, the whole, and what joining works with; measured."""
 _FORGOTTEN = 100
@@ -65,7 +58,6 @@ class Library:
         auto_bytes: Most bytes on disk of contexts that have no name.
         max_upload: Most bytes of one text.
         max_waiting: Most texts that are read or wait to be read.
-        stall: Seconds without a byte after which an upload is given up.
     """
 
     def __init__(
@@ -77,7 +69,6 @@ class Library:
         auto_bytes: int = 8 << 30,
         max_upload: int = 1 << 30,
         max_waiting: int = 64,
-        stall: float = 60.0,
     ) -> None:
         if auto_bytes < plan.moving:
             raise ValueError(
@@ -85,7 +76,7 @@ class Library:
                 "give more"
             )
         self.folder, self.lm, self.plan = Path(folder).resolve(), lm, plan
-        self.auto_bytes, self.max_upload, self.max_waiting, self.stall = auto_bytes, max_upload, max_waiting, stall
+        self.auto_bytes, self.max_upload, self.max_waiting = auto_bytes, max_upload, max_waiting
         self.turns = Turns()
         """The readers' turns, to which an engine makes its answers known."""
         self.room, self.prefixes = Room(plan.reading), Prefixes(plan.loaded)
@@ -96,7 +87,6 @@ class Library:
         self._index = Index(self.folder, lm)
         self._leaving: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
         """Those without a name that are to go, but are still asked."""
-        self._uploads: weakref.WeakSet[Upload] = weakref.WeakSet()
         self._lock = threading.RLock()
         self._closed = False
         self._held = ExitStack()
@@ -145,73 +135,50 @@ class Library:
         """Return a context that can be asked."""
         entry = self.find(name)
         if entry.going:
-            raise Refusal(
-                409,
-                f"context {name} is still being read ({entry.progress.tokens:,} tokens so far); ask again when it is "
-                "ready",
-                param="context",
-                code="context_not_ready",
-                headers={"Retry-After": "1"},
-            )
+            why = f"context {name} is still being read ({entry.progress.tokens:,} tokens so far); ask again later"
+            raise Refusal(409, why, param="context", code="context_not_ready", headers={"Retry-After": "1"})
         if entry.state != "ready":
             raise Refusal(409, f"context {name} cannot be asked: {entry.message}", param="context", code=entry.state)
         return entry
 
     # -- making contexts ----------------------------------------------------------------------------------------------
 
-    def upload(self, name: str, *, total: int | None = None) -> Upload:
-        """Return what takes the bytes of a text that is to be read; give it to `read`, or remove it."""
+    def upload(self, name: str) -> Path:
+        """Return the file for the bytes of a text that is to be read under a name; give it to `read`, or remove it."""
         self._check_new(name)
-        if total is not None and total > self.max_upload:
-            raise Refusal(
-                413,
-                f"the text has {total:,} bytes, more than the {self.max_upload:,} that the server takes; upload it in "
-                "parts, or start the server with a larger --max-upload",
-            )
         self._check_waiting()
-        if (stored := sum(upload.written for upload in list(self._uploads))) >= _STORED * self.max_upload:
-            raise _queue_full(f"texts of {stored:,} bytes are stored until they are read, and no more are taken")
         path = self.folder / UPLOADS / uuid.uuid4().hex
-        try:
-            path.parent.mkdir(exist_ok=True)
-            upload = Upload(path, most=self.max_upload, total=total, stall=self.stall)
-        except OSError as error:
-            raise not_stored(error) from error
-        self._uploads.add(upload)
-        return upload
+        path.parent.mkdir(exist_ok=True)
+        return path
 
     def read(
         self,
         name: str,
-        upload: Upload,
+        file: Path,
         *,
         source: str | None = None,
         system: str | None = None,
         protect: Sequence[str] = (),
+        notes: dict[str, Any] | None = None,
     ) -> Entry:
-        """Read a text in the background, as it is uploaded."""
+        """Read a text in the background; its file is removed then."""
         try:
             # Turns that follow the text are read by requests, whose tokens nothing protects.
             if rules := rules_of(protect):
                 check_named(rules, (*([SYSTEM] if system and self.lm.system_end(system) else ()), DOCUMENT))
         except ValueError as error:
             raise Refusal(400, str(error), param="protect") from None
-        called, ids = source or name, upload.path.with_suffix(IDS)
+        called, ids = source or name, file.with_suffix(IDS)
 
         def make(job: Job) -> None:
-            upload.wait(_WORTH, job.check)  # with less there is no token yet, and a reader for somebody else
             with job.holding(self.room, self.plan.reader):
-                about: Any = {"source": called, "system": system, "protect": protect, "ids": ids}
-                context = read_text(self.lm, self.turns, job, upload, **about)
-                notes = {"bytes": upload.written, "sha256": upload.digest, "seconds": round(job.seconds, 3)}
-                self._index.save(name, context, notes, ids)
+                about: dict[str, Any] = {"source": called, "system": system, "protect": protect, "ids": ids}
+                context = read_file(self.lm, self.turns, job, file, **about)
+                self._index.save(name, context, {**(notes or {}), "seconds": round(job.progress.seconds, 3)}, ids)
 
         def end(job: Job) -> None:
-            if not job.ready:
-                upload.fail(job.message, job.fault)
-            upload.remove()
-            self._uploads.discard(upload)
-            ids.unlink(missing_ok=True)
+            for one in (file, ids):
+                one.unlink(missing_ok=True)
 
         return self._begin(name, called, make, end)
 
@@ -220,20 +187,14 @@ class Library:
         entry = self.get(name)
 
         def make(job: Job) -> None:
-            with _there([entry]):
-                self._index.copy_text(entry, new)
-                self._index.copy(entry.path, self._index.path(new))
+            self._index.copy_text(entry, new)
+            self._index.copy(entry.path, self._index.path(new))
 
-        made = self._begin(new, entry.source, make)
-        if (job := made.job) is not None:
-            job.done.wait()
-        return made
+        return self._begin(new, entry.source, make)
 
     def compose(self, names: Sequence[str], new: str, *, budget: int | None = None, shares: Any = "fair") -> Entry:
         """Join contexts in their order under a new name, in the background; as `locret.compose` does."""
         entries, source = [self.get(name) for name in names], " + ".join(names)
-        if len(entries) < 2:
-            raise Refusal(400, "compose joins two or more contexts; name them in a list", param="contexts")
 
         def make(job: Job) -> None:
             with self._working(job, entries):
@@ -259,7 +220,7 @@ class Library:
     def delete(self, name: str) -> None:
         """Remove a context, whatever its state; what is reading it ends first. Answers that use it go on.
 
-        What was made of it without a name goes too, unless a fork holds the same.
+        What was made of it without a name goes too.
         """
         entry = self.find(name)
         if (job := entry.job) is not None:
@@ -271,12 +232,11 @@ class Library:
             named.pop(name, None)
             self.prefixes.forget(entry.key)
             for file in (entry.path, entry.ids):
-                _remove(file)
-            if not any(one.key == entry.key for one in named.values()):
-                for made in self.automatic():
-                    if made.root and made.root == entry.key and made.state == "ready":
-                        self.prefixes.forget(made.key)
-                        self._let_go(made)
+                file.unlink(missing_ok=True)
+            for made in self.automatic():
+                if made.root and made.root == entry.key and made.state == "ready":
+                    self.prefixes.forget(made.key)
+                    self._let_go(made)
 
     # -- contexts without a name --------------------------------------------------------------------------------------
 
@@ -288,7 +248,7 @@ class Library:
         entry = self.get(name)
         if entry.units == budget:
             return entry
-        entry, key = self._to_shrink(name, budget), shrunk_key(entry, budget)
+        entry, key = self._to_shrink(name, budget), _shrunk_key(entry, budget)
 
         def make(job: Job) -> None:
             with self._working(job, [entry]):
@@ -297,14 +257,6 @@ class Library:
                 self._index.save_automatic(key, cache, entry.key, entry.root)
 
         return self._made_automatic(key, entry.source, make, cancelled)
-
-    def has_shrunk(self, name: str, budget: int) -> bool:
-        """Return whether a context has no more units than that, or the smaller one is there."""
-        entry = self.get(name)
-        with self._lock:
-            key = shrunk_key(entry, budget)
-            small = self._index.automatic.get(key) or self._leaving.get(key)
-        return budget >= entry.units or (small is not None and small.state == "ready")
 
     def longest(
         self, ids: Sequence[int], base: Entry | None = None, protected: Sequence[Span] = ()
@@ -397,7 +349,7 @@ class Library:
                 f"this takes {wanted:,} bytes, but --kv-memory leaves {self.plan.loaded:,} for contexts in memory and "
                 f"{self.plan.reading:,} for readers; take fewer contexts, shrink them, or start the server with more"
             )
-        with _there(entries), job.holding(self.room if wanted > self.plan.loaded else self.prefixes, wanted):
+        with job.holding(self.room if wanted > self.plan.loaded else self.prefixes, wanted):
             yield
 
     def _reading_bytes(self, entry: Entry, tokens: int) -> int:
@@ -422,7 +374,8 @@ class Library:
                     self._index.examine(entry)
                     return
                 entry.ids.unlink(missing_ok=True)
-                entry.status, entry.message, entry.fault, entry.job = "failed", job.message, job.fault, None
+                entry.status, entry.message = "failed", self._index.told(job.message)
+                entry.fault, entry.job = job.fault, None
                 named = self._index.named
                 failed = sorted((one.created, one.name) for one in named.values() if one.state == "failed")
                 for _, old in failed[:-_FORGOTTEN]:
@@ -433,7 +386,7 @@ class Library:
             self._check_waiting()
             entry = Entry(name, self._index.path(name), source=source, created=time.time())
             self._index.named[name] = entry
-            return _started(entry, Job(make, ended, self._index.told))
+            return _started(entry, Job(make, ended))
 
     def _made_automatic(
         self, key: str, source: str, make: Callable[[Job], None], cancelled: Callable[[], bool]
@@ -458,7 +411,7 @@ class Library:
                 self._check_waiting()
                 path = self._index.path(key, named=False)
                 automatic[key] = Entry(key, path, named=False, source=source, created=time.time())
-                _started(automatic[key], Job(make, ended, self._index.told))
+                _started(automatic[key], Job(make, ended))
             entry = automatic[key]
             if (job := entry.job) is not None:
                 job.wanted += 1
@@ -467,7 +420,9 @@ class Library:
             if job.cancelled and not self._closed:  # by those who wanted it before
                 return self._made_automatic(key, source, make, cancelled)
             if not job.ready:
-                raise Refusal(503 if job.cancelled else job.fault, f"reading this failed: {job.message}")
+                raise Refusal(
+                    503 if job.cancelled else job.fault, f"reading this failed: {self._index.told(job.message)}"
+                )
         with self._lock:
             if key in automatic:
                 automatic.move_to_end(key)
@@ -519,49 +474,22 @@ class Library:
             entry = self._index.named.get(name)
             if entry is not None and entry.state != "failed":
                 doing = "is being read" if entry.going else "is there already"
-                raise Refusal(
-                    409,
-                    f"a context {name} {doing}; choose another name, or delete it first",
-                    param="name",
-                    code="context_exists",
-                )
+                why = f"a context {name} {doing}; choose another name, or delete it first"
+                raise Refusal(409, why, param="name", code="context_exists")
 
     def _check_waiting(self) -> None:
         with self._lock:
             waiting = sum(entry.going for entry in self._index.every())
         if waiting >= self.max_waiting:
-            raise _queue_full(f"{waiting} texts are read or wait for it, and no more may wait")
+            why = f"{waiting} texts are read or wait for it, and no more may wait; try again later"
+            raise Refusal(429, why, code="queue_full", headers={"Retry-After": "10"})
 
     def _to_shrink(self, name: str, budget: int) -> Entry:
         entry = self.get(name)
         if not 1 <= budget < entry.units:
-            raise Refusal(
-                400,
-                f"budget={budget} is not fewer than the {entry.units:,} units of context {name}; give a number from 1 "
-                f"to {entry.units - 1:,}",
-                param="budget",
-            )
+            why = f"budget={budget} is not fewer than the {entry.units:,} units of context {name}; give fewer"
+            raise Refusal(400, why, param="budget")
         return entry
-
-
-@contextmanager
-def _there(entries: Sequence[Entry]) -> Iterator[None]:
-    """Say of what is made of contexts within the block why it fails if one of them goes meanwhile."""
-    try:
-        yield
-    except (ValueError, OSError, SafetensorError) as error:
-        for entry in entries:
-            if not entry.path.exists():
-                raise ValueError(f"context {entry.name} was deleted meanwhile") from error
-        raise
-
-
-def _remove(file: Path) -> None:
-    """Remove a file, or what somebody has put in its place."""
-    if file.is_dir() and not file.is_symlink():
-        shutil.rmtree(file, ignore_errors=True)
-    else:
-        file.unlink(missing_ok=True)
 
 
 def _started(entry: Entry, job: Job) -> Entry:
@@ -570,5 +498,6 @@ def _started(entry: Entry, job: Job) -> Entry:
     return entry
 
 
-def _queue_full(why: str) -> Refusal:
-    return Refusal(429, f"{why}; try again later", code="queue_full", headers={"Retry-After": "10"})
+def _shrunk_key(entry: Entry, budget: int) -> str:
+    # Files of earlier versions, under the digest of other words, do not say where the text ends.
+    return digest(entry.key, f"shrunk to {budget}, with its end")

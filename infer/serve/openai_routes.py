@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
+from openai.types import Completion, Model
+from openai.types.chat import ChatCompletion
 
 from locret.base.fields import shown
 from locret.engines.transformers import Sampling, Written
@@ -22,15 +24,7 @@ from locret.infer.serve.answers import Asked, Piece, TimeLimit
 from locret.infer.serve.prompts import Prompt
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.responses import Answer, ChatForm, CompletionForm, usage
-from locret.infer.serve.schemas import (
-    ChatCompletion,
-    ChatRequest,
-    Completion,
-    CompletionRequest,
-    ErrorBody,
-    Model,
-    Models,
-)
+from locret.infer.serve.schemas import ChatRequest, CompletionRequest
 from locret.infer.serve.state import ServerState, state_of
 
 LEAST_TEMPERATURE = 1e-3
@@ -38,7 +32,7 @@ LEAST_TEMPERATURE = 1e-3
 LONG_BODY = 1 << 16
 """Bytes of a request from which it is tokenised beside long texts, and not in front of short questions."""
 
-router = APIRouter(prefix="/v1", responses={"4XX": {"model": ErrorBody, "description": "What has to change."}})
+router = APIRouter(prefix="/v1", responses={"4XX": {"description": "What has to change, as one sentence."}})
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 
@@ -47,32 +41,17 @@ _log = logging.getLogger(__name__)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation, about a context if one is named."""
     state = state_of(request)
-    if body.top_logprobs and not body.logprobs:
-        raise Refusal(400, "top_logprobs has no effect without logprobs; set logprobs to true", param="top_logprobs")
-    if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
-        raise Refusal(
-            400,
-            f"max_tokens {body.max_tokens} and max_completion_tokens {body.max_completion_tokens} exclude each other; "
-            "drop one of them",
-            param="max_tokens",
-        )
-    form = ChatForm(state.model, state.lm.tokenizer, body.top is not None)
-    return await _Work(request, body, form, 1, partial(state.prompts.of_chat, body)).respond()
+    return await _Work(request, body, ChatForm, 1, partial(state.prompts.of_chat, body)).respond()
 
 
 @router.post("/completions", response_model=Completion)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue a text, or that of a context."""
-    state = state_of(request)
-    if body.best_of not in (None, body.choices):
-        raise Refusal(
-            400, f"best_of {body.best_of} has no effect but with the same n; leave it out, or give n", param="best_of"
-        )
-    form, prompts = CompletionForm(state.model, state.lm.tokenizer, body.top is not None), len(body.prompts)
-    return await _Work(request, body, form, prompts, partial(state.prompts.of_completion, body)).respond()
+    read = partial(state_of(request).prompts.of_completion, body)
+    return await _Work(request, body, CompletionForm, len(body.prompts), read).respond()
 
 
-@router.get("/models", response_model=Models)
+@router.get("/models")
 async def models(request: Request) -> dict[str, Any]:
     """List the models: the one that this server runs."""
     return {"object": "list", "data": [_model(state_of(request))]}
@@ -91,12 +70,8 @@ def _model(state: ServerState) -> dict[str, Any]:
 
 def _check_model(state: ServerState, name: str | None) -> None:
     if name is not None and name != state.model:
-        raise Refusal(
-            404,
-            f"the model {shown(name)} is not served here; use {state.model!r}",
-            param="model",
-            code="model_not_found",
-        )
+        why = f"the model {shown(name)} is not served here; use {state.model!r}"
+        raise Refusal(404, why, param="model", code="model_not_found")
 
 
 class _Work:
@@ -109,15 +84,14 @@ class _Work:
         self,
         request: Request,
         body: ChatRequest | CompletionRequest,
-        form: ChatForm,
+        form: type[ChatForm],
         count: int,
         read: Callable[[Callable[[], bool]], list[Prompt]],
     ) -> None:
-        self.state, self.request, self.body, self.form, self._prompts = state_of(request), request, body, form, read
+        self.state, self.request, self.body, self._prompts = state_of(request), request, body, read
+        self.form = form(self.state.model, self.state.lm.tokenizer, body.top is not None)
         self.answers = [Answer() for _ in range(count * body.choices)]
         self.prompts: list[Prompt] = []
-        self.kept: dict[str, Any] = {}
-        """What stayed of each message, where that is asked for."""
         self._began = time.monotonic()
         self._deadline = self._began + self.state.options.timeout
         self._left = threading.Event()
@@ -127,16 +101,13 @@ class _Work:
         body, pieces = self.body, self.pieces()
         _check_model(self.state, body.model)
         if body.stream_options is not None and not body.stream:
-            raise Refusal(
-                400,
-                "stream_options has no effect without stream; set stream to true, or leave it out",
-                param="stream_options",
-            )
+            why = "stream_options has no effect without stream; set stream to true, or leave it out"
+            raise Refusal(400, why, param="stream_options")
         if body.stream:
             await _unless_gone(self.request, anext(pieces))
             return StreamingResponse(self.events(pieces), media_type="text/event-stream")
         await _unless_gone(self.request, _finished(pieces))
-        return JSONResponse({**self.form.whole(self.answers, usage(self.prompts, self.answers)), **self.kept})
+        return JSONResponse(self.form.whole(self.answers, usage(self.prompts, self.answers)))
 
     async def events(self, pieces: AsyncGenerator[Piece | None, None]) -> AsyncIterator[str]:
         """Yield the answers as server-sent events; what fails on the way is the last one."""
@@ -147,10 +118,8 @@ class _Work:
                 async for piece in pieces:
                     if piece is not None:
                         yield _event(self.form.piece(piece))
-                options = self.body.stream_options
-                if (counted := bool(options and options.include_usage)) or self.kept:
-                    counts = {"usage": usage(self.prompts, self.answers)} if counted else {}
-                    yield _event({**self.form.chunk([]), **counts, **self.kept})
+                if self.body.stream_options is not None and self.body.stream_options.include_usage:
+                    yield _event({**self.form.chunk([]), "usage": usage(self.prompts, self.answers)})
             except Refusal as refusal:
                 yield _event(refusal.body())
                 return
@@ -176,27 +145,19 @@ class _Work:
                         self._take(piece)
                         yield piece
         except TimeLimit:
-            raise Refusal(
-                408,
-                f"the request has taken {state.options.timeout:g} s, which is the most that --timeout allows; ask for "
-                "less, or again later",
-                code="timeout",
-            ) from None
+            why = f"the request has taken {state.options.timeout:g} s, which is the most that --timeout allows"
+            raise Refusal(408, f"{why}; ask for less, or again later", code="timeout") from None
         finally:
             self._left.set()
 
     async def _read(self) -> None:
         """Read what has to be read before the prompts can be answered."""
-        prompts = self.state.prompts
-        long = int(self.request.headers.get("content-length", LONG_BODY)) >= LONG_BODY
-        if self.body.budget is not None and not long:  # a context is made smaller beside long texts, too
-            long = await self._within(partial(prompts.shrinks, self.body), long=False)
+        # A context is made smaller beside long texts, too.
+        long = self.body.budget is not None or int(self.request.headers.get("content-length", LONG_BODY)) >= LONG_BODY
         for draft in await self._within(partial(self._prompts, self._left.is_set), long=long):
-            settled = await self._within(partial(prompts.settled, draft, self._left.is_set), long=draft.long)
-            self.prompts.append(settled)
-            if isinstance(self.body, ChatRequest) and self.body.kept:
-                self.kept = {"kept": await self._within(partial(prompts.kept, settled), long=True)}
-            self.state.metrics.questions.inc(len(settled.rest))
+            settled = partial(self.state.prompts.settled, draft, self._left.is_set)
+            self.prompts.append(await self._within(settled, long=draft.long))
+            self.state.metrics.questions.inc(len(self.prompts[-1].rest))
 
     def _take(self, piece: Piece) -> None:
         answer, metrics = self.answers[piece.choice], self.state.metrics
@@ -241,7 +202,8 @@ class _Work:
             prefix = None if prompt.holder is None else library.prefix(prompt.holder)
             seed = None if body.seed is None else (body.seed + nth) % 2**63
             how: dict[str, Any] = {"end_ids": ends, "sampling": replace(sampling, seed=seed)}
-            return engine.submit(prompt.rest, prefix, max_new_tokens=most, on_token=on_token, **how)
+            submit = partial(engine.submit, prompt.rest, prefix, max_new_tokens=most, **how)
+            return library.turns.giving_way(submit, on_token)
 
         return [partial(begin, nth) for nth in range(body.choices)]
 

@@ -15,15 +15,17 @@ _TYPES = {
 _LONGEST = 500
 
 
-def fault_of(error: OSError) -> int:
-    """Return the HTTP status of what a disk refuses: 507 where it is full, and 503 for all else."""
-    return 507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 503
-
-
 def one_line(error: object) -> str:
     """Return what an error says on one line, cut where it is long."""
     text = " ".join(str(error).split())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def fault_of(error: Exception) -> int:
+    """Return the HTTP status of a failure: 507 for a full disk, 503 for its other troubles, and 400 for all else."""
+    if isinstance(error, OSError):
+        return 507 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 503
+    return 400
 
 
 class Refusal(Exception):
@@ -49,15 +51,3 @@ class Refusal(Exception):
         """Return what the response holds."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
-
-
-def way_out(error: OSError) -> str:
-    """Return what can be done about what a disk refuses."""
-    return "make room on the server's disk" if fault_of(error) == 507 else "look at the server's disk, and ask again"
-
-
-def not_stored(error: OSError) -> Refusal:
-    """Return what to say where the disk does not take a text."""
-    status = fault_of(error)
-    code = "no_space" if status == 507 else None
-    return Refusal(status, f"the text cannot be stored ({error.strerror}); {way_out(error)}", code=code)

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 from locret.engines.transformers import Written
 from locret.infer.serve.answers import HALF_A_CHARACTER, Piece
 from locret.infer.serve.prompts import Prompt
 
-_PRINTED = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-_BYTES = {chr(byte): byte for byte in _PRINTED} | {
-    chr(256 + nth): byte for nth, byte in enumerate(one for one in range(256) if one not in _PRINTED)
-}
-"""The byte that each letter of a byte-level vocabulary stands for: GPT-2's table."""
+_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The byte that each letter of a byte-level vocabulary stands for."""
 
 
 def token_bytes(tokenizer: Any, token: int, text: str) -> list[int]:
@@ -52,7 +51,11 @@ class Answer:
 
 
 def usage(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> dict[str, Any]:
-    """Return the tokens of a request, counted as if each prompt had been given whole."""
+    """Return the tokens of a request, counted as if each prompt had been given whole.
+
+    The details say how many tokens of the prompts had been read before, how many were read for this request, and how
+    many units per KV head stand for them.
+    """
     given, written = sum(one.tokens for one in prompts), sum(one.count for one in answers)
     details = {
         "cached_tokens": sum(one.cached for one in prompts),
@@ -69,13 +72,13 @@ class ChatForm:
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
     def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
-        self.model, self.tokenizer, self.logprobs = model, tokenizer, logprobs
-        self.id, self.created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
+        self.tokenizer, self.logprobs = tokenizer, logprobs
+        self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
     def whole(self, answers: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
         """Return the response with all answers."""
         choices = [self._choice(nth, answer) for nth, answer in enumerate(answers)]
-        return {**self._head(self.name, choices), "usage": counts}
+        return {**self.head, "object": self.name, "choices": choices, "usage": counts}
 
     def opening(self, count: int) -> list[dict[str, Any]]:
         """Return the chunks before the first piece."""
@@ -89,10 +92,7 @@ class ChatForm:
 
     def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return a chunk; without choices it is the last one, which counts tokens."""
-        return self._head(self.chunk_name, choices)
-
-    def _head(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {**self.head, "object": self.chunk_name, "choices": choices}
 
     def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
@@ -146,12 +146,9 @@ class CompletionForm(ChatForm):
             offsets.append(at)
             at += len(text)
         self._offsets[nth] = at
-        return {
-            "tokens": texts,
-            "token_logprobs": [one.logprob for one in tokens],
-            "top_logprobs": [{self._text(token): logprob for token, logprob in one.top} for one in tokens],
-            "text_offset": offsets,
-        }
+        top = [{self._text(token): logprob for token, logprob in one.top} for one in tokens]
+        columns = {"tokens": texts, "token_logprobs": [one.logprob for one in tokens]}
+        return {**columns, "top_logprobs": top, "text_offset": offsets}
 
 
 def _shaped(nth: int, logprobs: Any, finish: str | None, **answer: Any) -> dict[str, Any]:

@@ -7,24 +7,39 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from ipaddress import ip_address
 
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.process_collector import ProcessCollector
 from starlette.requests import HTTPConnection
 
+from locret.engines.transformers import PagedContexts
 from locret.infer.serve.answers import Answers
-from locret.infer.serve.engine import Engine
 from locret.infer.serve.library import Library
-from locret.infer.serve.metrics import Metrics
 from locret.infer.serve.prompts import Prompts
 from locret.infer.serve.serve_options import ServeOptions
 
 SHORT_WORK, LONG_WORK = 4, 16
 """Threads for what takes milliseconds, such as tokenising a question, and for what waits until a text is read."""
+FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+class Metrics:
+    """What one server counts, in a registry of its own: two servers in one process do not add up."""
+
+    def __init__(self) -> None:
+        self.registry = own = CollectorRegistry()
+        ProcessCollector(registry=own)
+        self.requests = Counter("locret_requests", "Requests", ["route", "status"], registry=own)
+        self.questions = Counter("locret_question_tokens", "Tokens of questions", registry=own)
+        self.written = Counter("locret_written_tokens", "Tokens of answers", registry=own)
+        about = "Seconds from a request to the first token of its answer"
+        self.first_token = Histogram("locret_first_token_seconds", about, buckets=FIRST_TOKEN_SECONDS, registry=own)
 
 
 @dataclass(kw_only=True)
 class ServerState:
     """A running server: `state_of(request)` gives it to a route."""
 
-    engine: Engine
+    engine: PagedContexts
     library: Library
     model: str
     """Name of the model in requests and responses."""

@@ -12,11 +12,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from locret.engines.transformers import Written
 
 PATIENCE = 2.0
 """Longest pause for answers, in times of the chunk before it: at least a third of the time is left to reading."""
-_LOOK = 0.1
-"""Seconds after which a reader that waits looks whether it is still wanted."""
+LOOK = 0.1
+"""Seconds after which who waits looks whether it is still wanted."""
 
 
 class Turns:
@@ -24,10 +27,8 @@ class Turns:
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self.patience = patience
-        self.chunks = 0
-        """Chunks that were read."""
-        self.tokens = 0
-        """Tokens that were fed to readers."""
+        self.chunks = self.tokens = 0
+        """Chunks that were read, and tokens that were fed to readers."""
         self._changed = threading.Condition()
         self._waiting: deque[Turn] = deque()
         self._running: Turn | None = None
@@ -49,30 +50,31 @@ class Turns:
         finally:
             turn.let_go()
 
-    def answering(self) -> object:
-        """Take note of an answer that was asked for, and return what it is called."""
+    def giving_way(self, submit: Callable[..., Callable[[], None]], on_token: Callable[[Written], Any]) -> Any:
+        """Begin an answer, and let the readers know of it and of each of its tokens; return what cancels it."""
         answer = object()
-        with self._changed:
-            self._answers[answer] = False
-        return answer
+        self._note(answer, False)
 
-    def stepped(self, answer: object) -> None:
-        """Take note of a token of an answer."""
+        def told(written: Written) -> None:
+            self._note(answer, True if written.finish is None else None)
+            on_token(written)
+
+        try:
+            cancel = submit(on_token=told)
+        except BaseException:
+            self._note(answer, None)
+            raise
+        return lambda: (cancel(), self._note(answer, None))
+
+    def _note(self, answer: object, stepped: bool | None) -> None:
+        """Take note of an answer: it was asked for, has one more token, or (None) has ended."""
         with self._changed:
-            if answer in self._answers:  # one that was cancelled may still have a token
-                self._answers[answer] = self._stepped = True
+            if stepped is None:
+                self._answers.pop(answer, None)
+            elif not stepped or answer in self._answers:  # one that was cancelled may still have a token
+                self._answers[answer] = stepped
+                self._stepped |= stepped
             self._changed.notify_all()
-
-    def ended(self, answer: object) -> None:
-        """Take note that there are no more; idempotent."""
-        with self._changed:
-            self._answers.pop(answer, None)
-            self._changed.notify_all()
-
-    def feed(self, tokens: int) -> None:
-        """Count tokens that a reader takes."""
-        with self._changed:
-            self.tokens += tokens
 
     def _pause(self) -> float:
         """Return how long the next chunk still gives way at most, in seconds."""
@@ -96,7 +98,7 @@ class Turn:
             turns._waiting.append(self)
             try:
                 while turns._waiting[0] is not self or turns._running is not None or turns._pause():
-                    turns._changed.wait(min(turns._pause() or _LOOK, _LOOK))
+                    turns._changed.wait(min(turns._pause() or LOOK, LOOK))
                     self._check()
                 turns._running, self._began = self, time.monotonic()
             finally:

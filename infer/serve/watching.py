@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import psutil
@@ -66,25 +66,20 @@ class _Moment(Collector):
     def collect(self) -> Iterator[Metric]:
         answers, library = self._state.answers, self._state.library
         named, going = library.entries(), sum(entry.going for entry in library.entries())
-        contexts = {
-            "disk": len(named) - going,
-            "automatic": len(library.automatic()),
-            "reading": going,
-            "loaded": len(library.prefixes),
-        }
         parts = _memory(self._state)
         yield GaugeMetricFamily("locret_queue_length", "Answers that wait for their first token", answers.waiting)
         yield GaugeMetricFamily("locret_running_answers", "Answers that are being written", answers.running)
         yield CounterMetricFamily("locret_read_tokens", "Tokens of texts that were read", library.turns.tokens)
         yield CounterMetricFamily("locret_read_chunks", "Chunks that were read", library.turns.chunks)
-        yield _by("where", "locret_contexts", "Contexts by where they are", contexts)
+        automatic, loaded = len(library.automatic()), len(library.prefixes)
+        where = {"disk": len(named) - going, "automatic": automatic, "reading": going, "loaded": loaded}
         planned, used = ({name: part[nth] for name, part in parts.items()} for nth in (0, 1))
-        yield _by("part", "locret_planned_bytes", "Bytes promised at the start, by part", planned)
-        yield _by("part", "locret_used_bytes", "Bytes of the promise in use, by part", used)
-
-
-def _by(label: str, name: str, what: str, values: Mapping[str, int]) -> GaugeMetricFamily:
-    family = GaugeMetricFamily(name, what, labels=[label])
-    for one, value in values.items():
-        family.add_metric([one], value)
-    return family
+        for name, about, label, values in (
+            ("locret_contexts", "Contexts by where they are", "where", where),
+            ("locret_planned_bytes", "Bytes promised at the start, by part", "part", planned),
+            ("locret_used_bytes", "Bytes of the promise in use, by part", "part", used),
+        ):
+            family = GaugeMetricFamily(name, about, labels=[label])
+            for one, value in values.items():
+                family.add_metric([one], value)
+            yield family

@@ -10,7 +10,7 @@ from pathlib import Path
 import locret
 
 ROOT = Path(locret.__file__).resolve().parent.parent
-NAMES = {"yaml": "pyyaml", "python_multipart": "python-multipart", "flash_attn": "flash-attn"}
+NAMES = {"yaml": "pyyaml", "flash_attn": "flash-attn"}
 """Distributions whose name is not that of their module."""
 WITH = {"numpy": "transformers", "tokenizers": "transformers", "triton": "torch", "pydantic": "fastapi"}
 WITH["starlette"] = "fastapi"
@@ -56,4 +56,4 @@ def test_what_the_package_imports_is_a_requirement_or_an_extra() -> None:
         name: path for room in ("locret", "train", "infer", "data") for name, path in imported(ROOT / room).items()
     }
     assert {name: path for name, path in found.items() if name not in installed | COMPARED} == {}
-    assert {"torch", "safetensors", "python-multipart"} <= set(found)
+    assert {"torch", "safetensors", "fastapi"} <= set(found)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import many_clients
+import psutil
 import pytest
-from running import KV_MEMORY, ROOT, load
+from running import KV_MEMORY, ROOT, load, started
 
 from locret import LongContextModel
 from locret.infer.serve.index import Entry
@@ -23,12 +23,12 @@ def serving() -> LongContextModel:
 
 
 @pytest.fixture(scope="session")
-def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """Return the address of a `locret-serve` in a process of its own, and its log."""
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path, psutil.Process]]:
+    """Return the address of a `locret-serve` in a process of its own, its log, and the process."""
     folder = tmp_path_factory.mktemp("process")
-    options = ["--kv-memory", "32MiB", "--max-body", "64KiB", "--max-upload", "1MiB"]
-    with many_clients.serving(folder / "contexts", options) as (url, _):
-        yield url, folder / "server.log"
+    options = ["--kv-memory", "32MiB", "--max-body", "64KiB", "--max-upload", "1MiB", "--name", "checkpoints/tiny"]
+    with (folder / "log").open("w+") as log, started(folder / "contexts", *options, stderr=log) as (child, ready):
+        yield ready["url"].removesuffix("/v1"), folder / "log", psutil.Process(child.pid)
 
 
 @pytest.fixture(scope="session")
@@ -40,7 +40,7 @@ def book() -> str:
 @pytest.fixture
 def library(serving: LongContextModel, tmp_path: Path) -> Iterator[Library]:
     """Return an empty library."""
-    opened = Library(tmp_path / "contexts", serving, MemoryPlan.of(serving, KV_MEMORY), stall=5.0)
+    opened = Library(tmp_path / "contexts", serving, MemoryPlan.of(serving, KV_MEMORY))
     yield opened
     opened.close()
 
@@ -50,10 +50,8 @@ def read() -> Callable[..., Entry]:
     """Return what uploads a text to a library and waits until it has been read."""
 
     def read(library: Library, name: str, text: str, **options: Any) -> Entry:
-        upload = library.upload(name)
-        upload.write(text.encode())
-        upload.end()
-        entry = library.read(name, upload, **options)
+        (file := library.upload(name)).write_text(text, encoding="utf-8")
+        entry = library.read(name, file, **options)
         assert (job := entry.job) is None or job.done.wait(60)
         return entry
 

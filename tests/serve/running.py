@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +19,8 @@ import uvicorn
 
 import locret
 from locret import LongContextModel, RetentionPolicy
+from locret.engines.transformers import PagedContexts
 from locret.infer.serve.app import make_app
-from locret.infer.serve.engine import Engine
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.refusal import Refusal
@@ -78,6 +82,30 @@ def refused(response: Any, status: int) -> str:
     return str(error["message"])
 
 
+MODEL = ["--model", str(ROOT / "checkpoints/tiny"), "--heads", str(ROOT / "checkpoints/tiny-heads"), "--device", "cpu"]
+
+
+@contextmanager
+def started(
+    folder: Path, *options: str, stderr: Any = subprocess.PIPE, **environment: str
+) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """Start a server as a process, and yield it and what it said when it was ready."""
+    line = [sys.executable, "-m", "locret.infer.serve.command", *MODEL, "--contexts", str(folder), "--port", "0"]
+    line += ["--json", *options]
+    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    process = subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=stderr, text=True, cwd=folder.parent, env=surroundings
+    )
+    try:
+        assert process.stdout is not None
+        ready = process.stdout.readline()
+        assert ready, process.communicate(timeout=90)[1]
+        yield process, json.loads(ready)
+    finally:
+        process.kill()
+        process.communicate()
+
+
 class Running:
     """A server that runs, with its state."""
 
@@ -103,7 +131,7 @@ def running(
     if isinstance(library, tuple):
         lm, folder = library
         library = Library(folder, lm, MemoryPlan.of(lm, options.get("kv_memory", "64MiB"), readers=1))
-    engine = Engine(library.lm.model, library.turns, kv_bytes=kv_bytes or library.plan.engine)
+    engine = PagedContexts(library.lm.model, kv_bytes=kv_bytes or library.plan.engine)
     engine.start()
     state = ServerState(engine=engine, library=library, model="tiny", options=ServeOptions(**options))
     place = socket.create_server(("127.0.0.1", 0))

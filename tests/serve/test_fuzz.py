@@ -27,9 +27,9 @@ TURN = itertools.count()
 
 
 @pytest.fixture(scope="module")
-def api(process: tuple[str, Path]) -> Iterator[Any]:
+def api(process: tuple[str, Path, Any]) -> Iterator[Any]:
     """Return the schema of a server that has read a text."""
-    url, log = process
+    url, log, _ = process
     text = BOOK.read_bytes()[:3000]
     assert httpx.post(f"{url}/v1/contexts?name=known&wait=true", content=text, timeout=60).status_code == 201
     yield schemathesis.openapi.from_url(f"{url}/openapi.json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,11 @@ from running import until
 
 from locret import LongContextModel, RetentionPolicy
 from locret.engines.prefix import Prefix
-from locret.engines.transformers import PagedContexts, Written
-from locret.infer.serve.engine import Engine
-from locret.infer.serve.jobs import Room
+from locret.engines.transformers import Written
 from locret.infer.serve.library import Library
+from locret.infer.serve.memory import Room
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.turns import Turns
-from locret.infer.serve.upload import Upload
 
 MIB = 1 << 20
 
@@ -72,14 +70,18 @@ def test_who_lets_go_waits_for_nobody_and_is_waited_for_by_nobody() -> None:
 
 
 def test_a_chunk_gives_way_until_every_answer_has_begun_and_one_went_on() -> None:
-    turns, order, answers = Turns(patience=1000.0), list[int](), list[object]()
+    turns, order, cancels, told = Turns(patience=1000.0), list[int](), list[Any](), list[Any]()
+
+    def submit(on_token: Any) -> Callable[[], None]:
+        told.append(lambda: on_token(Written(5)))
+        return wait
 
     def read() -> None:
         with turns.turn(wait) as turn:
             for chunk in range(3):
                 order.append(chunk)
                 time.sleep(0.01)
-                answers.extend(turns.answering() for _ in range(0 if chunk else 2))  # while the first one is read
+                cancels.extend(turns.giving_way(submit, lambda _: None) for _ in range(0 if chunk else 2))
                 turn.chunk()
 
     def read_in_a_while() -> int:
@@ -88,28 +90,27 @@ def test_a_chunk_gives_way_until_every_answer_has_begun_and_one_went_on() -> Non
 
     thread = threading.Thread(target=read)
     thread.start()
-    until(lambda: len(answers) == 2)
-    first, second = answers
+    until(lambda: len(cancels) == 2)
+    first, second = told
     assert read_in_a_while() == 1
-    turns.stepped(first)
+    first()
     assert read_in_a_while() == 1  # the second has no token yet
-    turns.stepped(second)
+    second()
     until(lambda: len(order) == 2)
     assert read_in_a_while() == 2  # one chunk for one step
-    turns.stepped(first)
+    first()
     until(lambda: len(order) == 3)
-    for answer in (first, second, second):
-        turns.ended(answer)
+    for cancel in (*cancels, cancels[1]):
+        cancel()
     thread.join(5)
     assert not thread.is_alive()
 
 
 def test_reading_goes_on_beside_an_answer_that_never_begins() -> None:
     turns, order = Turns(patience=2.0), list[str]()
-    stuck = turns.answering()
+    turns.giving_way(lambda on_token: wait, lambda _: None)
     chunks(turns, "a", 5, order).join(5)
     assert len(order) == 5
-    turns.ended(stuck)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -129,21 +130,17 @@ def test_one_who_is_not_wanted_any_more_leaves_the_line() -> None:
     assert order == []
 
 
-def test_an_engine_lets_the_readers_know_of_its_answers(
-    serving: LongContextModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Any] = []
+def test_readers_know_of_answers_and_of_each_of_their_tokens() -> None:
+    turns, told, written = Turns(), list[Any](), list[Written]()
 
-    def submit(self: Any, ids: Any, prefix: Any = None, **options: Any) -> Callable[[], None]:
-        if not options["max_new_tokens"]:
-            raise ValueError("no")
-        told.append(options["on_token"])
+    def submit(on_token: Any) -> Callable[[], None]:
+        told.append(on_token)
         return lambda: told.append("cancelled")
 
-    monkeypatch.setattr(PagedContexts, "submit", submit)
-    turns, written = Turns(), list[Written]()
-    engine = Engine(serving.model, turns, kv_bytes=4 * MIB)
-    cancel = engine.submit([1], max_new_tokens=2, on_token=written.append)
+    def refuse(on_token: Any) -> Callable[[], None]:
+        raise ValueError("no")
+
+    cancel = turns.giving_way(submit, written.append)
     assert list(turns._answers.values()) == [False]
     told[-1](Written(5))
     assert list(turns._answers.values()) == [True]
@@ -151,13 +148,11 @@ def test_an_engine_lets_the_readers_know_of_its_answers(
     assert not turns._answers
     assert [one.token for one in written] == [5, 6]
     cancel()
-    assert told[-1] == "cancelled"
-    engine.submit([1], max_new_tokens=2, on_token=written.append)()
+    turns.giving_way(submit, written.append)()
     told[-2](Written(7))  # a token that was under way when it was cancelled
-    assert not turns._answers
     with pytest.raises(ValueError, match="no"):
-        engine.submit([1], max_new_tokens=0, on_token=written.append)
-    assert not turns._answers
+        turns.giving_way(refuse, written.append)
+    assert (told[1], turns._answers) == ("cancelled", {})
 
 
 # -- bytes that jobs share --------------------------------------------------------------------------------------------
@@ -181,39 +176,6 @@ def test_jobs_wait_for_room_in_the_order_they_came() -> None:
     assert (order, room.used) == ([9, 3], 0)
     with pytest.raises(ValueError, match="takes 11 bytes, but --kv-memory leaves 10"), room.taken(11, wait):
         pass
-
-
-# -- uploads ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def upload(tmp_path: Path) -> Iterator[Upload]:
-    """Return an upload of at most 1,000 bytes that is given up after a moment without any."""
-    upload = Upload(tmp_path / "upload", most=1000, stall=0.3)
-    yield upload
-    upload.remove()
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
-def test_a_text_comes_as_it_was_however_it_is_cut(upload: Upload, size: int) -> None:
-    text = "\ufeffGrüße,\r\nein Text\rvon 三 Zeilen 𝒳.\n"
-    data = text.encode()
-    for at in range(0, len(data), size):
-        upload.write(data[at : at + size])
-    upload.end()
-    assert "".join(upload.pieces(wait)) == "Grüße,\nein Text\nvon 三 Zeilen 𝒳.\n"
-    assert upload.written == upload.given == len(data)
-
-
-def test_an_upload_that_stalls_ends_its_reading_and_says_so_once(upload: Upload) -> None:
-    upload.write(b"one")
-    pieces = upload.pieces(wait)
-    assert next(pieces) == "one"
-    for call in (lambda: next(pieces), lambda: upload.write(b"two"), lambda: upload.fail("another") or upload.check()):
-        with pytest.raises(ValueError, match="nothing of the text came for 0.3 seconds"):
-            call()
-    assert upload.fault == 408
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -295,16 +257,13 @@ def test_moving_and_joining_contexts_take_what_was_planned(
     assert peak_bytes(lambda: serving.load(path).shrink(16)) <= _COPIES * size
 
 
-def test_uploads_side_by_side_stay_within_the_plan_and_go_on_together(library: Library, book: str) -> None:
-    entries, uploads = [], []
-    for name in "abc":
-        upload = library.upload(name)
-        upload.write((book * 3).encode())
-        uploads.append(upload)
-        entries.append(library.read(name, upload))
+def test_texts_side_by_side_stay_within_the_plan_and_go_on_together(library: Library, book: str) -> None:
+    entries = []
+    with library.turns.turn(wait):  # until all are there
+        for name in "abc":
+            (file := library.upload(name)).write_text(book * 3)
+            entries.append(library.read(name, file))
     seen: list[tuple[int, ...]] = []
-    for upload in uploads:
-        upload.end()
     while any(entry.state in ("waiting", "reading") for entry in entries):
         assert library.room.used <= library.plan.reading
         if (now := tuple(entry.progress.tokens for entry in entries)) not in seen:

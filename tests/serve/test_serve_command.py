@@ -4,53 +4,29 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from running import ROOT, text_with
+from running import MODEL, ROOT, started, text_with
 
 from locret.infer.serve.command import _listening, command
 from locret.infer.serve.serve_options import ServeOptions
 
-MODEL = ["--model", str(ROOT / "checkpoints/tiny"), "--heads", str(ROOT / "checkpoints/tiny-heads"), "--device", "cpu"]
 SMALL = ["--budget", "64", "--chunk-size", "128", "--kv-memory", "64MiB"]
-
-
-@contextmanager
-def started(folder: Path, *options: str, **environment: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """Start a server, and yield its process and what it said when it was ready."""
-    line = [sys.executable, "-m", "locret.infer.serve.command", *MODEL, *SMALL]
-    line += ["--contexts", str(folder), "--port", "0", "--json", "--name", "tiny", *options]
-    surroundings = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
-    process = subprocess.Popen(
-        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=surroundings
-    )
-    try:
-        assert process.stdout is not None
-        ready = process.stdout.readline()
-        assert ready, process.communicate(timeout=90)[1]
-        yield process, json.loads(ready)
-    finally:
-        process.kill()
-        process.communicate()
+TINY = [*SMALL, "--name", "tiny"]
 
 
 @pytest.mark.slow
 def test_a_server_answers_and_ends_as_it_is_told(tmp_path: Path) -> None:
     messages: list[Any] = [{"role": "user", "content": f"{text_with(43600)}\n\nWhat is the pass key?"}]
     endless: dict[str, Any] = {"model": "tiny", "prompt": "Paris " * 24, "stream": True}
-    with started(tmp_path / "contexts", "--drain", "4", LOCRET_API_KEY="sesame") as (process, ready):
+    with started(tmp_path / "contexts", *TINY, "--drain", "4", LOCRET_API_KEY="sesame") as (process, ready):
         client = openai.OpenAI(base_url=ready["url"], api_key="sesame", max_retries=0)
         answer = client.chat.completions.create(model="tiny", messages=messages)
         assert answer.choices[0].message.content == "The pass key is 43600."
@@ -71,7 +47,7 @@ def test_a_server_answers_and_ends_as_it_is_told(tmp_path: Path) -> None:
 
 def test_a_server_that_drains_says_so_to_new_connections(tmp_path: Path) -> None:
     body = {"prompt": "Paris " * 24, "stream": True, "max_tokens": 8000}
-    with started(tmp_path / "contexts", "--drain", "30") as (process, ready):
+    with started(tmp_path / "contexts", *TINY, "--drain", "30") as (process, ready):
         url = ready["url"]
         health = url.replace("/v1", "/healthz")
         assert httpx.get(health).json() == {"status": "ready"}
@@ -123,29 +99,6 @@ def test_a_port_that_is_taken_is_said_before_anything_is_loaded(tmp_path: Path) 
         port = str(taken.getsockname()[1])
         with pytest.raises(ValueError, match=rf"--port {port} at --host 127.0.0.1 cannot be had \(Address already in"):
             command(["--model", str(ROOT / "checkpoints/tiny-heads"), "--contexts", str(tmp_path), "--port", port])
-
-
-def test_a_model_is_served_under_the_name_it_was_given(tmp_path: Path) -> None:
-    messages: list[Any] = [{"role": "user", "content": "What is the pass key?"}]
-    line = [sys.executable, "-m", "locret", "serve", "checkpoints/tiny", *MODEL[2:], *SMALL, "--port", "0", "--json"]
-    process = subprocess.Popen(
-        line, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}
-    )  # where there is no such folder
-    try:
-        assert process.stdout is not None
-        client = openai.OpenAI(base_url=json.loads(process.stdout.readline())["url"], api_key="any", max_retries=0)
-        assert [one.id for one in client.models.list()] == ["checkpoints/tiny"]
-        text = text_with(43600)
-        httpx.post(f"{client.base_url}contexts?name=book&wait=true", content=text, timeout=90).raise_for_status()
-        answer = client.chat.completions.create(
-            model="checkpoints/tiny", messages=messages, extra_body={"context": "book"}
-        )
-        assert answer.choices[0].message.content == "The pass key is 43600."
-        with pytest.raises(openai.NotFoundError, match="'gpt' is not served here; use 'checkpoints/tiny'"):
-            client.chat.completions.create(model="gpt", messages=messages)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 @pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux cuts off who does not read")

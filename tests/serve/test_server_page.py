@@ -27,9 +27,9 @@ def block(language: str, containing: str) -> str:
     return found
 
 
-def test_the_examples_answer(process: tuple[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_examples_answer(process: tuple[str, Path, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    url, _ = process
+    url, _, _ = process
     for line in block("bash", "curl").replace("\\\n", " ").splitlines():
         words = shlex.split(line.replace(ADDRESS, url))
         printed = subprocess.run([*words, "-s", "-S", "--fail-with-body"], capture_output=True, text=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, HTTPException, Response
+from fastapi.responses import FileResponse
 
 router = APIRouter(include_in_schema=False)
 
@@ -17,21 +18,12 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
-_FOLDER = Path(__file__).parent
 
 
-_FILES = {
-    "/": ("index.html", "html"),
-    "/page/page.css": ("page.css", "css"),
-    "/page/page.js": ("page.js", "javascript"),
-}
-
-
-def _route(path: str, name: str, kind: str) -> None:
-    @router.get(path)
-    def send() -> Response:
-        return Response((_FOLDER / name).read_bytes(), media_type=f"text/{kind}", headers=HEADERS)
-
-
-for _path, _file in _FILES.items():
-    _route(_path, *_file)
+@router.get("/")
+@router.get("/page/{name}")
+def send(name: str = "index.html") -> Response:
+    """Return a file of the page."""
+    if name not in ("index.html", "page.css", "page.js"):
+        raise HTTPException(404)
+    return FileResponse(Path(__file__).parent / name, headers=HEADERS)
