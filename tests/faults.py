@@ -315,9 +315,9 @@ FAULTS = (
     ),
     Fault(
         "a-file-of-another-dtype",
-        "locret/cache/saved_units.py",
-        "if found != shape or dtype not in dtypes:",
-        "if found != shape:",
+        "locret/cache/schema.py",
+        "if not same or dtype not in rule.dtypes:",
+        "if not same:",
         "load_cache: a column of another type is refused",
         "tests/core/test_damaged_caches.py tests/core/test_saved_caches.py",
     ),

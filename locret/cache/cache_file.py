@@ -38,19 +38,19 @@ from locret.cache.layer import HOST
 from locret.cache.over_ranks import own_state, whole_state
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
-from locret.cache.saved_units import (
+from locret.cache.schema import (
     MOST_TOKENS,
     Reading,
     check_counters,
     check_shapes,
-    check_units,
+    check_values,
     checksum,
-    dtype_name,
     dtype_of,
-    of_a_ledger,
+    rules_of,
 )
 from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.cache.trail import NEWEST_FEATURES
+from locret.cache.units import DTYPES
 from locret.heads.fingerprint import any_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import RetentionPolicy
@@ -101,7 +101,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
         "vocab_size": unwrap(cache.model).config.get_text_config().vocab_size,
         "rotary": rotary_parameters(find_decoder(cache.model)) | cache.unrotated(),
         "scorer": _identity(cache),
-        "columns": {name: dtype_name(dtype) for name, dtype in cache.scorer.columns.items()},
+        "columns": {name: DTYPES.get(dtype, str(dtype)) for name, dtype in cache.scorer.columns.items()},
         **numbers,
     }
     text, units = json.dumps(state), {name: tensor.cpu() for name, tensor in tensors.items()}
@@ -345,7 +345,7 @@ def _described(scorer: Mapping[str, Any]) -> str:
 
 def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCache) -> dict[str, Tensor]:
     """Read the tensors of a file that is to be loaded into a cache."""
-    ours = {name: dtype_name(dtype) for name, dtype in cache.scorer.columns.items()}
+    ours = {name: DTYPES.get(dtype, str(dtype)) for name, dtype in cache.scorer.columns.items()}
     columns = state.get("columns", ours)
     if not isinstance(columns, dict) or not all(isinstance(dtype, str) for dtype in columns.values()):
         raise ValueError("its columns are not named; save the cache again")
@@ -356,9 +356,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
     reading = Reading(
         backbone=cache.whole,
         ragged=cache.policy.head_budgets != "uniform",
-        compact=cache.policy.positions == "compact",
         vocab_size=config.vocab_size,
-        hidden_size=config.hidden_size,
         columns=columns,
         forms=forms_of(cache.policy, len(cache.backbone.layers)),
         host_budget=cache.policy.host_budget,
@@ -382,16 +380,18 @@ def _checked_units(path: str | Path, state: Mapping[str, Any], reading: Reading)
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             shapes = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
-            check_shapes({name: shape for name, shape in shapes.items() if not of_a_ledger(name)}, state, reading)
+            rules = rules_of(state, reading)
+            # Earlier versions remembered more for evidence.
+            kept = {name: shape for name, shape in shapes.items() if not name.endswith(".ledger")}
+            check_shapes(kept, rules)
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in shapes}
             metadata = file.metadata()
-        kept = {name: tensor for name, tensor in tensors.items() if not of_a_ledger(name)}
-        check_units(kept, state, reading)
+        check_values({name: tensors[name] for name in kept}, rules, state)
         if "checksum" in metadata and checksum(metadata["state"], tensors) != metadata["checksum"]:
             raise ValueError("its checksum is another")
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
-    return kept
+    return {name: tensors[name] for name in kept}
 
 
 def read_prefix(
@@ -410,7 +410,7 @@ def read_prefix(
     try:
         policy, backbone, rotary = _described_alone(state)
         check_prefix(policy, backbone, {counters["fill"] for counters in state["layers"]}, rotary, host=False)
-        tensors = _checked_units(path, state, _reading_alone(path, policy, backbone, state))
+        tensors = _checked_units(path, state, _reading_alone(policy, backbone, state))
         check_one_row(len(tensors["layers.0.keys"]))
         units = [_prefix_of(nth, tensors, state, policy, backbone) for nth in range(backbone.num_layers)]
         keys, values = (tuple(_copied(states[nth][0].transpose(0, 1)) for states in units) for nth in range(2))
@@ -441,26 +441,15 @@ def _described_alone(state: Mapping[str, Any]) -> tuple[RetentionPolicy, Backbon
     return policy, backbone, rotary
 
 
-def _reading_alone(path: str | Path, policy: RetentionPolicy, backbone: Backbone, state: Mapping[str, Any]) -> Reading:
+def _reading_alone(policy: RetentionPolicy, backbone: Backbone, state: Mapping[str, Any]) -> Reading:
     """Return what the units of a file must agree with where no backbone says it."""
-    with safe_open(path, framework="pt") as file:
-        names = file.keys()
-        wide = (file.get_slice("rows._context").get_shape() or [0])[-1] if "rows._context" in names else 0
-        windows = {
-            index: file.get_slice(name).get_shape()[2]
-            for index in backbone.layers
-            if (name := f"layers.{index}.{HOST}queries") in names and len(file.get_slice(name).get_shape()) == 4
-        }
     return Reading(
         backbone=backbone,
         ragged=policy.head_budgets != "uniform",
-        compact=policy.positions == "compact",
         vocab_size=state["vocab_size"],
-        hidden_size=wide,
         columns=state["columns"],
         forms=forms_of(policy, len(backbone.layers)),
         host_budget=policy.host_budget,
-        windows=windows,
     )
 
 
@@ -598,7 +587,7 @@ def read_saved(path: str | Path) -> SavedCache:
     state, notes = _header(path, CONTEXT_WRITERS)
     try:
         policy, backbone, _ = _described_alone(state)
-        tensors = _checked_units(path, state, _reading_alone(path, policy, backbone, state))
+        tensors = _checked_units(path, state, _reading_alone(policy, backbone, state))
     except (ValueError, SafetensorError) as error:
         raise ValueError(f"{path}: {error}") from error
     return SavedCache(state, notes, backbone, policy, tensors)

@@ -243,22 +243,6 @@ class Form:
         frames = 2 * torch.float32.itemsize * (self.keys.framed * head_dim + self.values.framed * wide)
         return self.recent * (head_dim + wide) * element_size + COUNT.itemsize + frames
 
-    def shapes(
-        self, units: tuple[int, int, int], head_dim: int, value_dim: int
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of what a store of so many units holds in codes, and of what goes with codes."""
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for name, coder, dim in (("key", self.keys, head_dim), ("value", self.values, value_dim)):
-            if coder.exact:
-                continue
-            shapes[f"{name}s"] = ((*units, packed_bytes(dim, coder.bits)), torch.uint8)
-            shapes[f"{name}_scales"] = ((*units, 2 * coder.rounding.groups(dim)), SCALE)
-            if coder.framed:
-                shapes[f"{name}_frame"] = ((*units[:2], 2, dim), torch.float32)
-        if self.placed:
-            shapes["places"] = (units, PLACE)
-        return {**shapes, "exact": (units[:2], COUNT)}
-
 
 def form_of(policy: RetentionPolicy, nth: int, layers: int) -> Form | None:
     """Return how the `nth` of the full-attention layers holds its units in the fast tier; None: as they are.

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from locret.backbone.attention import View
-from locret.cache.units import Units
+from locret.cache.units import FLOATS, ROW_START, Rule, Saved, Units
 
 
 class SlidingLayer(Units, DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -23,6 +23,14 @@ class SlidingLayer(Units, DynamicSlidingWindowLayer):  # type: ignore[misc]
     def __init__(self, sliding_window: int) -> None:
         super().__init__(sliding_window=sliding_window + 1)
         self._reach: View | None = None
+
+    @classmethod
+    def schema(cls, saved: Saved) -> dict[str, Rule]:
+        """See `Units`; there is one token less once the newest was taken back."""
+        head = ("rows", saved.shape.num_kv_heads, f"window {saved.index}")
+        wide = {"keys": saved.shape.head_dim, "values": saved.shape.value_dim}
+        rules = {name: Rule((*head, dim), FLOATS) for name, dim in wide.items()}
+        return {**rules, ROW_START: Rule(("rows",), ("I64",), 0, saved.seen, needed=False)}
 
     @property
     def holders(self) -> dict[str, Units]:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import locret
 from locret import LongContextModel, RetentionPolicy, read_notes
-from locret.cache.saved_units import checksum
+from locret.cache.schema import checksum
 from locret.conversation.saved import SavedContext
 from locret.engines.prefix import Prefix
 from locret.infer.context_command import command

@@ -18,7 +18,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
-from locret.cache.saved_units import checksum
+from locret.cache.schema import checksum
 
 POLICY = {"budget": 16, "chunk_size": 12, "stabilizers": 4, "local_len": 4}
 SCORERS = {"dense": "key_norm", "ragged": "key_norm", "sliding": "random", "tokens": "sirllm", "tiers": "key_norm"}

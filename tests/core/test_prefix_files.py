@@ -17,7 +17,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
-from locret.cache.saved_units import checksum
+from locret.cache.schema import checksum
 from locret.engines.prefix import Prefix
 
 NUMBERS = {"budget": 16, "chunk_size": 12, "stabilizers": 4, "local_len": 4}

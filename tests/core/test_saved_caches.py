@@ -12,7 +12,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, read_notes, save_cache
-from locret.cache.saved_units import checksum
+from locret.cache.schema import checksum
 
 FOLDER = Path(__file__).with_name("saved_caches")
 ANSWERS = json.loads((FOLDER / "answers.json").read_text())
