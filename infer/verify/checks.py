@@ -1,36 +1,27 @@
-"""The checks themselves; `suite.CHECKS` says what each compares, and what a failure means."""
+"""The checks: each says what it compares, and in a second paragraph what a failure means and the way out."""
 
 # N tokens, T tokens of an answer, E hidden size, K KV heads, V vocabulary
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, load_cache, prefill, save_cache, scorers
-from locret.backbone.adapters import attention_modules, compute_dtype
-from locret.backbone.chunk import PROJECTIONS, Attended, Chunk
+from locret import RetentionCache, RetentionPolicy, load_cache, prefill, save_cache, scorers
+from locret.backbone.adapters import compute_dtype
+from locret.backbone.chunk import Attended
 from locret.cache.limits import planned_bytes, planned_host_bytes
 from locret.infer.verify import FAILED, OK, REFUSED, NotHere, Row
 from locret.infer.verify.replay import Block, recorded, replay, run_backbone
 from locret.infer.verify.subject import FACTOR, NEW_TOKENS, Answer, Apart, Subject, apart, kept_by_head, scores_by_head
-from locret.labels import kinds
-from locret.labels.labels import layer_labels, observe
-from locret.lookups import Ask
-from locret.policy.policy import EVERYTHING
+from locret.labels.labels import observe
 from locret.policy.schedule import lookahead
-from locret.scorers import Rated, RetainingHeadScorer, Scorer
-
-SHARE = 0.1
-"""What part of the units counts as the best."""
+from locret.scorers import RetainingHeadScorer
 
 
 def row(
@@ -74,6 +65,10 @@ def equal(compared: str, one: Mapping[str, Any], other: Mapping[str, Any], why: 
 
 
 def backbone(subject: Subject) -> Iterator[Row]:
+    """The backbone by itself: finite numbers, and how much rounding alone changes.
+
+    It computes NaN or infinity itself, so nothing else was checked; give --dtype float32 or bfloat16, or mend it.
+    """
     unsound = subject.unsound
     yield row("its hidden states and logits are numbers", not unsound, unsound or "finite", "finite")
     if not unsound:
@@ -84,6 +79,10 @@ def backbone(subject: Subject) -> Iterator[Row]:
 
 
 def full_budget(subject: Subject) -> Iterator[Row]:
+    """Nothing evicted: all tokens in both position modes and uneven chunks, and an answer, and the backbone's own.
+
+    Even a cache with room for everything computes something else, so do not use this backbone here.
+    """
     size, uneven, wrong = subject.policy.chunk_size, subject.tokens // 3 + 1, 0
     for positions, chunk in (("compact", size), ("original", size), (subject.policy.positions, uneven)):
         policy = subject.roomy(positions=positions, chunk_size=chunk)
@@ -103,6 +102,10 @@ def full_budget(subject: Subject) -> Iterator[Row]:
 
 
 def batch(subject: Subject) -> Iterator[Row]:
+    """Rows of different length in one batch, left-padded, and each row alone.
+
+    A row depends on the rows beside it, so read and answer one text at a time.
+    """
     tokens, by_place = subject.tokens, scorers.get("streaming", sinks=2)
     texts = [subject.ids[0], subject.ids[0].roll(tokens // 2)[: tokens - tokens // 5]]
     small = subject.roomy().changed(budget=subject.policy.budget, stabilizers=subject.policy.stabilizers)
@@ -136,86 +139,36 @@ def missing(heads: Sequence[Tensor], wanted: range) -> int:
 
 
 def budget(subject: Subject) -> Iterator[Row]:
+    """After every chunk: as many units as the budget, and those that stay whatever their score.
+
+    What is kept is not what the policy says, so memory may grow, or the first or newest tokens go; do not use it.
+    """
     read, policy, scorer = subject.read(), subject.policy, subject.scorer
     gone, why = subject.tokens - mean_held(kept_by_head(read.cache)), "a text longer than the budget must lose units"
     yield row(f"units evicted of {subject.tokens:,} per KV head", gone > 0, f"{gone:,.0f}", "more than 0", why)
     if policy.when == "prompt_end" or policy.recalls_blocks:  # nothing is evicted before the end; or by other rules
         return
     yield most("units per KV head after a chunk", max(mean_held(kept) for _, kept in read.steps), policy.budget)
-    if policy.memory == "fixed" and policy.layer_budgets == policy.head_budgets == "uniform":
+    plain = policy.memory == "fixed" and policy.layer_budgets == policy.head_budgets == "uniform"
+    if plain:
         after = [(min(seen, policy.budget), head) for seen, kept in read.steps for heads in kept for head in heads]
         yield most("KV heads that hold other than the budget", sum(len(head) != units for units, head in after))
-    newest = first = 0
-    for number, (seen, kept) in enumerate(read.steps, start=1):
-        for heads in kept:
-            budget = sum(map(len, heads)) // len(heads)
-            asked = policy.stabilizers if policy.memory == "fixed" else min(policy.stabilizers, budget // 2)
-            if policy.head_budgets == "shares":  # small heads have less room
-                asked = min(policy.stabilizers, min(map(len, heads)) // 4)
-            asked = 0 if number == len(read.steps) else asked
-            recent = min(max(asked, min(budget, scorer.recent(policy.budget))), seen)
-            newest += missing(heads, range(seen - recent, seen))
-            first += missing(heads, range(min(scorer.sink_tokens(budget, recent), seen)))
-    yield most("stabilizers, the newest units after a chunk, that are lost", newest)
-    yield most(f"first tokens of the text that {scorer.name} keeps, and that are lost", first)
+        recent = max(policy.stabilizers, min(policy.budget, scorer.recent(policy.budget)))
+        first, newest = range(scorer.sink_tokens(policy.budget, recent)), 0
+        for seen, kept in read.steps[:-1]:
+            newest += sum(missing(heads, range(max(0, seen - recent), seen)) for heads in kept)
+        yield most("stabilizers, the newest units after a chunk, that are lost", newest)
+        lost = sum(missing(heads, first) for _, kept in read.steps for heads in kept)
+        yield most(f"first tokens of the text that {scorer.name} keeps, and that are lost", lost)
     local = range(read.steps[-1][0], read.cache.seen)
     yield most("local tokens that are lost", sum(missing(heads, local) for heads in kept_by_head(read.cache)))
 
 
-def scores(subject: Subject) -> Iterator[Row]:
-    policy, scorer = subject.plain_policy, subject.scorer
-    if policy.recalls_blocks or scorer.needs_hidden:
-        raise NotHere(f"units are not rated layer by layer with recall_by={policy.recall_by}, scorer {scorer.name}")
-    said: dict[int, Tensor] = {}
-    before: list[list[Tensor]] = []
-    count = stale = worse = seen = 0
-
-    def look(cache: RetentionCache) -> None:
-        """Compare what is held after a chunk with what was said."""
-        nonlocal before, count, stale, worse, seen
-        kept, held = kept_by_head(cache), scores_by_head(cache)
-        for nth, index in enumerate(cache.backbone.layers):
-            for head, (positions, own) in enumerate(zip(kept[nth], held[nth], strict=True)):
-                table, old = said[index][head], before[nth][head] if before else positions[:0]
-                count, stale = count + len(own), stale + int((table[positions] != own).sum())
-                candidates = torch.cat([old, torch.arange(seen, cache.seen)])
-                gone = candidates[~torch.isin(candidates, positions)]
-                # What may be protected; a unit that is not, and stayed, must have earned it.
-                recent = max(policy.stabilizers, min(len(positions), scorer.recent(policy.budget)))
-                first = scorer.sink_tokens(len(positions), recent)
-                free = positions[(positions >= first) & (positions < cache.seen - recent)]
-                worse += int((table[gone] > table[free].min()).sum()) if len(free) else 0
-        before, seen = kept, cache.seen
-
-    subject.read(policy, scorer=_heard(subject, said), on_chunk=look)
-    if scorer.causal:
-        what = f"scores of {count:,} units held after a chunk that are not what {scorer.name} said of them"
-        yield most(what, stale, why="exact: a unit is rated once")
-    if policy.when == "chunk":
-        why = "exact: the best by score stay, besides those that are protected"
-        yield most("units that went although their head kept one with a lower score", worse, why=why)
-
-
-def _heard(subject: Subject, said: dict[int, Tensor]) -> Scorer:
-    """Return the same scorer, which also notes what it said of every unit last, (K, N) per layer."""
-    scorer = subject.scorer
-
-    def score(chunk: Chunk) -> Tensor | Rated:
-        rated: Tensor | Rated = scorer.score(chunk)
-        scores = (rated.scores if isinstance(rated, Rated) else rated)[0].detach().float().cpu()
-        heads = subject.backbone.shape(chunk.layer_idx).num_kv_heads
-        if len(scores) != heads:
-            raise NotHere(f"scorer {scorer.name} rates one KV head after another here")
-        table = said.setdefault(chunk.layer_idx, torch.full((heads, subject.tokens), torch.nan))
-        table.scatter_(1, chunk.unit_positions[0, :, -scores.shape[1] :].expand(scores.shape).cpu().long(), scores)
-        return rated
-
-    twin = copy.copy(scorer)
-    object.__setattr__(twin, "score", score)  # its options are frozen
-    return twin
-
-
 def eviction(subject: Subject) -> Iterator[Row]:
+    """Reading and answering with eviction, and a plain pass in which every token sees the units kept for it.
+
+    Answers are made of something else than the kept units; use the --positions whose row is ok, if one is.
+    """
     policy = subject.plain_policy
     if policy.recalls_blocks:
         raise NotHere(f"recall_by={policy.recall_by} recalls blocks while it reads, which is not replayed")
@@ -227,16 +180,14 @@ def eviction(subject: Subject) -> Iterator[Row]:
         yield Row(status=REFUSED, compared=f"positions {other.positions}", why=f"refused: {error}")
 
 
-def _replayed(subject: Subject, policy: RetentionPolicy, *, everything: bool = False) -> Row:
-    """Compare an answered read with its replay; with `everything` the last tokens saw all that came before."""
+def _replayed(subject: Subject, policy: RetentionPolicy) -> Row:
+    """Compare an answered read with its replay."""
     read = subject.read(policy, new_tokens=NEW_TOKENS)
     tokens, kept = subject.tokens, kept_by_head(read.cache)
     bounds = [0, *(seen for seen, _ in read.steps), tokens - 1, tokens + NEW_TOKENS - 1]
     saw = [[[torch.empty(0, dtype=torch.long)] * len(heads) for heads in kept], *(held for _, held in read.steps)]
     # The prompt's last token is fed again, with the answer.
     saw.append([[head[head < tokens - 1] for head in heads] for heads in kept])
-    if everything:
-        saw[-2:] = [[[torch.arange(end)] * len(heads) for heads in kept] for end in bounds[-3:-1]]
     answer = subject.answer(read.cache)
     ids = subject.on_device(torch.cat([subject.ids, answer.ids[:, :-1]], dim=1))
     blocks = [Block(*each) for each in zip(bounds[:-1], bounds[1:], saw, strict=True) if each[0] < each[1]]
@@ -250,48 +201,11 @@ def _replayed(subject: Subject, policy: RetentionPolicy, *, everything: bool = F
     return close(what, apart(torch.cat([read.states[: tokens - 1], answer.states[0]]), expected, noise))
 
 
-def second_tier(subject: Subject) -> Iterator[Row]:
-    policy = subject.policy
-    if policy.host_budget is None:
-        raise NotHere("the policy has no second tier (--host-budget)")
-    cache, short, doubled = subject.read(new_tokens=NEW_TOKENS).cache, 0, 0
-    gains: list[Tensor] = []
-    for near, layer in zip(kept_by_head(cache), cache.governed, strict=True):
-        assert layer.host is not None
-        far, evicted = layer.host.store.held("positions")[0].cpu(), subject.tokens - len(near[0])
-        room = evicted if policy.host_budget == EVERYTHING else int(policy.host_budget)
-        short += far.shape[1] != min(evicted, room)
-        doubled += sum(len(set(one.tolist()) & set(other.tolist())) for one, other in zip(near, far, strict=True))
-        layer.host.lookup = _watched(layer.host.lookup, gains)
-    yield most("layers whose second tier holds other than it should", short)
-    yield most("units that both tiers hold", doubled)
-    subject.answer(cache)
-    if gains:
-        gain = float(torch.cat(gains).mean())
-        what = "logits of units that are recalled, above those of all in the second tier, in deviations"
-        yield row(what, gain > 0, gain, "more than 0", "a query recalls what it would attend to the most")
-    whole = subject.plain_policy.changed(host_budget=EVERYTHING, recall=subject.tokens)
-    yield _replayed(subject, whole, everything=True)
-
-
-def _watched(lookup: Any, gains: list[Tensor]) -> Any:
-    """Return the same lookup, which also notes how far the logits of what it chooses are above the mean."""
-
-    def choose(ask: Ask) -> Tensor | None:
-        ranks: Tensor | None = lookup.choose(ask)
-        if ranks is not None and isinstance(ask.keys, Tensor) and ask.count < ask.keys.shape[2]:
-            query, keys = ask.query[0].to(ask.keys), ask.keys[0]
-            heads = len(query)
-            logits = (query @ keys.repeat_interleave(heads // len(keys), 0).transpose(-1, -2)).float()
-            chosen = ranks[0].repeat_interleave(heads // ranks.shape[1], 0).expand(-1, query.shape[1], -1)
-            gain = logits.gather(-1, chosen.clamp_min(0)).mean(-1) - logits.mean(-1)
-            gains.append((gain / logits.std(-1).clamp_min(1e-9)).flatten().cpu())
-        return ranks
-
-    return SimpleNamespace(index=lookup.index, choose=choose)
-
-
 def prefix(subject: Subject) -> Iterator[Row]:
+    """An answer from the cache, and of the backbone alone from the same units as an ordinary prefix.
+
+    Other engines would answer differently from the same context, so export none.
+    """
     if subject.policy.when == "prompt_end":
         raise NotHere("with --when prompt_end an answer reads the last token again, which a prefix holds as it was")
     cache = subject.read(subject.plain_policy, new_tokens=NEW_TOKENS).cache
@@ -310,7 +224,11 @@ def prefix(subject: Subject) -> Iterator[Row]:
     yield close(what, apart(answer.states[0, 1:], theirs, noise))
 
 
-def planned_bytes_are_counted(subject: Subject) -> Iterator[Row]:
+def counted_bytes(subject: Subject) -> Iterator[Row]:
+    """Planned bytes, counted bytes and their peak, for two lengths.
+
+    Memory is not what --dry-run says, so a run may end without memory; leave some free.
+    """
     memory, policy = subject.read(new_tokens=NEW_TOKENS).cache.memory(), subject.policy
     size = compute_dtype(subject.model).itemsize
     sizes = (subject.backbone, subject.scorer, policy, size, subject.tokens, NEW_TOKENS)
@@ -332,25 +250,11 @@ def planned_bytes_are_counted(subject: Subject) -> Iterator[Row]:
         yield row(what, short == memory.peak, f"{memory.peak:,}", f"{short:,}", why)
 
 
-def decode_budget(subject: Subject) -> Iterator[Row]:
-    interval, scorer, plain = 4, subject.scorer, subject.plain_policy
-    if not scorer.rates_answers or plain.recalls_blocks or plain.head_budgets == "shares":
-        how = f"scorer {scorer.name}, recall_by={plain.recall_by}, head_budgets={plain.head_budgets}"
-        raise NotHere(f"an answer is not bounded with {how}")
-    bound = max(plain.decode_budget or 0, plain.budget + plain.local_len + interval)
-    policy = plain.changed(decode_budget=bound, decode_interval=interval)
-    cache = subject.read(policy, new_tokens=3 * interval).cache
-    subject.answer(cache, 3 * interval)
-    kept, memory = kept_by_head(cache), cache.memory()
-    # Which layer holds how much is the pyramid's matter.
-    held = mean_held(kept) if policy.layer_budgets != "uniform" else max(mean_held([heads]) for heads in kept)
-    yield most(f"units per KV head after {3 * interval} answer tokens, and decode_budget", held, bound)
-    newest = range(cache.seen - policy.local_len, cache.seen)
-    yield most("newest units of the answer that are lost", sum(missing(heads, newest) for heads in kept))
-    yield most("peak of the cache's bytes", memory.peak, memory.planned)
-
-
 def save(subject: Subject) -> Iterator[Row]:
+    """A file of what was read, against the cache it was written from, bit for bit.
+
+    A saved context does not answer like the one in memory, so keep none on disk.
+    """
     if subject.policy.recalls_blocks:
         raise NotHere(f"recall_by={subject.policy.recall_by} holds blocks, which no file has a place for")
     cache = subject.read().cache
@@ -367,30 +271,11 @@ def save(subject: Subject) -> Iterator[Row]:
     yield equal(f"{more.shape[1]} further tokens read into the cache, and into the loaded one", ours, theirs)
 
 
-def fork(subject: Subject) -> Iterator[Row]:
-    cache = subject.read().cache
-    before, first = contents(cache), subject.answer(cache.copy())
-    prefill(subject.model, subject.ids[:, : subject.policy.chunk_size], cache.copy())
-    yield equal("the context before and after its copies were asked and read on", before, contents(cache))
-    yield equal("the same question to two copies", first._asdict(), subject.answer(cache.copy())._asdict())
-
-
-def interrupted(subject: Subject) -> Iterator[Row]:
-    cache, done = RetentionCache(subject.model, subject.scorer, subject.policy), []
-
-    def stop(_cache: RetentionCache) -> None:
-        raise InterruptedError
-
-    with suppress(InterruptedError):
-        prefill(subject.model, subject.ids, cache, on_chunk=stop)
-    for name, use in (("copied", cache.copy), ("read on", lambda: prefill(subject.model, subject.ids, cache))):
-        with suppress(ValueError):
-            use()
-            done.append(name)
-    yield row("a cache whose read was interrupted", not done, ", ".join(done) or "refused", "refused")
-
-
 def determinism(subject: Subject) -> Iterator[Row]:
+    """The same read and answer twice, bit for bit.
+
+    The same text gives different answers; see torch.use_deterministic_algorithms for kernels that are not.
+    """
     (first, states, _), (second, others, _), own = subject.read(), subject.read(), subject.own_states()
     if torch.equal(own, subject.expected):
         why = "exact: the backbone's own runs are"
@@ -411,35 +296,25 @@ def contents(cache: RetentionCache) -> dict[str, Any]:
     return {**held, **{name: tensor.clone() for name, tensor in tensors.items()}}
 
 
-def _heads(subject: Subject) -> RetainingHeads:
-    """Return the heads of this process, each on its layer's device."""
+def training_scores(subject: Subject) -> Iterator[Row]:
+    """The scores of heads in training, and while a text is read.
+
+    Heads see other features in use than in training, so what they learned means little; train with this version.
+    """
     if not isinstance(subject.scorer, RetainingHeadScorer):
         raise NotHere(f"no retaining heads were given; scorer {subject.scorer.name} decides")
-    return subject.scorer.prepare(subject.model)
-
-
-def training_scores(subject: Subject) -> Iterator[Row]:
-    heads, training, noise = _heads(subject), dict[int, Tensor](), dict[int, Tensor]()
-    outputs, modules, wrong = dict[nn.Module, Tensor](), attention_modules(subject.model), 0
+    heads, training, noise = subject.scorer.prepare(subject.model), dict[int, Tensor](), dict[int, Tensor]()
     spread = 2 * subject.typical  # before the pass, for it takes passes of its own
 
     def learn(chunk: Attended) -> None:
-        nonlocal wrong
         features, head = heads.features(chunk)[0], heads[chunk.layer_idx]
-        wrong += _misread(features, modules[chunk.layer_idx], outputs) if heads.config.reads == PROJECTIONS else 0
         with torch.enable_grad():  # the arithmetic of training
             training[chunk.layer_idx] = head(features).detach().T.float().cpu()
         drawn = torch.rand(features.shape, generator=torch.Generator().manual_seed(subject.seed)) - 0.5
         moved = features.float() * (1 + spread * drawn.to(features.device))
         noise[chunk.layer_idx] = head(moved.to(features.dtype)).T.float().cpu()
 
-    with ExitStack() as hooks:
-        for part in (getattr(module, f"{name}_proj", None) for module in modules for name in "qkv"):
-            if part is not None:
-                hook = part.register_forward_hook(lambda proj, _args, out: outputs.update({proj: out[0]}))
-                hooks.callback(hook.remove)
-        observe(subject.model, subject.on_device(subject.ids), learn)
-    yield most("features that are not what the backbone's own projections gave", wrong)
+    observe(subject.model, subject.on_device(subject.ids), learn)
     reading, by_layer = scores_by_head(subject.read(subject.roomy()).cache), []
     for index, held in zip(subject.backbone.layers, reading, strict=True):
         right, scale = training[index], training[index].std(dim=1, keepdim=True)
@@ -449,49 +324,16 @@ def training_scores(subject: Subject) -> Iterator[Row]:
     yield close(what, max(by_layer, key=lambda one: one.noises), "noise in the features changes")
 
 
-def _misread(features: Tensor, module: nn.Module, outputs: Mapping[nn.Module, Tensor]) -> int:
-    """Return how many (N, F) features are not what plain projections of queries, keys and values put out."""
-    given = [outputs.get(getattr(module, f"{name}_proj", module), features[:, :0]) for name in "qkv"]
-    if sum(one.shape[-1] for one in given) != features.shape[-1] or hasattr(module, "key_multiplier"):
-        return 0  # projections of another kind, fused ones, or latents
-    parts = zip("qkv", given, features.split([one.shape[-1] for one in given], dim=-1), strict=True)
-    normed = ("norm", "layernorm")
-    plain = ((a, b) for name, a, b in parts if not any(hasattr(module, f"{name}_{norm}") for norm in normed))
-    return sum(int((a != b).any(0).sum()) for a, b in plain)
-
-
-def overlap(one: Tensor, other: Tensor, share: float = SHARE) -> float:
-    """Return the share of the best units that two (..., N) scores of the same units agree on, averaged over heads."""
-    count = math.ceil(share * one.shape[-1])
-    first, second = (torch.zeros_like(x).scatter(-1, x.topk(count).indices, 1) for x in (one, other))
-    return float((first * second).sum(-1).double().mean() / count)
-
-
-def layers(subject: Subject) -> Iterator[Row]:
-    heads = _heads(subject)
-    if heads.config.training is None and heads.config.label is None:
-        raise NotHere("these heads are untrained, or say nothing of a training, so they may be at chance")
-    indices, count, prompt = heads.layers, len(heads.layers), subject.tokens - subject.tokens // 4
-    label = heads.config.label or {}
-    kind, last = kinds.get(str(label.get("kind", "logit"))), bool(label.get("include_last_prompt_token", False))
-    offsets = {0, 1, 2, count // 2, count - 2, count - 1} & set(range(count))
-    overlaps = {offset: torch.full((count,), torch.nan) for offset in sorted(offsets)}
-
-    def compare(chunk: Attended) -> None:
-        nth, labels = indices.index(chunk.layer_idx), layer_labels(chunk, prompt, kind, last)[None].cpu()
-        features = heads.features(chunk, prompt)[0]
-        for offset, into in overlaps.items():
-            other = indices[(nth + offset) % count]
-            if heads.config.width(other) == features.shape[1]:
-                scores = heads[other](features.to(next(heads[other].parameters()).device)).T[None].float().cpu()
-                into[nth] = overlap(scores, labels) if scores.shape == labels.shape else torch.nan
-
-    observe(subject.model, subject.on_device(subject.ids), compare)
-    own = overlaps.pop(0)
-    gains = [float((own - other).nanmean()) for other in overlaps.values() if not (own - other).isnan().all()]
-    if not gains:
-        raise NotHere("there is one layer with a head, so there is no other one to compare with")
-    error = (2 * SHARE * (1 - SHARE) ** 2 / math.ceil(SHARE * prompt) / count) ** 0.5
-    what = f"best {SHARE:.0%} of tokens by labels, found by heads of their layers ({own.mean():.0%}), above others"
-    why = f"4 sampling errors of a difference ({error:.2g}); heads of another backbone are as bad on all layers"
-    yield row(what, min(gains) >= 4 * error, min(gains), f"at least {4 * error:.3g}", why)
+CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
+    "backbone": backbone,
+    "full-budget": full_budget,
+    "batch": batch,
+    "budget": budget,
+    "eviction": eviction,
+    "prefix": prefix,
+    "bytes": counted_bytes,
+    "save": save,
+    "training-scores": training_scores,
+    "determinism": determinism,
+}
+"""In the order in which they run, and make sense to read; the first one says whether the others mean anything."""

@@ -1,10 +1,11 @@
-"""All checks in their order, and the function that runs them."""
+"""The function that runs the checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import inspect
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,125 +13,14 @@ from tqdm import tqdm
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
 from locret.backbone.adapters import compute_dtype, describe, input_device, unwrap
-from locret.base.nearest import nearest
+from locret.base.nearest import check_retired, nearest
 from locret.environment import versions
-from locret.infer.verify import FAILED, SKIPPED, NotHere, Report, Row, checks
+from locret.infer.verify import FAILED, SKIPPED, NotHere, Report, Row
+from locret.infer.verify.checks import CHECKS
 from locret.infer.verify.command import LEAST_TOKENS, TOKENS
 from locret.infer.verify.subject import NEW_TOKENS, Subject, fitted
 from locret.policy.policy import policy_of
 from locret.scorers import FALLBACK, Scorer
-
-
-class Check(NamedTuple):
-    """One check: what it compares, for people; and what a failure means for the user, and the way out."""
-
-    name: str
-    about: str
-    means: str
-    run: Callable[[Subject], Iterator[Row]]
-
-
-CHECKS = (
-    Check(
-        "backbone",
-        "the backbone by itself: finite numbers, and how much rounding alone changes",
-        "it computes NaN or infinity itself, so nothing else was checked; give --dtype float32 or bfloat16, or mend it",
-        checks.backbone,
-    ),
-    Check(
-        "full-budget",
-        "nothing evicted: all tokens in both position modes and uneven chunks, and an answer, and the backbone's own",
-        "even a cache with room for everything computes something else, so do not use this backbone here",
-        checks.full_budget,
-    ),
-    Check(
-        "batch",
-        "rows of different length in one batch, left-padded, and each row alone",
-        "a row depends on the rows beside it, so read and answer one text at a time",
-        checks.batch,
-    ),
-    Check(
-        "budget",
-        "after every chunk: as many units as the budget, and those that stay whatever their score",
-        "what is kept is not what the policy says, so memory may grow, or the first or newest tokens go; do not use it",
-        checks.budget,
-    ),
-    Check(
-        "scores",
-        "scores that units are held with, and what the scorer said; and that the best stay",
-        "units are kept by other scores than their own, so what stays is arbitrary; use another scorer",
-        checks.scores,
-    ),
-    Check(
-        "eviction",
-        "reading and answering with eviction, and a plain pass in which every token sees the units kept for it",
-        "answers are made of something else than the kept units; use the --positions whose row is ok, if one is",
-        checks.eviction,
-    ),
-    Check(
-        "second-tier",
-        "what evicted units become in a second tier, and which of them are recalled; and all of them recalled",
-        "units that left the fast tier are lost, doubled, or not those a query looks for; leave --host-budget out",
-        checks.second_tier,
-    ),
-    Check(
-        "prefix",
-        "an answer from the cache, and of the backbone alone from the same units as an ordinary prefix",
-        "other engines would answer differently from the same context, so export none",
-        checks.prefix,
-    ),
-    Check(
-        "bytes",
-        "planned bytes, counted bytes and their peak, for two lengths",
-        "memory is not what --dry-run says, so a run may end without memory; leave some free",
-        checks.planned_bytes_are_counted,
-    ),
-    Check(
-        "decode-budget",
-        "units and bytes while an answer is written within --decode-budget",
-        "a long answer takes more memory than was promised; leave --decode-budget out",
-        checks.decode_budget,
-    ),
-    Check(
-        "save",
-        "a file of what was read, against the cache it was written from, bit for bit",
-        "a saved context does not answer like the one in memory, so keep none on disk",
-        checks.save,
-    ),
-    Check(
-        "fork",
-        "a context before and after its copies were asked and read on, bit for bit",
-        "asking a copy changes the context, so ask each context once only",
-        checks.fork,
-    ),
-    Check(
-        "interrupted",
-        "a read that was interrupted, and whether what it left is refused",
-        "half a text is taken for a whole one, so start with a new cache after every interrupt",
-        checks.interrupted,
-    ),
-    Check(
-        "training-scores",
-        "what heads are given, and the backbone's own projections; their scores in training, and while a text is read",
-        "heads see other features in use than in training, so what they learned means little; train with this version",
-        checks.training_scores,
-    ),
-    Check(
-        "layers",
-        "what trained heads find important, and labels: those of their own layers, and those of others",
-        "the heads are not those of their layers, or of this backbone, so noise chooses; train or convert them again",
-        checks.layers,
-    ),
-    Check(
-        "determinism",
-        "the same read and answer twice, bit for bit",
-        "the same text gives different answers; see torch.use_deterministic_algorithms for kernels that are not",
-        checks.determinism,
-    ),
-)
-"""In the order in which they run, and make sense to read; the first one says whether the others mean anything."""
-_NOW = {"answer": "full-budget", "chunks": "full-budget", "units": "eviction", "protected": "budget"}
-"""Checks of earlier releases, and those that find what they found."""
 
 
 def verify(
@@ -176,27 +66,31 @@ def verify(
     cache = RetentionCache(model, scorer, wanted)  # refuses what cannot work before anything is computed
     subject = Subject(model, scorer, cache.policy, ids, seed)
     if subject.unsound:
-        chosen = CHECKS[:1]
+        chosen = ["backbone"]
     else:
         prefill(model, ids[:, :LEAST_TOKENS], cache)  # likewise
     rows: list[Row] = []
     with tqdm(chosen, desc="verifying", unit="check", disable=not progress or None) as bar:
-        for check in bar:
-            bar.set_postfix_str(check.name)
-            rows += _rows_of(check, subject)
+        for name in bar:
+            bar.set_postfix_str(name)
+            rows += _rows_of(name, subject)
     return Report(rows, _facts(subject))
 
 
-def chosen_checks(only: Collection[str]) -> Sequence[Check]:
+def chosen_checks(only: Collection[str]) -> Sequence[str]:
     """Return the checks of these names, in their own order; all if there are none. Refuses a name that is unknown."""
-    known = [check.name for check in CHECKS]
     for name in only:
-        if name in _NOW:
-            raise ValueError(f"--only {name}: {_NOW[name]} finds what this check found; give that")
-        if name not in known:
-            near = nearest(name, known) or known
+        if name not in CHECKS:
+            check_retired("--only", name)
+            near = nearest(name, list(CHECKS)) or list(CHECKS)
             raise ValueError(f"--only {name}: there is no such check; did you mean {' or '.join(near)}?")
-    return [check for check in CHECKS if not only or check.name in only]
+    return [name for name in CHECKS if not only or name in only]
+
+
+def said_of(name: str) -> tuple[str, str]:
+    """Return what a check compares, and what a failure means for the user, and the way out."""
+    about, _, means = (inspect.getdoc(CHECKS[name]) or "").partition("\n\n")
+    return " ".join(about.split()).rstrip("."), " ".join(means.split()).rstrip(".")
 
 
 def check_text(policy: RetentionPolicy, tokens: int) -> None:
@@ -227,21 +121,19 @@ def _drawn_ids(model: nn.Module, tokens: int, seed: int) -> Tensor:
     return known[torch.randint(len(known), (tokens,), generator=torch.Generator().manual_seed(seed))]
 
 
-def _rows_of(check: Check, subject: Subject) -> list[Row]:
+def _rows_of(name: str, subject: Subject) -> list[Row]:
     """Run one check; whatever it raises, but for missing memory and interrupts, is a failure of its own."""
-    rows: list[Row] = []
+    rows, (about, means) = list[Row](), said_of(name)
     try:
-        for row in check.run(subject):
-            rows.append(
-                replace(row, check=check.name, means=(row.means or check.means) if row.status == FAILED else "")
-            )
+        for row in CHECKS[name](subject):
+            rows.append(replace(row, check=name, means=(row.means or means) if row.status == FAILED else ""))
     except NotHere as reason:
-        rows.append(Row(check=check.name, status=SKIPPED, compared=check.about, why=str(reason)))
+        rows.append(Row(check=name, status=SKIPPED, compared=about, why=str(reason)))
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # a backbone may break anything anywhere, which is what is to be found out
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        rows.append(Row(check=check.name, status=FAILED, compared=check.about, why=why, means=check.means))
+        rows.append(Row(check=name, status=FAILED, compared=about, why=why, means=means))
     return rows
 
 

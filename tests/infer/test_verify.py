@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from locret import RetainingHeads, RetentionPolicy
-from locret.infer.verify import checks, command, verify
-from locret.infer.verify.suite import CHECKS
+from locret.infer.verify import command, verify
+from locret.infer.verify.checks import CHECKS
 
 sys.path.append(str(Path(__file__).parents[1] / "core"))
 
@@ -21,9 +21,9 @@ from families import FAMILIES, build
 from registry import random_model, tiny_config
 
 KINDS = (
-    *("llama-mqa", "llama-yarn", "phi3-partial", "phi3-longrope", "olmo3", "qwen3-moe", "gpt-oss", "gemma3"),
-    # Neighbours as pairs; layers that do not rotate; latent attention of two kinds; layers of different shapes.
-    *("glm4", "cohere2", "deepseek_v3", "deepseek_v2", "gemma4_text"),
+    *("llama-mqa", "phi3-longrope", "olmo3", "qwen3-moe", "gpt-oss"),
+    # Neighbours as pairs; layers that do not rotate; latent attention; layers of different shapes.
+    *("glm4", "cohere2", "deepseek_v3", "gemma4_text"),
 )
 TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
 
@@ -33,17 +33,9 @@ def test_no_family_raises_a_false_alarm(number: int, family: str) -> None:
     model = build(family, seed=number) if family in FAMILIES else random_model(tiny_config(family), seed=number)
     model = model.to(torch.bfloat16 if number % 2 else torch.float32)
     heads = RetainingHeads.for_model(model, hidden_dim=12, seed=number)
-    checks = {check.name for check in CHECKS} - {"fork", "determinism"}
-    report = verify(model, heads, tokens=96, seed=number, only=checks)
+    report = verify(model, heads, tokens=96, seed=number)
     assert report.ok, report.table()
-    assert {row.check for row in report.rows} == checks
-    assert ["untrained" in row.why for row in report.rows if row.check == "layers"] == [True]
-
-
-@pytest.mark.parametrize("scorer", ["snapkv", "random", "streaming", "h2o", "sirllm", "key_norm"])
-def test_training_free_scorers_raise_no_false_alarm(scorer: str) -> None:
-    report = verify(build("llama"), scorer, tokens=88, only=("scores", "budget", "eviction", "save"))
-    assert report.ok, report.table()
+    assert {row.check for row in report.rows} == set(CHECKS)
 
 
 @pytest.mark.parametrize(
@@ -52,22 +44,19 @@ def test_training_free_scorers_raise_no_false_alarm(scorer: str) -> None:
         {"head_budgets": "adaptive"},
         {"head_budgets": "shares", "head_shares": (0.05, 0.05, 0.1, 0.1, 0.3, 0.4)},
         {"layer_budgets": "pyramid"},
-        {"memory": "sqrt"},
         {"memory": "adaptive"},
         {"when": "prompt_end"},
         {"positions": "original"},
         {"key_bits": 8, "value_bits": 4},
         {"host_budget": "all", "recall": 4},
         {"decode_budget": 40, "decode_interval": 4},
-        {"turns": "text"},
     ],
     ids=str,
 )
 def test_no_policy_raises_a_false_alarm(changes: dict[str, Any]) -> None:
     model = build("qwen3")
     policy = RetentionPolicy(**{"budget": 24, "chunk_size": 12, "stabilizers": 6, "local_len": 4, **changes})
-    checks = {check.name for check in CHECKS} - {"batch", "layers", "training-scores", "determinism"}
-    report = verify(model, RetainingHeads.for_model(model, hidden_dim=12, seed=0), policy, tokens=88, only=checks)
+    report = verify(model, RetainingHeads.for_model(model, hidden_dim=12, seed=0), policy, tokens=88)
     assert report.ok, report.table()
 
 
@@ -76,7 +65,7 @@ def test_the_embedded_pair_passes(capsys: pytest.CaptureFixture[str]) -> None:
     shown = json.loads(capsys.readouterr().out)
     assert shown["ok"]
     assert list(shown["rows"][0]) == ["check", "status", "compared", "measured", "tolerance", "why", "means"]
-    assert {row["check"] for row in shown["rows"]} == {check.name for check in CHECKS}
+    assert {row["check"] for row in shown["rows"]} == set(CHECKS)
     facts = ["backbone", "scorer", "policy", "tokens", "seed", "dtype", "device", "versions", "model", "options"]
     assert list(shown) == ["ok", "rows", *facts]
 
@@ -99,7 +88,7 @@ def test_a_mode_that_a_backbone_cannot_have_is_a_row_and_no_failure() -> None:
     ("line", "message"),
     [
         (["--tokens", "10"], "--tokens 10 leaves nothing to cut into chunks"),
-        (["--only", "chunks"], "--only chunks: full-budget finds what this check found; give that"),
+        (["--only", "chunks"], '--only "chunks" was retired'),
         (["--output", "record"], 'locret-verify "--output" was retired'),
         (["--only", "savee"], "--only savee: there is no such check; did you mean save"),
         (["--budget", "1000", "--tokens", "512"], "--tokens 512 is too short to evict anything with --budget 1000"),
@@ -114,7 +103,7 @@ def test_what_cannot_be_verified_is_refused(line: list[str], message: str) -> No
 
 def test_checks_are_listed_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.command(["--list", "--json"]) == 0
-    assert list(json.loads(capsys.readouterr().out)) == [check.name for check in CHECKS]
+    assert list(json.loads(capsys.readouterr().out)) == list(CHECKS)
     assert command.command([*TINY, "--quiet", "--dry-run", "--only", "save"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["checks"], plan["tokens"], plan["policy"]["budget"]) == (["save"], 1024, 256)
@@ -122,15 +111,6 @@ def test_checks_are_listed_and_planned(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_text_file_gives_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["--text-file", "recipes/infer/pass_key.txt", "--quick", "--only", "layers", "--quiet"]
+    line = ["--text-file", "recipes/infer/pass_key.txt", "--quick", "--only", "save", "--quiet"]
     assert command.command([*TINY, *line]) == 0
-    assert "| layers |" in capsys.readouterr().out
-
-
-def test_overlap_counts_the_best_both_agree_on() -> None:
-    one = torch.tensor([[[5.0, 4, 3, 2, 1, 0], [5.0, 4, 3, 2, 1, 0]]])
-    other = torch.tensor([[[5.0, 0, 3, 2, 1, 4], [0.0, 0, 0, 1, 2, 3]]])
-    # The best 3 of 6: {0, 1, 2} against {0, 5, 2}, and against {3, 4, 5}.
-    assert checks.overlap(one, other, share=0.5) == pytest.approx((2 / 3 + 0) / 2)
-    scores = torch.arange(11.0)[None, None]
-    assert checks.overlap(scores, scores.roll(1, -1)) == 0.5, "rounded up to whole units: {9, 10} against {10, 0}"
+    assert "| save |" in capsys.readouterr().out

@@ -23,13 +23,9 @@ import locret.chunked_prefill
 import locret.lookups.exact
 import locret.policy.selectors
 from locret import RetainingHeads, RetentionCache, RetentionPolicy
-from locret.backbone.chunk import Projections
-from locret.cache.cache_file import RetentionCache as SavedCache
-from locret.cache.host import HostTier
-from locret.cache.layer import RetentionLayer
 from locret.cache.limits import Limits
 from locret.cache.store import DenseStore
-from locret.infer.verify import command, verify
+from locret.infer.verify import verify
 from locret.policy import budget as budgets
 from locret.policy.selectors import Stay
 from locret.scorers import RetainingHeadScorer
@@ -41,9 +37,9 @@ from families import build
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 POLICY = RetentionPolicy(budget=24, chunk_size=12, stabilizers=6, local_len=4)
-EVERYTHING = {"full-budget", "batch", "eviction", "prefix", "second-tier", "training-scores"}
+EVERYTHING = {"full-budget", "batch", "eviction", "prefix", "training-scores"}
 """Checks that compare what is computed, all of which a fault in computing may show in."""
-GUARDS = {"budget", "scores", "bytes", "save"}
+GUARDS = {"budget", "bytes", "save"}
 """Checks that run beside those which a fault is for, and must not cry too."""
 
 
@@ -80,18 +76,6 @@ def rotation_off_by_one(patch: pytest.MonkeyPatch) -> None:
     changed(patch, DenseStore, "rotate", lambda own, store, base, *more: own(store, base + 1, *more))
 
 
-def rotation_of_another_base(patch: pytest.MonkeyPatch) -> None:
-    def slower(own: Any, store: Any, base: int, *more: Any) -> None:
-        module = store.rotary._module
-        before, module.inv_freq = module.inv_freq, module.inv_freq * 0.9
-        store.rotary.forget()
-        own(store, base, *more)
-        module.inv_freq = before
-        store.rotary.forget()
-
-    changed(patch, DenseStore, "rotate", slower)
-
-
 def rotation_interleaved(patch: pytest.MonkeyPatch) -> None:
     def interleaved(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None, **_: Any) -> Tensor:
         half = cos.shape[-1] // 2
@@ -107,10 +91,6 @@ def no_budget(patch: pytest.MonkeyPatch) -> None:
     changed(patch, Limits, "after_chunk", lambda stay, *_: Stay(10**6, stay.recent, stay.sinks), after=True)
 
 
-def one_unit_too_many(patch: pytest.MonkeyPatch) -> None:
-    changed(patch, Limits, "after_chunk", lambda stay, *_: stay._replace(budget=stay.budget + 1), after=True)
-
-
 def padding_shifted(patch: pytest.MonkeyPatch) -> None:
     def shifted(found: tuple[Tensor, Tensor], cache: RetentionCache, *_: Any) -> tuple[Tensor, Tensor]:
         original, rotary = found
@@ -119,36 +99,10 @@ def padding_shifted(patch: pytest.MonkeyPatch) -> None:
     changed(patch, RetentionCache, "number", shifted, after=True)
 
 
-def a_score_replaced(patch: pytest.MonkeyPatch) -> None:
-    def write(own: Any, store: Any, name: str, values: Tensor, *more: Any) -> None:
-        own(store, name, values, *more)
-        if name == "scores":
-            store.columns[name][0, 0, store.fill - 1] = 1e3
-
-    changed(patch, DenseStore, "write", write)
-
-
-def stale_scores(patch: pytest.MonkeyPatch) -> None:
-    def keep(own: Any, store: Any, kept: Any, *more: Any, **options: Any) -> None:
-        scores = store.columns["scores"].clone()
-        own(store, kept, *more, **options)
-        store.columns["scores"].copy_(scores)
-
-    changed(patch, DenseStore, "keep", keep)
-
-
 def a_token_dropped(patch: pytest.MonkeyPatch) -> None:
     def take(own: Any, stream: Any, count: int) -> Tensor:
         found: Tensor = own(stream, count)
         return found[:, 1:] if 5 < count < 14 else found
-
-    changed(patch, Stream, "take", take)
-
-
-def a_token_repeated(patch: pytest.MonkeyPatch) -> None:
-    def take(own: Any, stream: Any, count: int) -> Tensor:
-        found: Tensor = own(stream, count)
-        return torch.cat([found[:, :1], found[:, :-1]], dim=1) if 5 < count < 14 else found
 
     changed(patch, Stream, "take", take)
 
@@ -177,42 +131,11 @@ def groups_swapped(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def cast_down(patch: pytest.MonkeyPatch) -> None:
-    def write(own: Any, store: Any, span: Any, keys: Tensor, values: Tensor) -> None:
-        own(store, span, keys, values.to(torch.bfloat16).to(values.dtype))
-
-    changed(patch, DenseStore, "_write", write)
-
-
 def a_column_lost(patch: pytest.MonkeyPatch) -> None:
     def state(found: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
         return {name: torch.zeros_like(held) if name == "scores" else held for name, held in found.items()}
 
     changed(patch, DenseStore, "state", state, after=True)
-
-
-def a_counter_lost(patch: pytest.MonkeyPatch) -> None:
-    def state(found: tuple[dict[str, Tensor], dict[str, Any]], *_: Any) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        tensors, numbers = found
-        return tensors, {**numbers, "next_position": numbers["next_position"] + 1}
-
-    changed(patch, SavedCache, "state", state, after=True)
-
-
-def a_layer_not_rotated(patch: pytest.MonkeyPatch) -> None:
-    def load(own: Any, cache: Any, tensors: Any, numbers: Any) -> None:
-        layers = [{**counters, "rotated": False} for counters in numbers["layers"]]
-        own(cache, tensors, {**numbers, "layers": layers})
-
-    changed(patch, RetentionCache, "load", load)
-
-
-def shared_copies(patch: pytest.MonkeyPatch) -> None:
-    def copy(twin: Any, layer: Any, *_: Any) -> Any:
-        twin.store.tensors = layer.store.tensors
-        return twin
-
-    changed(patch, RetentionLayer, "copy", copy, after=True)
 
 
 def another_arithmetic(patch: pytest.MonkeyPatch) -> None:
@@ -224,14 +147,6 @@ def another_arithmetic(patch: pytest.MonkeyPatch) -> None:
     )
 
 
-def endless_answers(patch: pytest.MonkeyPatch) -> None:
-    changed(patch, Limits, "most_answering", lambda *_: None)
-
-
-def a_unit_lost_on_its_way(patch: pytest.MonkeyPatch) -> None:
-    changed(patch, HostTier, "take_in", lambda own, tier, gone: own(tier, gone[..., 1:]))
-
-
 def noisy_attention(patch: pytest.MonkeyPatch) -> None:
     def noisy(found: Tensor, *_: Any) -> Tensor:
         return found + 1e-7 * torch.randn_like(found)
@@ -239,55 +154,24 @@ def noisy_attention(patch: pytest.MonkeyPatch) -> None:
     changed(patch, locret.backbone.attention, "_attend", noisy, after=True)
 
 
-def an_interrupted_read_taken(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RetentionCache, "check_whole", lambda cache: None)
-
-
-def the_worst_units_recalled(patch: pytest.MonkeyPatch) -> None:
-    changed(patch, locret.lookups.exact, "best_of", lambda own, query, *more: own(-query, *more))
-
-
-def keys_without_their_bias(patch: pytest.MonkeyPatch) -> None:
-    def parts(found: list[Tensor], projections: Any, *_: Any) -> list[Tensor]:
-        query, key, value = found
-        return [query, key - projections.module.k_proj.bias, value]
-
-    changed(patch, Projections, "feature_parts", parts, after=True)
-
-
 def a_wrong_export(patch: pytest.MonkeyPatch) -> None:
     changed(patch, locret.cache.export, "turned_back", lambda own, keys, rotary, now: own(keys, rotary, now + 1))
 
 
-TIERS = replace(POLICY, host_budget=20, recall=4)
 FAULTS = {
-    "sinks and stabilizers dropped": Fault(no_pinned_units, {"budget"}, {"scores", "decode-budget"}),
+    "sinks and stabilizers dropped": Fault(no_pinned_units, {"budget"}, {}),
     "rotation off by one": Fault(rotation_off_by_one, {"eviction"}, EVERYTHING),
-    "rotation of another base": Fault(rotation_of_another_base, {"eviction"}, EVERYTHING),
-    "budget ignored": Fault(no_budget, {"budget"}, {"bytes", "decode-budget"}),
-    "budget exceeded by one": Fault(one_unit_too_many, {"budget"}, {"bytes", "decode-budget"}),
+    "budget ignored": Fault(no_budget, {"budget"}, {"bytes"}),
     "padding rows shifted": Fault(padding_shifted, {"batch"}),
-    "a unit's score replaced": Fault(a_score_replaced, {"scores"}, {"batch", "training-scores"}),
-    "stale scores": Fault(stale_scores, {"scores"}),
     "a token dropped at a chunk's boundary": Fault(a_token_dropped, {"full-budget"}, EVERYTHING | GUARDS),
-    "a token read twice": Fault(a_token_repeated, {"full-budget"}, EVERYTHING),
-    "planned bytes lie": Fault(lying_plan, {"bytes"}, {"decode-budget"}),
-    "memory grows": Fault(growing_memory, {"bytes"}, {"decode-budget"}),
+    "planned bytes lie": Fault(lying_plan, {"bytes"}, set()),
+    "memory grows": Fault(growing_memory, {"bytes"}, set()),
     "values of another head": Fault(values_of_another_head, {"full-budget"}, EVERYTHING),
     "query groups swapped": Fault(groups_swapped, {"full-budget", "eviction"}, EVERYTHING),
-    "values cast down": Fault(cast_down, {"full-budget"}, EVERYTHING),
     "a saved column lost": Fault(a_column_lost, {"save"}),
-    "a saved counter lost": Fault(a_counter_lost, {"save"}),
-    "a layer's saved counter lost": Fault(a_layer_not_rotated, {"save"}),
-    "copies share memory": Fault(shared_copies, {"fork"}, {"save"}),
     "scores of another arithmetic": Fault(another_arithmetic, {"training-scores"}),
-    "answers without a bound": Fault(endless_answers, {"decode-budget"}),
-    "units lost on their way to the second tier": Fault(a_unit_lost_on_its_way, {"second-tier"}, {"bytes"}, TIERS),
-    "an interrupted read not refused": Fault(an_interrupted_read_taken, {"interrupted"}),
-    "the worst units recalled": Fault(the_worst_units_recalled, {"second-tier"}, policy=TIERS),
-    "heads' features without the keys' bias": Fault(keys_without_their_bias, {"training-scores"}, family="qwen2"),
     "a prefix rotated wrongly": Fault(a_wrong_export, {"prefix"}),
-    "noise in every pass": Fault(noisy_attention, {"determinism"}, {"fork", "save"}),
+    "noise in every pass": Fault(noisy_attention, {"determinism"}, {"save"}),
 }
 
 
@@ -299,9 +183,8 @@ def report_of(policy: RetentionPolicy, only: Collection[str] = (), family: str =
     return verify(model, RetainingHeads.for_model(model, hidden_dim=12, seed=0), policy, tokens=88, only=only)
 
 
-@pytest.mark.parametrize(("policy", "family"), [(POLICY, "qwen2"), (TIERS, "llama")], ids=["one tier", "two tiers"])
-def test_nothing_is_found_where_nothing_is_planted(policy: RetentionPolicy, family: str) -> None:
-    report = report_of(policy, family=family)
+def test_nothing_is_found_where_nothing_is_planted() -> None:
+    report = report_of(POLICY, family="qwen2")
     assert report.ok, report.table()
 
 
@@ -351,22 +234,3 @@ def test_learned_sinks_that_take_no_part_are_found(monkeypatch: pytest.MonkeyPat
     )
     report = verify(model, "snapkv", POLICY, tokens=88, only=checks)
     assert {row.check for row in report.failures} == set(checks), report.table()
-
-
-def test_heads_of_other_layers_are_found_and_the_command_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    heads = RetainingHeads.from_pretrained("checkpoints/tiny-heads")
-    weights = heads.state_dict()
-    rolled = {f"heads.{(int(name.split('.')[1]) + 1) % 5}.{name.split('.', 2)[2]}": w for name, w in weights.items()}
-    heads.load_state_dict(rolled)
-    heads.save_pretrained(tmp_path / "rolled")
-    line = ["--model", "checkpoints/tiny", "--quick", "--quiet", "--only", "layers,scores"]
-    assert command.command([*line, "--heads", "checkpoints/tiny-heads"]) == 0
-    assert "FAILED" not in capsys.readouterr().out
-    assert command.command([*line, "--heads", str(tmp_path / "rolled")]) == 1
-    out = capsys.readouterr().out
-    assert "| layers |" in out
-    assert "the heads are not those of their layers" in out
-    assert "| scores | scores of" in out
-    assert "ok" in out
