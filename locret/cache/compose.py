@@ -14,7 +14,6 @@ from numbers import Integral
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors
@@ -24,6 +23,7 @@ from locret.cache.export import check_one_row
 from locret.cache.layer import RetentionLayer
 from locret.cache.protected import Protected
 from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore
+from locret.policy.growth import divided
 from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import checked_rows, closed, moved
 from locret.policy.schedule import layer_budgets
@@ -39,7 +39,6 @@ from locret.policy.selectors import (
 )
 
 FAIR, BY_SCORE = "fair", "score"
-SHARES = (FAIR, BY_SCORE)
 _HOW_IT_IS_READ = {
     *("budget", "chunk_size", "stabilizers", "local_len", "memory", "decremental", "min_chunk", "prefill_attention"),
     *("when", "merge"),
@@ -58,11 +57,7 @@ class Part(NamedTuple):
 
 
 def checked_budget(budget: object) -> int:
-    """Return a number of units per KV head.
-
-    Raises:
-        ValueError: If it is none.
-    """
+    """Return a number of units per KV head, or refuse what is none."""
     if isinstance(budget, bool) or not isinstance(budget, Integral) or budget < 1:
         raise ValueError(f"budget={shown(budget)} is no number of units per KV head; give a whole number of 1 or more")
     return int(budget)
@@ -92,9 +87,7 @@ def shrunk(cache: RetentionCache, budget: int) -> RetentionCache:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def joined(
-    parts: Sequence[Part], budget: int | None = None, shares: Shares = FAIR, *, grows: bool = True
-) -> RetentionCache:
+def joined(parts: Sequence[Part], budget: int | None = None, shares: Shares = FAIR) -> RetentionCache:
     """Join texts that were read apart in one cache, in their order.
 
     Args:
@@ -102,7 +95,6 @@ def joined(
         budget: Units per KV head of the whole; None: all stay, but for those of tokens that are skipped.
         shares: Within a budget: "fair", as many for each text, and what a short one does not need is for the others;
             "score", the best of all; or a number for each text, in proportion to which it is divided.
-        grows: Whether the policy's budget becomes that of all units, where none is given.
 
     Raises:
         ValueError: If the caches, or the numbers, do not go together.
@@ -120,8 +112,7 @@ def joined(
             offset += cache.seen - skip
             if cache is not caches[-1]:
                 cache.protected = closed(cache.protected, offset)
-        if grows:
-            _check_answers(caches, budget)
+        _check_answers(caches, budget)
         last = caches[-1]
         spans = [span for cache in caches for row in cache.protected for span in row]
         if budget is not None and weights is not None:
@@ -138,18 +129,12 @@ def joined(
             _cut(whole, _stays(last, budget, whole))
         _settle(whole)
     whole.check_reach(max(layer.held for layer in whole.governed), 0)
-    if budget is None:
-        held = sum(layer.fill for layer in whole.governed)
-        budget = -(-held // len(whole.governed)) if grows else whole.policy.budget
-    return _with_budget(whole, budget)
+    held = sum(layer.fill for layer in whole.governed)
+    return _with_budget(whole, -(-held // len(whole.governed)) if budget is None else budget)
 
 
 def check_together(caches: Sequence[RetentionCache]) -> None:
-    """Refuse caches whose units cannot be held by one.
-
-    Raises:
-        ValueError: Saying what differs, and what to do instead.
-    """
+    """Refuse caches whose units cannot be held by one."""
     first = caches[0]
     for cache in caches:
         check_one_row(cache.rows)
@@ -171,90 +156,51 @@ def check_together(caches: Sequence[RetentionCache]) -> None:
                 )
     _check_by_score(first)
     policy, backbone = first.policy, first.backbone
-    if policy.has_host:
-        raise ValueError(
+    for wrong, why in (
+        (
+            policy.has_host,
             f"host_budget={policy.host_budget} holds the evicted units of one text; compose contexts that were read "
-            "without host_budget, or read the texts as one"
-        )
-    if backbone.recurrent:
-        raise ValueError(
+            "without host_budget, or read the texts as one",
+        ),
+        (
+            backbone.recurrent,
             f"layers of {backbone.model_type} carry a recurrent state, and there is none of texts that were read "
-            "apart; read them as one"
-        )
-    if not backbone.uniform:
-        raise ValueError(
+            "apart; read them as one",
+        ),
+        (
+            not backbone.uniform,
             f"some layers of {backbone.model_type} hold only the last tokens of a text, so the texts cannot be put one "
-            "after another; read them as one"
-        )
-    if not policy.exact_bits and policy.positions == "original":
-        raise ValueError(
+            "after another; read them as one",
+        ),
+        (
+            not policy.exact_bits and policy.positions == "original",
             'with positions="original" the codes of key_bits and value_bits are those of rotated keys, which cannot '
-            'be moved; read the texts with positions="compact"'
-        )
-
-
-def holds_units_of(grown: RetentionCache, cache: RetentionCache) -> bool:
-    """Return whether all that a cache holds of the tokens that another has read are units of that one, unchanged."""
-    for ours, theirs in zip(grown.governed, cache.governed, strict=True):
-        for (positions, values), (others, other_values) in zip(_by_head(ours), _by_head(theirs), strict=True):
-            common = int((positions < cache.seen).sum())
-            where = torch.searchsorted(others, positions[:common]).clamp_max(len(others) - 1)
-            if not torch.equal(others[where], positions[:common]):
-                return False
-            if not torch.equal(other_values[where], values[:common]):
-                return False
-    return True
-
-
-def _by_head(layer: RetentionLayer) -> list[tuple[Tensor, Tensor]]:
-    """Return (S,) positions and (S, ...) values, as they are held, of each KV head of the only row."""
-    held = layer.store.state()
-    pair = held[POSITIONS], held["values"]
-    if "counts" in held:
-        counts = held["counts"][0].tolist()
-        return list(zip(*(tensor.split(counts) for tensor in pair), strict=True))
-    return list(zip(*(tensor[0] for tensor in pair), strict=True))
+            'be moved; read the texts with positions="compact"',
+        ),
+    ):
+        if wrong:
+            raise ValueError(why)
 
 
 def checked_shares(shares: Shares, texts: int, budget: int | None) -> list[float] | None:
-    """Return the weight of each text; None: the scores decide.
-
-    Raises:
-        ValueError: If they are neither names nor a positive number for each text, or have nothing to divide.
-    """
+    """Return the weight of each text, a positive number; None: the scores decide."""
+    named = {FAIR: [1.0] * texts, BY_SCORE: None}
     if isinstance(shares, str):
-        if shares not in SHARES:
-            raise ValueError(f"shares={shares!r} is unknown; choose one of {', '.join(SHARES)}, or a number for each")
-        if shares == BY_SCORE and budget is None:
-            raise ValueError(f'shares="{shares}" divides nothing without a budget; give budget as well')
-        return [1.0] * texts if shares == FAIR else None
-    numbers: list[float] = [*shares] if not isinstance(shares, str) and isinstance(shares, Sequence) else []
-    if not numbers or not all(type(one) in (int, float) and 0 < one < float("inf") for one in numbers):
-        raise ValueError(f"shares={shown(shares)} is no list of positive numbers; give one for each context")
-    if len(numbers) != texts:
-        raise ValueError(f"shares={shown(shares)} has {len(numbers)} numbers for {texts} contexts; give one for each")
-    if budget is None:
-        raise ValueError(f"shares={shown(shares)} divides nothing without a budget; give budget as well")
-    return [float(one) for one in numbers]
-
-
-def divided(budget: int, held: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Divide units among texts that hold so many, in proportion to weights; what one does not need the others get.
-
-    Returns:
-        Units of each text, at most what it holds; together the budget, or all that is held.
-    """
-    units, left = [0] * len(held), min(budget, sum(held))
-    while left:
-        open_to = [nth for nth, most in enumerate(held) if units[nth] < most]
-        total = sum(weights[nth] for nth in open_to)
-        given = {nth: min(int(left * weights[nth] / total), held[nth] - units[nth]) for nth in open_to}
-        if not any(given.values()):  # less than one for each: the first, by weight, get one each
-            given = dict.fromkeys(sorted(open_to, key=lambda nth: -weights[nth])[:left], 1)
-        for nth, more in given.items():
-            units[nth] += more
-        left -= sum(given.values())
-    return units
+        if shares not in named:
+            raise ValueError(f"shares={shares!r} is unknown; choose one of {', '.join(named)}, or a number for each")
+        weights = named[shares]
+    else:
+        weights = list(shares) if isinstance(shares, Sequence) else []
+        if not weights or not all(type(one) in (int, float) and 0 < one < float("inf") for one in weights):
+            raise ValueError(f"shares={shown(shares)} is no list of positive numbers; give one for each context")
+        if len(weights) != texts:
+            raise ValueError(
+                f"shares={shown(shares)} has {len(weights)} numbers for {texts} contexts; give one for each"
+            )
+    if budget is None and shares != FAIR:
+        text = f'shares="{shares}"' if isinstance(shares, str) else f"shares={shown(shares)}"
+        raise ValueError(f"{text} divides nothing without a budget; give budget as well")
+    return weights
 
 
 def _check_answers(caches: Sequence[RetentionCache], budget: int | None) -> None:
@@ -335,9 +281,8 @@ def _share(caches: Sequence[RetentionCache], budget: int, weights: Sequence[floa
         layers = [cache.governed[nth] for cache in caches]
         local = min(last.policy.local_len, room, layers[-1].fill)
         held = [layer.fill - (local if layer is layers[-1] else 0) for layer in layers]
-        for its, cache, layer, units in zip(
-            protected, caches, layers, divided(room - local, held, weights), strict=True
-        ):
+        own_units = divided(room - local, weights, held)
+        for its, cache, layer, units in zip(protected, caches, layers, own_units, strict=True):
             own = local if cache is last else 0
             stay = its.stay(nth, read, cache.scorer, units + own, own, "give its text more by shares")
             layer.evict(stay if cache is caches[0] else stay._replace(sinks=0), cache.next_position)
@@ -394,8 +339,7 @@ def _move(cache: RetentionCache, distance: int) -> None:
         if cache.policy.positions == "original" and distance and keys is not None:
             like = keys.new_empty(0, dtype=torch.float32)
             cos, sin = layer.store.rotary.at(torch.tensor([abs(distance)], device=keys.device), like)
-            magnitude = (
-                cos[..., :1] ** 2 + sin[..., :1] ** 2
-            ).sqrt()  # scaled tables carry a factor, as keys do already
+            # Scaled tables carry a factor, as keys do already.
+            magnitude = (cos[..., :1] ** 2 + sin[..., :1] ** 2).sqrt()
             turn = cos / magnitude, (sin if distance > 0 else -sin) / magnitude
             keys.copy_(layer.store.rotary.turn(keys.float(), *turn).to(keys.dtype))

@@ -43,11 +43,7 @@ def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 
 
 
 def check_shares(shares: Sequence[float], name: str = "layer_shares", of: str = "full-attention layer") -> None:
-    """Refuse numbers that are no shares.
-
-    Raises:
-        ValueError: Naming them.
-    """
+    """Refuse numbers that are no shares."""
     if not (shares and all(isfinite(share) and share > 0 for share in shares)):
         raise ValueError(
             f"{name}={list(shares)} are no shares; give a number above 0 for every {of}, such as [0.5, 1.5]"
@@ -55,11 +51,7 @@ def check_shares(shares: Sequence[float], name: str = "layer_shares", of: str = 
 
 
 def check_share_count(shares: Sequence[float], layers: int) -> None:
-    """Refuse shares of another number of layers.
-
-    Raises:
-        ValueError: Saying how many there are, and should be.
-    """
+    """Refuse shares of another number of layers."""
     if len(shares) != layers:
         raise ValueError(
             f"layer_shares has {len(shares)} numbers for {layers} layers with full attention; give one for each"
@@ -77,9 +69,6 @@ def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None, win
 
     Returns:
         Units of each layer, window included; at least one of them competes where the budget leaves any.
-
-    Raises:
-        ValueError: If there are not as many shares as layers.
     """
     mean = budget - window
     if shares is None or mean < 1:
@@ -94,37 +83,35 @@ def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None, win
     return tuple(window + one for one in units)
 
 
-def head_quotas(units: int, shares: Sequence[float], held: Sequence[int]) -> list[int]:
-    """Return the units that each KV head of a layer keeps, in proportion to shares, and none more than it holds.
+def divided(units: int, shares: Sequence[float], held: Sequence[int], least: int = 0) -> list[int]:
+    """Divide units among heads, or texts, in proportion to shares, and none more than it holds.
 
-    What a head has no use for goes to the others, in the same proportion.
+    What one has no use for goes to the others, in the same proportion.
 
     Args:
-        units: Units of all heads together.
-        shares: Of each head.
-        held: Units that each head holds.
+        units: Units of all together.
+        shares: Of each.
+        held: Units that each holds.
+        least: Units that each has first, if it holds any and there are as many.
 
     Returns:
-        Units of each head, in all min(units, sum of held); at least one of every head that holds any, if there are as
-        many.
+        Units of each, in all min(units, sum of held).
     """
-    quotas, left = [0] * len(held), min(units, sum(held))
-    if left >= len(held):
-        quotas = [min(1, most) for most in held]
-        left -= sum(quotas)
+    parts, left = [0] * len(held), min(units, sum(held))
+    if left >= least * len(held):
+        parts = [min(least, most) for most in held]
+        left -= sum(parts)
     while left:
-        free = [nth for nth, most in enumerate(held) if quotas[nth] < most]
+        free = [nth for nth, most in enumerate(held) if parts[nth] < most]
         total = sum(Fraction(shares[nth]) for nth in free)
         own = {nth: left * Fraction(shares[nth]) / total for nth in free}
-        given = {nth: min(int(own[nth]), held[nth] - quotas[nth]) for nth in free}
+        given = {nth: min(int(own[nth]), held[nth] - parts[nth]) for nth in free}
         if not any(given.values()):  # less than a unit for each: the largest parts have one
-            for nth in sorted(free, key=lambda one: (-own[one], one))[:left]:
-                quotas[nth] += 1
-            break
+            given = dict.fromkeys(sorted(free, key=lambda one: (-own[one], one))[:left], 1)
         for nth, more in given.items():
-            quotas[nth] += more
+            parts[nth] += more
         left -= sum(given.values())
-    return quotas
+    return parts
 
 
 def memory_sizes(growth: str, steps: int, most: int, first: int | None = None) -> tuple[int, ...]:

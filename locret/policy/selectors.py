@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.chunk import counting, pinned_units
-from locret.policy.growth import head_quotas
+from locret.policy.growth import divided
 from locret.policy.protection import Guarantee
 
 _INT32_MAX = 2**31 - 1
@@ -156,7 +156,7 @@ class ByShares:
         """See `Selector`."""
         kept, counts, held = [], [], []
         for row, (scores, positions, numbers) in enumerate(units.rows()):
-            own, quotas = stay.of_row(row), head_quotas(stay.budget * len(numbers), self.shares, numbers)
+            own, quotas = stay.of_row(row), divided(stay.budget * len(numbers), self.shares, numbers, least=1)
             parts = []
             for span, quota in zip(_spans(numbers), quotas, strict=True):
                 scores_11S, positions_11S = scores[None, None, span], positions[None, None, span]

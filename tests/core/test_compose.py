@@ -18,8 +18,9 @@ import locret
 from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors
-from locret.cache.compose import Part, divided, joined, shrunk
+from locret.cache.compose import Part, joined, shrunk
 from locret.engines.prefix import Prefix
+from locret.policy.growth import divided
 
 NUMBERS = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 5}
 POLICY = RetentionPolicy(budget=96, chunk_size=128, stabilizers=16, local_len=16)
@@ -281,10 +282,10 @@ def test_what_no_layer_can_join_is_refused() -> None:
 @given(st.integers(0, 60), st.lists(st.integers(0, 30), min_size=1, max_size=5), st.data())
 def test_a_budget_is_divided_whole(budget: int, held: list[int], data: st.DataObject) -> None:
     weights = data.draw(st.lists(st.floats(1e-3, 1e3), min_size=len(held), max_size=len(held)))
-    units = divided(budget, held, weights)
+    units = divided(budget, weights, held)
     assert sum(units) == min(budget, sum(held))
     assert all(0 <= own <= most for own, most in zip(units, held, strict=True))
-    fair = divided(budget, held, [1.0] * len(held))
+    fair = divided(budget, [1.0] * len(held), held)
     for own, most in zip(fair, held, strict=True):  # who gets less than another has all of its own
         assert own == most or own >= max(fair) - 1
 

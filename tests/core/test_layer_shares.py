@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, Span, load_cache, prefill, save_cache
 from locret.base import method_spec
-from locret.policy.growth import head_quotas, shared_budgets
+from locret.policy.growth import divided, shared_budgets
 from locret.scorers.oracle import OracleScorer
 from locret.train.head_shares import counted
 
@@ -92,13 +92,13 @@ def test_another_number_of_layers_is_refused(model: nn.Module) -> None:
 
 
 def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
-    assert head_quotas(12, (1.0, 1.0, 4.0), (9, 9, 9)) == [2, 2, 8]
-    assert head_quotas(12, (1.0, 1.0, 4.0), (9, 9, 3)) == [5, 4, 3]  # the rest, in the same proportion
-    assert head_quotas(99, (1.0, 5.0), (3, 4)) == [3, 4]
-    assert head_quotas(2, (1.0, 1000.0), (8, 8)) == [1, 1]  # every head keeps one
-    assert head_quotas(1, (1.0, 2.0), (8, 8)) == [0, 1]
+    assert divided(12, (1.0, 1.0, 4.0), (9, 9, 9), least=1) == [2, 2, 8]
+    assert divided(12, (1.0, 1.0, 4.0), (9, 9, 3), least=1) == [5, 4, 3]  # the rest, in the same proportion
+    assert divided(99, (1.0, 5.0), (3, 4), least=1) == [3, 4]
+    assert divided(2, (1.0, 1000.0), (8, 8), least=1) == [1, 1]  # every head keeps one
+    assert divided(1, (1.0, 2.0), (8, 8), least=1) == [0, 1]
     for units in range(40):
-        quotas = head_quotas(units, (0.2, 3.0, 0.7, 1.1), (11, 5, 7, 9))
+        quotas = divided(units, (0.2, 3.0, 0.7, 1.1), (11, 5, 7, 9), least=1)
         assert sum(quotas) == min(units, 32)
         assert all(own <= most for own, most in zip(quotas, (11, 5, 7, 9), strict=True))
 
@@ -114,7 +114,7 @@ def test_heads_keep_their_own_best_units_by_shares(model: nn.Module, tmp_path: P
     assert cache.memory().actual == cache.memory().planned
     layers = shared_budgets(24, 2, (1.0, 2.0))
     for layer, own in enumerate([shares[:2], shares[2:]]):
-        quotas = head_quotas(2 * layers[layer], own, (86, 86))
+        quotas = divided(2 * layers[layer], own, (86, 86), least=1)
         kept = cache.kept_positions(layer)[0]
         for head, quota in enumerate(quotas):
             positions = kept[head][kept[head] >= 0]
