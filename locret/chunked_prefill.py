@@ -82,11 +82,7 @@ def read_turn(model: nn.Module, input_ids: Tensor, cache: RetentionCache, *, new
 def checked(
     model: nn.Module, cache: RetentionCache, input_ids: Any, attention_mask: Any = None, *, seen: int = 0
 ) -> Prompt:
-    """Return a prompt that the cache may read, or has read `seen` tokens of.
-
-    Raises:
-        ValueError: If the prompt, the model or the cache cannot be used, or do not belong together.
-    """
+    """Return a prompt that the cache may read, or has read `seen` tokens of."""
     check_usable(model, cache)
     prompt = checked_prompt(model, input_ids, attention_mask, seen=seen)
     rows = prompt.ids.shape[0] if isinstance(prompt.ids, Tensor) else 1
@@ -97,11 +93,7 @@ def checked(
 
 
 def check_usable(model: nn.Module, cache: RetentionCache) -> None:
-    """Refuse a cache that cannot be used, or not with this model.
-
-    Raises:
-        ValueError: Saying why.
-    """
+    """Refuse a cache that cannot be used, or not with this model."""
     if not isinstance(cache, RetentionCache):
         raise ValueError(f"cache is a {type(cache).__name__}; give a locret.RetentionCache")
     cache.check_whole()
@@ -190,11 +182,7 @@ def read_prompt(
 
 
 def _check_inside(cache: RetentionCache, tokens: Sequence[int]) -> None:
-    """Refuse protected spans of what a text of so many tokens, in each row, does not have.
-
-    Raises:
-        ValueError: Naming the span.
-    """
+    """Refuse protected spans of what a text of so many tokens, in each row, does not have."""
     for row, total in enumerate(tokens):
         for span in cache.protected[row if len(cache.protected) > 1 else 0] if cache.protected else ():
             if (span.start if span.end is None else span.end - 1) >= total:

@@ -141,11 +141,7 @@ class FiniteLogits(LogitsProcessor):
 
 
 def check_finite_logits(model: Any, logits: Tensor) -> None:
-    """Refuse logits (..., V) that are not finite: any token would be taken for an answer.
-
-    Raises:
-        ValueError: Naming the data type, and the way out.
-    """
+    """Refuse logits (..., V) that are not finite: any token would be taken for an answer."""
     if torch.isfinite(logits.amax(-1)).all():  # NaN is the largest of all, and a vocabulary may be masked in part
         return
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
@@ -227,9 +223,6 @@ def checked_options(base: Any, options: dict[str, Any]) -> GenerationConfig:
     Args:
         base: The transformers model.
         options: As given; what says what is so anyway is taken out.
-
-    Raises:
-        ValueError: For an option that would have no effect here, or that `generate` does not know.
     """
     given = options.get("generation_config") or base.generation_config
     if not isinstance(given, GenerationConfig):

@@ -41,11 +41,7 @@ def to_dynamic_cache(cache: RetentionCache, *, host: bool = False) -> DynamicCac
 
 
 def _check_ordinary(cache: RetentionCache, host: bool) -> None:
-    """Refuse what no prompt would have left.
-
-    Raises:
-        ValueError: Saying why, and what to do instead.
-    """
+    """Refuse what no prompt would have left."""
     if not cache.seen:
         raise ValueError("the cache has read nothing yet; call locret.prefill before exporting it")
     if cache.pad is not None:
@@ -73,9 +69,6 @@ def check_prefix(
         rotary: How the backbone rotates keys, as its config says it.
         host: Whether those of the second tier are among them.
         states: Whether the prefix has room for recurrent states.
-
-    Raises:
-        ValueError: Saying why, and what to do instead.
     """
     if policy.recalls_blocks:
         raise ValueError(f"recall_by={policy.recall_by} gives far units one position, which no ordinary prefix has")
@@ -113,11 +106,7 @@ def check_prefix(
 
 
 def check_one_row(rows: int) -> None:
-    """Refuse a batch where one context is wanted.
-
-    Raises:
-        ValueError: If there are several rows.
-    """
+    """Refuse a batch where one context is wanted."""
     if rows > 1:
         raise ValueError(f"it holds {rows} rows, and a context is one; export each row of cache.split(rows)")
 

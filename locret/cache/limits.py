@@ -61,9 +61,6 @@ def with_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -
         policy: What may leave them to the scorer.
         scorer: What may recommend some.
         heads: KV heads of each full-attention layer.
-
-    Raises:
-        ValueError: If nobody says them, or they are of another number of layers or heads.
     """
     of, whose = ("head", "KV head") if policy.head_budgets == "shares" else ("layer", "layer")
     if "shares" not in (policy.head_budgets, policy.layer_budgets):

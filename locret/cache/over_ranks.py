@@ -18,11 +18,7 @@ _WITHOUT = "or start one process (without --shard tp)"
 
 
 def check_over_ranks(cache: RetentionCache) -> None:
-    """Refuse what would choose other units where processes share the KV heads of a layer than in one process.
-
-    Raises:
-        ValueError: Naming it, and the way out.
-    """
+    """Refuse what would choose other units where processes share the KV heads of a layer than in one process."""
     policy = cache.policy
     used: list[Any] = [cache.scorer, cache.merger, prefill_attention.get(policy.prefill_attention)]
     if policy.has_host and not policy.recalls_blocks:

@@ -291,11 +291,7 @@ class Reader:
             self.layers[nth].evict(evicts_now, base)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return what the scorer says of a chunk: scores, and the columns it declares.
-
-        Raises:
-            ValueError: If it returns anything but numbers where the units are, for the new ones or for all.
-        """
+        """Return what the scorer says of a chunk: scores, and the columns it declares."""
         rated = self.scorer.score(chunk)
         scores, columns = rated if isinstance(rated, Rated) else (rated, {})
         batch, kv_heads, units = chunk.unit_positions.shape
@@ -418,11 +414,7 @@ class Reader:
 
 @contextmanager
 def reading(model: nn.Module, cache: RetentionCache, prompt_tokens: int | None, new_tokens: int) -> Iterator[Reader]:
-    """Read a prompt of so many tokens (None: unknown) into a cache, to be followed by so many generated ones.
-
-    Raises:
-        ValueError: If the cache is being read already, or an earlier read of it was interrupted.
-    """
+    """Read a prompt of so many tokens (None: unknown) into a cache, to be followed by so many generated ones."""
     if cache.pad is not None:
         raise ValueError("rows of different length are read through locret.prefill")
     with instrumented(model), cache.read_by(Reader(cache, answering=False)) as reader:
@@ -440,10 +432,6 @@ def going_on(model: nn.Module, cache: RetentionCache, other: Reader, prompt_toke
 
 @contextmanager
 def answering(model: nn.Module, cache: RetentionCache) -> Iterator[Reader]:
-    """Let forward passes go on from what a cache holds; what they add is scored when the block ends.
-
-    Raises:
-        ValueError: If the cache is being read already, or an earlier read of it was interrupted.
-    """
+    """Let forward passes go on from what a cache holds; what they add is scored when the block ends."""
     with instrumented(model), cache.read_by(Reader(cache, answering=True)) as reader:
         yield reader

@@ -33,11 +33,7 @@ def _block(logits_KQS: Tensor, labelled: int, terms: LabelTerms) -> Tensor:
 
 
 def _terms(chunk: Attended, labelled: int) -> LabelTerms:
-    """Return -ln ||h_i|| of the tokens that ask, and ln ||W_O_g v_j|| of the labelled ones.
-
-    Raises:
-        ValueError: Where processes share the row or the heads, or values are latents.
-    """
+    """Return -ln ||h_i|| of the tokens that ask, and ln ||W_O_g v_j|| of the labelled ones."""
     import torch  # here, because commands know the kinds of label before torch is imported
 
     from locret.backbone.adapters import output_projection

@@ -225,11 +225,7 @@ def logit_bytes(heads: int, head_dim: int, tokens: int) -> int:
 
 
 def token_row(ids: Tensor, name: str) -> Tensor:
-    """Return token ids as (1, n).
-
-    Raises:
-        ValueError: If they are empty or more than one row.
-    """
+    """Return token ids as (1, n)."""
     row = ids[None] if ids.ndim == 1 else ids
     if row.ndim != 2 or row.shape[0] != 1 or not row.shape[1]:
         raise ValueError(f"{name} has shape {tuple(ids.shape)}; give the ids of one text, (n,) or (1, n), n >= 1")

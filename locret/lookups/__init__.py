@@ -50,18 +50,10 @@ def find(spec: str) -> Lookup | InfLLM:
 
 
 def in_blocks(spec: str, budget: int) -> InfLLM:
-    """Return a lookup of blocks with all its numbers, which follow from the budget.
-
-    Raises:
-        ValueError: As `find` does, or if the budget is too small for them.
-    """
+    """Return a lookup of blocks with all its numbers, which follow from the budget."""
     return registry.get("lookup", (InfLLM,), spec).completed(budget)
 
 
 def least_budget(spec: str) -> int:
-    """Return the smallest budget that a lookup of blocks can work with.
-
-    Raises:
-        ValueError: As `find` does.
-    """
+    """Return the smallest budget that a lookup of blocks can work with."""
     return registry.get("lookup", (InfLLM,), spec).least_budget

@@ -85,11 +85,7 @@ class InfLLM(Chosen):
     that of the text."""
 
     def __post_init__(self) -> None:
-        """Check the options.
-
-        Raises:
-            ValueError: For the first that is out of range.
-        """
+        """Check the options."""
         if self.preset is not None:
             if self.preset not in PRESETS:
                 near = nearest(str(self.preset), PRESETS) or list(PRESETS)
@@ -108,9 +104,6 @@ class InfLLM(Chosen):
 
         Args:
             budget: Units per KV head that may lie on the device, blocks in use included.
-
-        Raises:
-            ValueError: If they are more.
         """
         made = self._around(self.local or 1)
         if self.local is None:

@@ -125,12 +125,7 @@ class OmniKVLookup(Lookup):
         return self._recalled(self.tokens) if isinstance(self.tokens, int) else None
 
     def resident(self, nth: int, layers: int) -> bool:
-        """Return whether the layer is dense.
-
-        Raises:
-            ValueError: If the backbone has no such filter layers, no layer would be sparse, or the dense ones take more
-                than the memory they may.
-        """
+        """Return whether the layer is dense."""
         filters = self.filters(layers)
         named, dense = "-".join(map(str, filters)), dense_layers(filters, layers)
         if filters[-1] >= layers:

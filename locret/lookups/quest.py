@@ -50,11 +50,7 @@ class QuestLookup(Lookup):
     """Whether the last page is always one of those chosen, as Quest's kernels have it."""
 
     def resident(self, nth: int, layers: int) -> bool:
-        """Return whether the layer is dense.
-
-        Raises:
-            ValueError: If all layers are.
-        """
+        """Return whether the layer is dense."""
         if self.dense >= layers:
             self.refuse(f"dense={self.dense} leaves no layer of {layers} to choose pages in; lower dense")
         return nth < self.dense

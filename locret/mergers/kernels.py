@@ -145,11 +145,7 @@ class MergingKernels(
         return self.kernels[str(layer_idx)]  # type: ignore[return-value]
 
     def check_matches(self, model_or_config: Any) -> None:
-        """Make sure that these kernels belong to a backbone.
-
-        Raises:
-            ValueError: If layers, dimensions or base model differ; the message shows both sides.
-        """
+        """Make sure that these kernels belong to a backbone."""
         differences = self.config.differences(model_or_config)
         if differences:
             raise ValueError(

@@ -92,11 +92,7 @@ def parse_bytes(text: str) -> int:
 
 
 def units_of_share(share: float, tokens: int) -> int:
-    """Return the budget that is this share of a prompt, rounded down, at least 1 unit.
-
-    Raises:
-        ValueError: If the share is not above 0 and at most 1.
-    """
+    """Return the budget that is this share of a prompt, rounded down, at least 1 unit."""
     if not 0 < share <= 1:
         raise ValueError(f"{share} is not a share of the prompt; give more than 0 and at most 1, such as 0.1")
     return max(1, int(share * tokens))

@@ -208,11 +208,7 @@ class RetentionPolicy:
         return self.host_budget == EVERYTHING or self.recalls_blocks
 
     def blocks(self) -> InfLLM:
-        """Return the numbers of the method that recalls blocks.
-
-        Raises:
-            ValueError: If an option of it is unfit, or the budget is too small.
-        """
+        """Return the numbers of the method that recalls blocks."""
         from locret import lookups  # needs torch, which help and completion should not load
 
         return lookups.in_blocks(self.recall_by, self.budget)
@@ -242,9 +238,6 @@ class RetentionPolicy:
             values: The numbers, by name.
             where: What messages call them.
             following: Names of numbers that nobody gave, which stay what they are; see `following`.
-
-        Raises:
-            ValueError: For anything but numbers that make a policy; the message begins with `where`.
         """
         given = checked_values(cls, without_retired(values), where)
         if not isinstance(following, (list, tuple)) or not all(name in FOLLOWING for name in following):
@@ -429,11 +422,7 @@ def without_retired(values: Any, *, keep_used: bool = False) -> Any:
 
 
 def policy_of(policy: Any, budget: int | None = None) -> RetentionPolicy | None:
-    """Return the policy that an argument means: one, the numbers of one by name, or its budget alone.
-
-    Raises:
-        ValueError: For anything else, or if both are given.
-    """
+    """Return the policy that an argument means: one, the numbers of one by name, or its budget alone."""
     if budget is not None:
         if policy is not None:
             raise ValueError(f"budget={budget!r} and policy exclude each other; give the budget in the policy")

@@ -121,11 +121,7 @@ Rows = tuple[tuple[Span, ...], ...]
 
 
 def checked_rows(rows: Iterable[Iterable[Span]]) -> Rows:
-    """Return the spans of rows.
-
-    Raises:
-        ValueError: If one is no span, there are too many, or two with a share have tokens in common.
-    """
+    """Return the spans of rows."""
     rows = tuple(rows)
     for spans in rows:
         if not isinstance(spans, Iterable) or isinstance(spans, str):
@@ -168,11 +164,7 @@ def spans_data(rows: Rows) -> list[list[list[Any]]]:
 
 
 def spans_from(data: Any) -> Rows:
-    """Return the spans that a file holds.
-
-    Raises:
-        ValueError: If they are none.
-    """
+    """Return the spans that a file holds."""
     rows: list[Any] = data if isinstance(data, list) else [None]
     for spans in rows:
         for one in spans if isinstance(spans, list) and len(spans) <= MOST_SPANS else [None]:

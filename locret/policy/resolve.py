@@ -35,9 +35,6 @@ def resolve(
             (but a decode_budget of None is a choice: no bound).
         recommended: Numbers of the heads or a preset; may be empty.
         wanted: Numbers that follow from the budget otherwise than by what is recommended.
-
-    Raises:
-        ValueError: If numbers are out of range or contradict each other, or a file that is named is no good.
     """
     reference = RetentionPolicy(**recommended)
     given = {name: value for name, value in own.items() if value is not None or name == "decode_budget"}
@@ -60,9 +57,6 @@ def check_used(own: Mapping[str, Any], policies: Collection[RetentionPolicy]) ->
     Args:
         own: Numbers that the user chose; one that is the default, as in a recipe that states everything, may stay.
         policies: What they came to; without any there is nothing to say.
-
-    Raises:
-        ValueError: Naming the setting that is missing.
     """
     for field in fields(RetentionPolicy):
         value = own.get(field.name)
@@ -73,11 +67,7 @@ def check_used(own: Mapping[str, Any], policies: Collection[RetentionPolicy]) ->
 
 
 def check_no_turns(own: Mapping[str, Any]) -> None:
-    """Refuse to say how a turn is read where every prompt is read as a whole, its question included.
-
-    Raises:
-        ValueError: If the user chose it.
-    """
+    """Refuse to say how a turn is read where every prompt is read as a whole, its question included."""
     if (value := own.get("turns")) not in (None, RetentionPolicy.turns):
         raise ValueError(f"--turns {value} changes nothing here, where a question is read with its text; drop --turns")
 
@@ -92,9 +82,6 @@ def resolve_options(
         chosen: Names that the user set.
         recommended: Numbers of the heads or a preset; may be empty.
         budget: Budget that follows from something else, such as bytes or a share.
-
-    Raises:
-        ValueError: If numbers are out of range, contradict each other, or change nothing.
     """
     own = {field.name: getattr(options, field.name) for field in fields(RetentionPolicy) if field.name in chosen}
     if budget is not None:

@@ -99,9 +99,6 @@ def plan(
         recent: Newest units that the scorer keeps by right; like stabilizers they are not part of a pyramid.
         sinks: First tokens that the scorer keeps by right, for which growing memory has room from its first step.
         tail: Tokens read after the last chunk; `local_len` if None.
-
-    Raises:
-        ValueError: If memory grows and the length is unknown.
     """
     tail = policy.local_len if tail is None else tail
     start = tuple(held) if held is not None else (0,) * layers

@@ -165,10 +165,6 @@ def read_patterns(file: str) -> list[dict[int, PrefillAttention]]:
     """Return what a file of patterns says: per layer the pattern of each query head that it names.
 
     The file is a list over layers of `{"HEAD": [NAME, COLUMNS, DIAGONALS, SCORE]}`, as MInference publishes it.
-
-    Raises:
-        ValueError: If it is anything else; the message names the layer and head.
-        OSError: If it cannot be read.
     """
     if not Path(file).is_file():
         raise ValueError(f"prefill_attention minference: there is no file {file}; give one that MInference publishes")

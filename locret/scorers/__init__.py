@@ -131,11 +131,7 @@ def find(name: str) -> type[Scorer]:
 
 
 def _checked(found: Any, name: str) -> type[Scorer]:
-    """Return somebody else's class as a scorer.
-
-    Raises:
-        ValueError: If it is none, or lacks something of one.
-    """
+    """Return somebody else's class as a scorer."""
     if is_press(found):
         return press_scorer(found, name)
     if not (isinstance(found, type) and issubclass(found, Scorer)):

@@ -21,10 +21,6 @@ def chosen_heads(heads: str | None, model: str | None) -> str | None:
     Args:
         heads: What the user typed.
         model: The backbone's folder or Hub id.
-
-    Raises:
-        ValueError: If there are none for this backbone, or it is not known which it is.
-        OSError: If the Hub refuses or cannot be reached.
     """
     if heads != AUTO_HEADS:
         return heads
@@ -36,12 +32,7 @@ def chosen_heads(heads: str | None, model: str | None) -> str | None:
 
 
 def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
-    """Load the heads, or make the scorer; return it with the policy that it and the method recommend.
-
-    Raises:
-        ValueError: If the heads are missing or broken, or there is no such scorer or option.
-        OSError: If the Hub refuses or cannot be reached.
-    """
+    """Load the heads, or make the scorer; return it with the policy that it and the method recommend."""
     spec, flag = options.spec, "--scorer" if options.method is None else "--method"
     trained = options.method is not None and spec is not None and spec.name == LOCRET
     if options.heads is None and not trained:
@@ -67,11 +58,7 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
 
 
 def _check_is_scorer(spec: method_spec.MethodSpec, flag: str) -> None:
-    """Refuse a method of `locret-eval` that is no scorer, and say how it is written here.
-
-    Raises:
-        ValueError: With the flags that mean it.
-    """
+    """Refuse a method of `locret-eval` that is no scorer, and say how it is written here."""
     instead = {
         LOCRET: "means trained heads; give --heads and --method",
         "full": "keeps every unit; give a --budget of the prompt's length instead",
@@ -83,11 +70,7 @@ def _check_is_scorer(spec: method_spec.MethodSpec, flag: str) -> None:
 
 
 def check_matches(options: ScorerOptions, scorer: RetainingHeads | Scorer, config: Any) -> None:
-    """Refuse heads of another backbone, from its config alone.
-
-    Raises:
-        ValueError: If they differ; the message shows both sides.
-    """
+    """Refuse heads of another backbone, from its config alone."""
     if isinstance(scorer, Scorer):
         scorer.check_backbone(config)
         return

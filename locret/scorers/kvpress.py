@@ -51,11 +51,7 @@ class PressScorer(Scorer):
         return getattr(self, _WINDOW, _QUERIES - 1) + 1
 
     def prepare(self, model: nn.Module) -> _Prepared:
-        """Make the press, and watch what each attention module is called with as long as the cache lives.
-
-        Raises:
-            ValueError: If the press refuses its options or the model.
-        """
+        """Make the press, and watch what each attention module is called with as long as the cache lives."""
         options = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
         try:
             press = type(self).press(**options)
@@ -106,9 +102,6 @@ def press_scorer(press: type, name: str) -> type[Scorer]:
     Args:
         press: The class.
         name: What messages call it, such as "kvpress:SnapKVPress".
-
-    Raises:
-        ValueError: If the press does not only rate units.
     """
     if not callable(getattr(press, "score", None)):
         raise ValueError(f"scorer {name} is a press without a score of units; take one that defines score")

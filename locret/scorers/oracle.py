@@ -34,11 +34,7 @@ class OracleScorer(Scorer):
     those of this process."""
 
     def prepare(self, model: nn.Module) -> dict[int, int]:
-        """Return which row of the labels belongs to which layer.
-
-        Raises:
-            ValueError: If they have another number of layers or KV heads.
-        """
+        """Return which row of the labels belongs to which layer."""
         backbone = describe(model)
         wanted = (len(backbone.layers), max(shape.num_kv_heads for shape in backbone.full_shapes))
         if self.labels.ndim != 3 or tuple(self.labels.shape[:2]) != wanted:

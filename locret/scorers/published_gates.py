@@ -72,11 +72,7 @@ class PublishedGateScorer(FeatureScorer):
         return self.their_window
 
     def check_budget(self, budget: int) -> None:
-        """Refuse a window and sinks that leave nothing of a budget.
-
-        Raises:
-            ValueError: Naming them.
-        """
+        """Refuse a window and sinks that leave nothing of a budget."""
         if self.recent(budget) + self.sinks >= budget:
             raise ValueError(
                 f"scorer {self.name}: window={self.recent(budget)} and sinks={self.sinks} leave nothing of budget="
@@ -84,19 +80,11 @@ class PublishedGateScorer(FeatureScorer):
             )
 
     def check_backbone(self, config: Any) -> None:
-        """Read the gate for a backbone whose weights are not there yet.
-
-        Raises:
-            ValueError: If it does not fit.
-        """
+        """Read the gate for a backbone whose weights are not there yet."""
         self._read(config)
 
     def prepare(self, model: nn.Module) -> Any:
-        """Return the gate, each layer's on its device.
-
-        Raises:
-            ValueError: If it does not fit the backbone.
-        """
+        """Return the gate, each layer's on its device."""
         read = _READ.setdefault(model, {})
         key = (self.name, self.path, self.revision, *_stamps(Path(self.path)))
         if key not in read:
@@ -178,11 +166,7 @@ class DMSScorer(PublishedGateScorer):
             self._neuron(config)
 
     def prepare(self, model: nn.Module) -> Any:
-        """Return the adapters, or where the decisions are in the queries.
-
-        Raises:
-            ValueError: If adapters do not fit the backbone, or it is not the one whose queries hold the decisions.
-        """
+        """Return the adapters, or where the decisions are in the queries."""
         return super().prepare(model) if self._numbers["separate"] else self._neuron(model)
 
     @cached_property

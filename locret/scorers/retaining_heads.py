@@ -57,11 +57,7 @@ class RetainingHeadScorer(FeatureScorer):
         return recommended_shares(self._config, "head_shares")
 
     def prepare(self, model: nn.Module) -> RetainingHeads:
-        """Return the heads, loaded if need be, each on its layer's device; where processes share heads, its part.
-
-        Raises:
-            ValueError: If they do not fit the model.
-        """
+        """Return the heads, loaded if need be, each on its layer's device; where processes share heads, its part."""
         heads = RetainingHeads.from_pretrained(self.heads) if isinstance(self.heads, str) else self.heads
         heads.check_matches(model)
         return sharded(heads, ranks_of(model)).follow(model)

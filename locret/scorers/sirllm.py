@@ -60,11 +60,7 @@ class SirLLMScorer(TokenScorer):
         return self.decay
 
     def prepare(self, model: nn.Module) -> None:
-        """Check that there is a language-model head.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """Check that there is a language-model head."""
         base: Any = unwrap(model)
         if base.get_output_embeddings() is None:
             raise ValueError(
