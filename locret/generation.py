@@ -17,9 +17,9 @@ from locret.backbone.passes import gathering_root, keeping_step
 from locret.base.nearest import check_retired, nearest
 from locret.cache.cache import RetentionCache
 from locret.cache.captured_step import capturing, obstacle
-from locret.cache.contract import ASSISTED
 from locret.cache.digest import digest_of
 from locret.cache.reader import answering
+from locret.cache.whole import ASSISTED
 from locret.chunked_prefill import check_usable, checked, feed_held_back, read_prompt
 from locret.token_ids import Prompt
 

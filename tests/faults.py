@@ -184,7 +184,7 @@ FAULTS = (
     ),
     Fault(
         "position-not-taken-back",
-        "locret/cache/cache.py",
+        "locret/cache/whole.py",
         "self.seen -= 1\n            self.next_position -= 1",
         "self.seen -= 1",
         "take_back: the last token is fed again at its own position",
@@ -323,7 +323,7 @@ FAULTS = (
     ),
     Fault(
         "a-counter-not-saved",
-        "locret/cache/cache.py",
+        "locret/cache/whole.py",
         '_COUNTERS = ("seen", "held_back", "fed_again", "next_position", "text_end")',
         '_COUNTERS = ("seen", "held_back", "fed_again", "next_position")',
         "load_cache: turns that follow have the room that they would have had",

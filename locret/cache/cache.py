@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,37 +17,32 @@ from locret import mergers
 from locret.backbone.adapters import (
     BOTH,
     RECURRENT,
-    attention_modules,
     compute_dtype,
     describe,
     describe_whole,
-    device_of,
     find_decoder,
-    input_device,
     latents,
     ranks_of,
 )
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.backbone.unrotated import unrotated_layers
-from locret.cache.contract import OfTransformers
-from locret.cache.digest import shortened
 from locret.cache.disk import Disk
 from locret.cache.export import to_dynamic_cache
-from locret.cache.layer import HOST, RetentionLayer
+from locret.cache.layer import RetentionLayer
 from locret.cache.layers import checked_disk, find_store, make_layer
 from locret.cache.limits import Limits, check_pair, check_slots, with_shares
 from locret.cache.memory import Account, CacheMemory
 from locret.cache.over_ranks import check_over_ranks
 from locret.cache.protected import check_held
 from locret.cache.routing import route
-from locret.cache.sliding import SlidingLayer
-from locret.cache.states import STATES, States
+from locret.cache.states import States
 from locret.cache.store import POSITIONS, SCORES, Store
-from locret.cache.trail import TRAIL, Trail
-from locret.cache.units import Units, Workspace
+from locret.cache.trail import Trail
+from locret.cache.units import Workspace
+from locret.cache.whole import Whole
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy, policy_of
-from locret.policy.protection import Rows, Span, checked_rows, spans_data, spans_from
+from locret.policy.protection import Rows, Span, checked_rows
 from locret.scorers import FALLBACK, RetainingHeadScorer, Scorer, get
 
 if TYPE_CHECKING:
@@ -57,20 +50,8 @@ if TYPE_CHECKING:
 
     from locret.cache.reader import Reader
 
-_PER_ROW = {
-    "rows.pad": "pad",
-    "rows._shift": "shift",
-    "rows.last_tokens": "last_tokens",
-    "rows._context": "newest_hidden",
-    "rows.digest": "digest",
-}
-"""Tensors with a row per row of the batch: names in a file, and here."""
-_COUNTERS = ("seen", "held_back", "fed_again", "next_position", "text_end")
-_STATES = re.compile(r"(\.|_)(keys|values|queries|features)$|\.conv\.\d+$|^rows\._context$")
-"""What the backbone computes in its own dtype, unless it is held in codes."""
 
-
-class RetentionCache(OfTransformers):
+class RetentionCache(Whole):
     """A transformers cache that never holds more than `budget` units per KV head between chunks.
 
     It holds what has been read; `locret.prefill` and `locret.generate` fill it, through a reader of their own.
@@ -145,10 +126,7 @@ class RetentionCache(OfTransformers):
         """The layers with latent attention."""
         self.rotary = Rotary(find_decoder(model), unrotated_layers(model, backbone))
         self.rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
-        self.workspace = Workspace()
-        """Memory that the layers share."""
-        self.limits = Limits(self.policy, scorer, len(backbone.layers))
-        """How many units of which layer stay."""
+        self.workspace, self.limits = Workspace(), Limits(self.policy, scorer, len(backbone.layers))
         self.copies_memory: CacheMemory | None = None
         """Of the copy that held the beams, or the other answers, of the answer written last; None for one alone."""
         self._account = Account(backbone, self.limits, compute_dtype(model).itemsize)
@@ -158,59 +136,11 @@ class RetentionCache(OfTransformers):
         self._show_states()
         # Layers of recalled blocks are not governed by scores.
         near = 0 if self.policy.recalls_blocks else scorer.neighbours
-        self.trails: dict[int, Trail] = {index: Trail(near) for index in backbone.layers if near}
-        """By layer, the features of the newest tokens, where the scorer looks at those."""
-        self.reader: Reader | None = None
-        self._interrupted = False
-        self.seen = 0
-        self.next_position = 0
-        """Rotary position of the coming token: how far positions reach."""
-        self.text_end = 0
-        """Tokens up to where the last text that was read ends, padding included; what follows it are turns."""
-        self.last_tokens: Tensor | None = None
-        """(B, 1) the prompt's last token, while it is the newest unit."""
-        self.held_back = False
-        """Whether `last_tokens` is still to be fed."""
-        self.fed_again = False
-        """Whether it has been fed before."""
-        self.newest_hidden: Tensor | None = None
-        """(B, 1 or 2, E) hidden states of the newest tokens, for a scorer that rates tokens."""
-        self.pad: Tensor | None = None
-        """(B,) left padding of each row, where rows differ."""
-        self.shift: Tensor | None = None
-        """(B,) by how much rotary positions of each row lag behind `next_position`, where rows differ."""
-        self.digest: Tensor | None = None
-        """(B,) fingerprint of the token ids that were read; None where they are unknown."""
+        self.trails = {index: Trail(near) for index in backbone.layers if near}
         self.computation: dict[str, Any] | None = None
         """What the backbone computed besides its weights when it was read; see `locret.backbone.computation`."""
-        self.protected: Rows = ()
-        """Spans that stay whatever their scores, of each row or of all rows alike; see `protect`."""
-        self.suspect: Tensor | None = None
-        """Whether a scorer may have returned NaN or infinity; looked at where the cache is used next."""
         self.watch: Any = None
         """What looks at the attention of the answer in progress, if anybody wants to know."""
-        self._peak = 0
-
-    @property
-    def rows(self) -> int:
-        """Rows of the batch; 0 before the first token."""
-        return max((holder.batch for _, _, holder in self.holders()), default=0)
-
-    def holders(self) -> Iterator[tuple[int, str, Units]]:
-        """Yield all that holds anything, with its layer and what its tensors' names begin with in a file."""
-        for index, layer in enumerate(self.layers):
-            own: dict[str, Units] = dict(layer.holders)
-            if index in self.carriers:
-                own[STATES] = self.carriers[index]
-            if index in self.trails:
-                own[TRAIL] = self.trails[index]
-            for name, holder in own.items():
-                yield index, f"layers.{index}.{name}", holder
-
-    @property
-    def governed(self) -> list[RetentionLayer]:
-        """The layers of full attention, whose units compete for the budget."""
-        return [layer for layer in self.layers if isinstance(layer, RetentionLayer)]
 
     # -- looking inside -----------------------------------------------------------------------------------------------
 
@@ -236,7 +166,8 @@ class RetentionCache(OfTransformers):
 
     def kept_scores(self, layer: int) -> Tensor:
         """Return the (batch, kv_heads, units) float32 scores of the units held in one layer."""
-        self._rate_waiting()
+        if self.reader is not None:
+            self.reader.rate_waiting()
         return self._held(layer, SCORES).clone()
 
     def _held(self, index: int, name: str) -> Tensor:
@@ -260,8 +191,8 @@ class RetentionCache(OfTransformers):
         }
         return CacheMemory(
             self._account.first(rows, begun=begun),
-            self._bytes(),
-            max(self._peak, self._bytes()),
+            self.nbytes,
+            max(self._peak, self.nbytes),
             round(sum(fills) / len(fills)) if self.policy.head_budgets == "shares" else max(fills),
             **second,
             index_planned=self._account.indexes(layers, rows, begun=begun),
@@ -269,9 +200,6 @@ class RetentionCache(OfTransformers):
             host_units=max((host.fill for host in hosts if not host.resident), default=0),
             moved=sum(host.moved for host in hosts),
         )
-
-    def _bytes(self) -> int:
-        return self.workspace.nbytes + sum(holder.nbytes for _, _, holder in self.holders())
 
     def protect(self, *rows: Iterable[Span]) -> None:
         """Say which tokens stay whatever their scores, instead of what was said before.
@@ -329,20 +257,6 @@ class RetentionCache(OfTransformers):
 
     # -- what a reader does with it -----------------------------------------------------------------------------------
 
-    def check_whole(self) -> None:
-        """Refuse to go on from a read that did not end.
-
-        Raises:
-            ValueError: If an earlier read was interrupted, one is in progress, or scores were not finite.
-        """
-        if self.suspect is not None:
-            self.check_scores(self.suspect)
-            self.suspect = None
-        if self._interrupted:
-            raise ValueError("an earlier read of this cache was interrupted; start again with cache.fresh()")
-        if self.reader is not None and self.reader.torn:
-            raise ValueError("this cache is being read; go on when that read has ended, or with cache.fresh()")
-
     def check_scores(self, unsound: Tensor) -> None:
         """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device.
 
@@ -397,14 +311,6 @@ class RetentionCache(OfTransformers):
             )
 
     @contextmanager
-    def _changed_whole(self) -> Iterator[None]:
-        """Let all layers be changed; if that ends in the middle, remember it as an interrupted read."""
-        self.check_whole()
-        self._interrupted = True
-        yield
-        self._interrupted = False
-
-    @contextmanager
     def read_by(self, reader: Reader) -> Iterator[Reader]:
         """Let a reader fill the cache until the block ends; if it ends in the middle of something, remember that.
 
@@ -422,10 +328,6 @@ class RetentionCache(OfTransformers):
             if not reader.torn:
                 reader.rate_waiting()
                 self._interrupted = False
-
-    def _show_states(self) -> None:
-        for index, states in self.carriers.items():
-            states.show(self.layers[index])
 
     def number(self, steps: Tensor, batch: int) -> tuple[Tensor, Tensor]:
         """Return (1 or B, 1, L) original and (B, L) rotary positions of the coming tokens; `steps` are 0 .. L - 1."""
@@ -447,7 +349,7 @@ class RetentionCache(OfTransformers):
         self.seen += length
         self.held_back = self.fed_again = False
         self.next_position += length
-        self._peak = max(self._peak, self._bytes())
+        self._peak = max(self._peak, self.nbytes)
 
     def end_reading(self, new_tokens: int) -> None:
         """Give back what only reading needed, but for room for `new_tokens` generated ones."""
@@ -501,105 +403,11 @@ class RetentionCache(OfTransformers):
         ]
         self.disk.check_room(self._account.second_bytes(wanted, rows))
 
-    def _rate_waiting(self) -> None:
-        if self.reader is not None:
-            self.reader.rate_waiting()
-
     # -- whole caches -------------------------------------------------------------------------------------------------
 
     def fresh(self) -> RetentionCache:
         """Return an empty cache for the same model, scorer and policy."""
         return RetentionCache(self.model, self.scorer, self.policy, store=self.store, disk=self.disk)
-
-    @torch.inference_mode(False)
-    def copy(self) -> Self:
-        """Return an independent copy: a document read once answers many questions, each on its own copy.
-
-        Raises:
-            ValueError: If a read of this cache was interrupted, or is in progress.
-        """
-        self.check_whole()
-        self._rate_waiting()
-        return self._twin()
-
-    def _twin(self, rows: Tensor | None = None) -> Self:
-        """Return a copy, or one of some rows, of which only one layer at a time is held twice as a whole."""
-        twin = copy.copy(self)
-        twin.reader, twin.watch, twin.workspace, twin._account = None, None, Workspace(), self._account.copy()
-        twin.layers, twin.carriers, twin.trails = [], {}, {}
-        for index, layer in enumerate(self.layers):
-            own = layer.copy(twin.workspace)
-            twin.layers.append(own)
-            holders = list(own.holders.values())
-            if index in self.carriers:
-                holders.append(twin.carriers.setdefault(index, self.carriers[index].copy(twin.workspace)))
-            if index in self.trails:
-                holders.append(twin.trails.setdefault(index, self.trails[index].copy(twin.workspace)))
-            for holder in holders if rows is not None else ():
-                holder.select_rows(rows)
-        twin._show_states()
-        return twin
-
-    def take_back(self) -> None:
-        """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing.
-
-        Raises:
-            ValueError: If a read of this cache was interrupted, or is in progress, or it carries states that do not say
-                what they were before that token.
-        """
-        self.check_whole()
-        if self.held_back:
-            return
-        for states in self.carriers.values():
-            states.check_take_back()
-        self._rate_waiting()
-        with self._changed_whole():
-            if self.digest is not None:
-                last = self.last_tokens
-                self.digest = None if last is None else shortened(self.digest, last.to(self.digest.device))
-            if self.newest_hidden is not None:
-                self.newest_hidden = self.newest_hidden[:, :-1] if self.newest_hidden.shape[1] > 1 else None
-            for _, _, holder in self.holders():
-                holder.take_back()
-            self.seen -= 1
-            self.next_position -= 1
-            self.held_back = self.fed_again = True
-
-    @torch.inference_mode(False)
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch; `rows` is (new batch,) int64.
-
-        Raises:
-            ValueError: If a read of this cache was interrupted, or is in progress.
-        """
-        self.check_whole()
-        self._rate_waiting()
-        with self._changed_whole():
-            self.keep_rows(rows)
-
-    def keep_rows(self, rows: Tensor) -> None:
-        """Do what `select_rows` says, between the chunks of a read too."""
-        for _, _, holder in self.holders():
-            holder.select_rows(rows)
-        self._index_rows(rows)
-
-    @torch.inference_mode(False)
-    def take_rows(self, rows: Tensor) -> Self:
-        """Return some rows as a cache of their own, between the chunks of a read too; this one stays as it is."""
-        part = self._twin(rows)
-        part._interrupted = False
-        part._index_rows(rows)
-        return part
-
-    def _index_rows(self, rows: Tensor) -> None:
-        for name in _PER_ROW.values():
-            tensor = getattr(self, name)
-            if tensor is not None:
-                setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
-        if len(self.protected) > 1:
-            self.protected = tuple(self.protected[row] for row in rows.tolist())
-            if self.reader is not None:
-                self.reader.limits.protect(self.protected)
 
     def split(self, batch: int) -> list[RetentionCache]:
         """Return one cache per row, without the empty slots in front of short rows; new ones if nothing was read."""
@@ -608,71 +416,13 @@ class RetentionCache(OfTransformers):
             for index, row in enumerate(rows):
                 row.protected = self.protected[index : index + 1] if len(self.protected) > 1 else self.protected
             return rows
-        self.check_whole()
-        self._rate_waiting()
-        rows = []
-        for index in range(batch):
-            row = self.take_rows(torch.tensor([index]))
-            row.seen -= 0 if self.pad is None else int(self.pad[index])
-            row.text_end -= 0 if self.pad is None else int(self.pad[index])
-            row.next_position -= 0 if self.shift is None else int(self.shift[index])
-            row.pad = row.shift = None
-            for _, _, holder in row.holders():
-                holder.trim()
-            row._count_windows()
-            rows.append(row)
-        return rows
+        self._settled()
+        return [self._trimmed(row) for row in range(batch)]
 
-    def join(self, rows: list[RetentionCache], width: int, new_tokens: int = 0) -> None:
-        """Take over the units of single rows, aligned to the right, with room for `new_tokens` more.
-
-        Args:
-            rows: Caches of one row each, which are used up.
-            width: Tokens of the longest row, padding of the others included.
-            new_tokens: Tokens that will be generated.
-        """
-        with self._changed_whole():
-            self._join(rows, width, new_tokens)
-
-    def _join(self, rows: list[RetentionCache], width: int, new_tokens: int) -> None:
-        device = input_device(self.model)
-        seen = torch.tensor([row.seen for row in rows], device=device)
-        # Where a later text is padded too, padding is not only on the left, so ids do not tell any more what was read.
-        known = not self.seen or bool((width - seen == (0 if self.pad is None else self.pad)).all())
-        digests = [row.digest for row in rows if row.digest is not None]
-        self.digest = torch.cat(digests) if known and len(digests) == len(rows) else None
-        suspects = [row.suspect for row in rows if row.suspect is not None]
-        self.suspect = torch.stack(suspects).any() if suspects else None
-        following = torch.tensor([row.next_position for row in rows], device=device)
-        self.seen, self.next_position, self.held_back = width, int(following.max()), False
-        self.text_end = width - max(row.seen - row.text_end for row in rows)
-        self.pad, self.shift = self.seen - seen, self.next_position - following
-        last_tokens = [row.last_tokens for row in rows if row.last_tokens is not None]
-        self.last_tokens = torch.cat(last_tokens) if last_tokens else None
-        states = [row.newest_hidden for row in rows if row.newest_hidden is not None]
-        if states:
-            self.newest_hidden = torch.cat([s[:, -min(other.shape[1] for other in states) :] for s in states])
-        room = dict.fromkeys(range(len(self.governed)), new_tokens)
-        for nth, layers in enumerate(zip(*(row.governed for row in rows), strict=True)):
-            self.governed[nth].rotated = layers[0].rotated
-            if (most := self.limits.most_answering(nth)) is not None:
-                room[nth] = max(0, min(new_tokens, most - max(layer.fill for layer in layers)))
-        nths = {index: nth for nth, index in enumerate(self.backbone.layers)}
-        theirs = [list(row.holders()) for row in rows]
-        for row in rows:  # each holder is gone once it has been joined
-            row.layers, row.carriers, row.trails = [], {}, {}
-        for index, name, holder in self.holders():
-            own = room[nths[index]] if index in nths and name == f"layers.{index}." else 0
-            holder.join([its.pop(0)[2] for its in theirs], own)
-        self._count_windows()
-        self._peak = max(self._peak, self._bytes())
+    def join(self, rows: list[Self], width: int, new_tokens: int = 0) -> None:
+        """See `Whole`."""
+        super().join(rows, width, new_tokens)
         self.end_reading(new_tokens)
-
-    def _count_windows(self) -> None:
-        """Let layers that slide know how many tokens were read, padding included."""
-        for layer in self.layers:
-            if isinstance(layer, SlidingLayer):
-                layer.cumulative_length = self.seen
 
     @torch.no_grad()
     def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
@@ -694,58 +444,8 @@ class RetentionCache(OfTransformers):
             >>> cache.to_dynamic_cache().get_seq_length()
             80
         """
-        self.check_whole()
-        self._rate_waiting()
+        self._settled()
         return to_dynamic_cache(self, host=host)
-
-    # -- on disk ------------------------------------------------------------------------------------------------------
-
-    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and numbers that say everything, for `load`.
-
-        Raises:
-            ValueError: If a read of this cache was interrupted, or is in progress.
-        """
-        self.check_whole()
-        self._rate_waiting()
-        layers: list[dict[str, Any]] = [{"fill": 0, "rotated": layer.rotated} for layer in self.layers]
-        tensors = {name: getattr(self, own) for name, own in _PER_ROW.items() if getattr(self, own) is not None}
-        for index, prefix, holder in self.holders():
-            tensors |= {f"{prefix}{name}": tensor for name, tensor in holder.state().items()}
-            if holder.counter:
-                layers[index][holder.counter] = holder.count
-        counters: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
-        if self.protected:
-            counters["protected"] = spans_data(self.protected)
-        return {name: tensor.contiguous() for name, tensor in tensors.items()}, {**counters, "layers": layers}
-
-    @torch.inference_mode(False)
-    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-        """Take over what `state` returned, on the backbone's device and in its dtype."""
-        dtype, rows = compute_dtype(self.model), input_device(self.model)
-        devices = [device_of(module) for module in attention_modules(self.model)]
-        # Files of earlier versions do not say all of them.
-        for name, usual in (("fed_again", False), ("text_end", numbers["seen"])):
-            setattr(self, name, numbers.get(name, usual))
-        self.seen, self.held_back, self.next_position = (numbers[n] for n in ("seen", "held_back", "next_position"))
-        self.protected = spans_from(numbers.get("protected", []))
-        left = {
-            name: tensor.to(dtype) if tensor.is_floating_point() and _STATES.search(name) else tensor
-            for name, tensor in tensors.items()
-        }
-        for name, attribute in _PER_ROW.items():
-            if name in left:
-                setattr(self, attribute, left.pop(name).to(rows))
-        parts = {}
-        for _, prefix, _ in sorted(self.holders(), key=lambda one: -len(one[1])):
-            parts[prefix] = {name.removeprefix(prefix): left.pop(name) for name in [*left] if name.startswith(prefix)}
-        for index, prefix, holder in sorted(self.holders(), key=lambda one: len(one[1])):
-            own, counters = parts[prefix], numbers["layers"][index]
-            if not prefix.endswith(HOST):  # a second tier has a place of its own
-                own = {name: tensor.to(devices[index]) for name, tensor in own.items()}
-            holder.load(own, counters.get(holder.counter, 0))
-        for index, layer in enumerate(self.layers):
-            layer.rotated = numbers["layers"][index]["rotated"]
 
 
 route(RetentionCache)

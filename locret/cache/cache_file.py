@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,8 @@ from locret._version import __version__
 from locret.backbone.adapters import (
     BOTH,
     FULL,
-    KINDS,
     Backbone,
     LayerShape,
-    compute_dtype,
     find_decoder,
     sharers_of,
     unwrap,
@@ -57,11 +56,10 @@ from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
 FORMAT = "locret-cache-1"
-_MOST_NOTES = 16 * 2**20
-"""Characters of notes; a safetensors header, where they are written, may take 100 MB."""
-
 CONTEXT_WRITERS = "context.save, chat.save or --save-context"
 OTHER_SCORER = "allow_other_scorer=True to rate further text in the other way"
+_ODD = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, SafetensorError)
+"""What reading a header raises that says something else than ours do."""
 
 
 def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
@@ -149,13 +147,10 @@ def check_replaceable(path: str | Path) -> None:
 def _notes(notes: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(dict(notes), allow_nan=False)
-        same = json.loads(text) == notes
+        if json.loads(text) != notes:
+            raise ValueError("they would come back changed; give lists instead of tuples, and texts as names")
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"notes cannot be saved ({error}); give numbers, texts, lists and mappings") from error
-    if not same:
-        raise ValueError("notes would come back changed; give lists instead of tuples, and texts as names")
-    if len(text) > _MOST_NOTES:
-        raise ValueError(f"notes take {len(text):,} characters, more than {_MOST_NOTES:,}; save long texts elsewhere")
     return text
 
 
@@ -210,12 +205,21 @@ def load_cache(
         'The pass key is 71432.'
     """
     state, _ = _header(path)
-    try:
+    with _named(path):
         cache = _empty(state, model, scorer, allow_other_scorer, disk)
         cache.load(own_state(_read_units(path, state, cache), cache.ranks), state)
+    return cache
+
+
+@contextmanager
+def _named(path: str | Path) -> Iterator[None]:
+    """Let errors say in which file it is."""
+    try:
+        yield
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return cache
+    except _ODD as error:
+        raise ValueError(f"{path}: it is damaged ({error!r}); copy it again, or save the cache again") from error
 
 
 def check_header(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scorer | str) -> dict[str, Any]:
@@ -226,10 +230,8 @@ def check_header(path: str | Path, model: nn.Module, scorer: RetainingHeads | Sc
         OSError: If the file cannot be read.
     """
     state, _ = _header(path)
-    try:
+    with _named(path):
         _empty(state, model, scorer, False, None)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
     return state
 
 
@@ -254,10 +256,9 @@ def _policy(state: Mapping[str, Any]) -> RetentionPolicy:
 
 
 def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
-    saved, here = state.get("backbone"), json.loads(json.dumps(cache.whole.record()))
-    if not isinstance(saved, dict):
-        raise ValueError("it does not say which backbone it was made with; save the cache again")
-    saved = {"kinds": here["kinds"], **saved}  # files of earlier versions say by `layers` what slides
+    """Refuse another backbone; files of earlier versions do not say all of it."""
+    here = json.loads(json.dumps(cache.whole.record()))
+    saved = {"kinds": here["kinds"], **state["backbone"]}
     different = [
         f"{key} {shown(saved.get(key))} in the file, {shown(here.get(key))} in the model"
         for key in here | saved
@@ -266,24 +267,20 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
     if different:
         raise ValueError(f"it was made with another backbone ({'; '.join(different)}); load that backbone")
     check_counters(state, cache.whole)
-    rotary = state.get("rotary", {})  # files of earlier versions do not say
-    if not isinstance(rotary, dict):
-        raise ValueError(f"how its keys are rotated is {shown(rotary)}; save the cache again")
-    if found := different_rotation(rotary, rotary_parameters(find_decoder(cache.model))):
+    if found := different_rotation(state.get("rotary", {}), rotary_parameters(find_decoder(cache.model))):
         raise ValueError(f"its keys were rotated in another way ({found}); load the backbone with that configuration")
     cache.computation = computation(cache.model)
-    recorded = state.get("computation", {})  # nor do they say this
-    if not isinstance(recorded, dict) or not all(isinstance(values, list) for values in recorded.values()):
-        raise ValueError(f"what its backbone computes is {shown(recorded)}; save the cache again")
-    if found := different_computation(recorded, cache.computation):
+    if found := different_computation(state.get("computation", {}), cache.computation):
         raise ValueError(
             f"it was made by a model that computes something else ({found}); load that one, with its adapter, or read "
             "the text again"
         )
-    ours, theirs = any_fingerprint(cache.model), state.get("weights")
     # What is before a colon says in which form the weights are held.
-    if ours is None or theirs is None or ours.rpartition(":")[0] != str(theirs).rpartition(":")[0]:
-        why = "the file does not record them" if theirs is None else "these are held in another form"
+    (form, _, ours), (their_form, _, theirs) = (
+        str(one or "").rpartition(":") for one in (any_fingerprint(cache.model), state.get("weights"))
+    )
+    if not ours or not theirs or form != their_form:
+        why = "these are held in another form" if theirs else "the file does not record them"
         warnings.warn(
             f"whether {cache.backbone.model_type} has the weights that this cache was made with is unknown ({why}); "
             "with other weights its answers mean nothing",
@@ -291,14 +288,9 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
         )
     elif ours != theirs:
         raise ValueError(
-            f"it was made with other weights of this backbone (fingerprint {shown(_digits(theirs))} in the file, "
-            f"{shown(_digits(ours))} in the model), and its keys and values mean nothing to these; load those "
-            "weights, or read the text again"
+            f"it was made with other weights of this backbone (fingerprint {theirs[:12]!r} in the file, {ours[:12]!r} "
+            "in the model), and its keys and values mean nothing to these; load those weights, or read the text again"
         )
-
-
-def _digits(fingerprint: Any) -> str:
-    return str(fingerprint).rpartition(":")[2][:12]
 
 
 def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: bool) -> None:
@@ -311,22 +303,14 @@ def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: 
 
 
 def _recorded_scorer(state: Mapping[str, Any]) -> dict[str, Any]:
-    saved = state.get("scorer")
-    if isinstance(saved, str):  # files of earlier versions have the name alone
-        saved = {"name": saved}
-    if not isinstance(saved, dict) or not isinstance(saved.get("name"), str):
-        raise ValueError("it does not say which scorer it was made with; save the cache again")
-    return saved
+    saved = state["scorer"]
+    return {"name": saved} if isinstance(saved, str) else dict(saved)  # files of earlier versions have the name alone
 
 
 def _same_scorer(saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    options = saved.get("options", here["options"])
     # An option that is newer than the file had its default.
-    return (
-        saved["name"] == here["name"]
-        and isinstance(options, dict)
-        and {**here["options"], **options} == here["options"]
-    )
+    options = {**here["options"], **saved.get("options", {})}
+    return bool(saved["name"] == here["name"] and options == here["options"])
 
 
 def _identity(cache: RetentionCache) -> dict[str, Any]:
@@ -335,31 +319,41 @@ def _identity(cache: RetentionCache) -> dict[str, Any]:
 
 
 def _described(scorer: Mapping[str, Any]) -> str:
-    options = scorer.get("options")
-    given = list(options.items())[:6] if isinstance(options, dict) else []
     # Twelve characters tell fingerprints apart.
-    text = ", ".join(f"{name}={value[:12] if isinstance(value, str) else shown(value)}" for name, value in given)
-    name = f"{scorer['name'][:40]} ({text})" if text else scorer["name"][:40]
+    given = [
+        f"{name}={value[:12] if isinstance(value, str) else shown(value)}"
+        for name, value in list(scorer.get("options", {}).items())[:6]
+    ]
+    name = f"{scorer['name'][:40]} ({', '.join(given)})" if given else scorer["name"][:40]
     return name if name.isprintable() else ascii(name)
+
+
+def _reading(state: Mapping[str, Any], policy: RetentionPolicy, backbone: Backbone, **known: Any) -> Reading:
+    """Return what the units of a file must agree with; what is not known without its backbone is left open."""
+    given = {"columns": state.get("columns"), "vocab_size": state.get("vocab_size"), **known}
+    return Reading(
+        backbone=backbone,
+        ragged=policy.head_budgets != "uniform",
+        forms=forms_of(policy, len(backbone.layers)),
+        host_budget=policy.host_budget,
+        **given,
+    )
 
 
 def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCache) -> dict[str, Tensor]:
     """Read the tensors of a file that is to be loaded into a cache."""
     ours = {name: DTYPES.get(dtype, str(dtype)) for name, dtype in cache.scorer.columns.items()}
     columns = state.get("columns", ours)
-    if not isinstance(columns, dict) or not all(isinstance(dtype, str) for dtype in columns.values()):
-        raise ValueError("its columns are not named; save the cache again")
     if lost := ours.keys() - columns.keys():
         raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
-    config, decoder = unwrap(cache.model).config.get_text_config(), find_decoder(cache.model)
+    decoder = find_decoder(cache.model)
     near = next((trail.tokens for trail in cache.trails.values()), 0)
-    reading = Reading(
-        backbone=cache.whole,
-        ragged=cache.policy.head_budgets != "uniform",
-        vocab_size=config.vocab_size,
+    reading = _reading(
+        state,
+        cache.policy,
+        cache.whole,
         columns=columns,
-        forms=forms_of(cache.policy, len(cache.backbone.layers)),
-        host_budget=cache.policy.host_budget,
+        vocab_size=unwrap(cache.model).config.get_text_config().vocab_size,
         windows=dict(zip(cache.backbone.layers, cache.limits.windows, strict=True)),
         states=state_shapes(decoder.config, type(decoder)) if cache.carriers else None,
         neighbours=near if _same_scorer(_recorded_scorer(state), _identity(cache)) else None,
@@ -370,8 +364,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         # Another scorer looked at other tokens: to this one, those that were read are before the first.
         if trail is not None and (not near or trail.shape[1:] != (near + 1, shape.feature_dim)):
             del tensors[name]
-    dtype = compute_dtype(cache.model)
-    return {name: tensor.to(dtype) if name == "rows._context" else tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def _checked_units(path: str | Path, state: Mapping[str, Any], reading: Reading) -> dict[str, Tensor]:
@@ -386,10 +379,10 @@ def _checked_units(path: str | Path, state: Mapping[str, Any], reading: Reading)
             check_shapes(kept, rules)
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in shapes}
             metadata = file.metadata()
-        check_values({name: tensors[name] for name in kept}, rules, state)
         if "checksum" in metadata and checksum(metadata["state"], tensors) != metadata["checksum"]:
             raise ValueError("its checksum is another")
-    except (SafetensorError, ValueError) as error:
+        check_values({name: tensors[name] for name in kept}, rules, state)
+    except _ODD as error:
         raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
     return {name: tensors[name] for name in kept}
 
@@ -407,16 +400,15 @@ def read_prefix(
         ValueError: If the file is no cache, is damaged, or what it holds is no ordinary prefix.
     """
     state, _ = _header(path, CONTEXT_WRITERS)
-    try:
-        policy, backbone, rotary = _described_alone(state)
-        check_prefix(policy, backbone, {counters["fill"] for counters in state["layers"]}, rotary, host=False)
-        tensors = _checked_units(path, state, _reading_alone(policy, backbone, state))
+    with _named(path):
+        policy, backbone = _described_alone(state)
+        fills = {counters["fill"] for counters in state["layers"]}
+        check_prefix(policy, backbone, fills, state["rotary"], host=False)
+        tensors = _checked_units(path, state, _reading(state, policy, backbone))
         check_one_row(len(tensors["layers.0.keys"]))
         units = [_prefix_of(nth, tensors, state, policy, backbone) for nth in range(backbone.num_layers)]
         keys, values = (tuple(_copied(states[nth][0].transpose(0, 1)) for states in units) for nth in range(2))
-    except (ValueError, SafetensorError) as error:
-        raise ValueError(f"{path}: {error}") from error
-    return keys, values, state["vocab_size"], state["seen"], backbone.model_type, rotary
+    return keys, values, state["vocab_size"], state["seen"], backbone.model_type, state["rotary"]
 
 
 def _copied(states: Tensor) -> Tensor:
@@ -424,33 +416,19 @@ def _copied(states: Tensor) -> Tensor:
     return states.clone(memory_format=contiguous_format)
 
 
-def _described_alone(state: Mapping[str, Any]) -> tuple[RetentionPolicy, Backbone, dict[str, Any]]:
-    """Return policy, backbone and rotation of a file that is read without its backbone; its counters are right then.
+def _described_alone(state: Mapping[str, Any]) -> tuple[RetentionPolicy, Backbone]:
+    """Return policy and backbone of a file that is read without its backbone; its counters are right then.
 
     Raises:
         ValueError: If the file does not say all that a backbone would.
     """
+    if any(state.get(name) is None for name in ("vocab_size", "columns", "rotary", "backbone")):
+        raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
     policy, backbone = _policy(state), _saved_backbone(state)
     check_counters(state, backbone)
-    vocab_size, columns, rotary = (state.get(name) for name in ("vocab_size", "columns", "rotary"))
-    if vocab_size is None or columns is None or rotary is None:
-        raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
-    named = isinstance(columns, dict) and all(isinstance(spelt, str) for spelt in columns.values())
-    if type(vocab_size) is not int or not 0 < vocab_size <= MOST_TOKENS or not named or not isinstance(rotary, dict):
-        raise ValueError("its numbers of token ids, columns or rotation are none; save the cache again")
-    return policy, backbone, rotary
-
-
-def _reading_alone(policy: RetentionPolicy, backbone: Backbone, state: Mapping[str, Any]) -> Reading:
-    """Return what the units of a file must agree with where no backbone says it."""
-    return Reading(
-        backbone=backbone,
-        ragged=policy.head_budgets != "uniform",
-        vocab_size=state["vocab_size"],
-        columns=state["columns"],
-        forms=forms_of(policy, len(backbone.layers)),
-        host_budget=policy.host_budget,
-    )
+    if type(state["vocab_size"]) is not int or not 0 < state["vocab_size"] <= MOST_TOKENS:
+        raise ValueError(f"vocab_size is {shown(state['vocab_size'])}; save the cache again")
+    return policy, backbone
 
 
 def _prefix_of(
@@ -487,56 +465,27 @@ def read_backbone(path: str | Path) -> tuple[Backbone, dict[str, Any]]:
         ValueError: If the file is not a saved cache, or does not say.
     """
     state, _ = _header(path, CONTEXT_WRITERS)
-    rotary = state.get("rotary")
-    if not isinstance(rotary, dict):
-        raise ValueError(f"{path} does not say how its keys are rotated; save it once more with its backbone")
-    return _saved_backbone(state), rotary
+    with _named(path):
+        if not isinstance(state.get("rotary"), dict):
+            raise ValueError("it does not say how its keys are rotated; save it once more with its backbone")
+        return _saved_backbone(state), state["rotary"]
 
 
 def _saved_backbone(state: Mapping[str, Any]) -> Backbone:
-    values = state.get("backbone")
-    try:
-        if isinstance(values, dict):
-            values = dict(values)
-        kinds, shapes = (values.pop(n, None) if isinstance(values, dict) else None for n in ("kinds", "shapes"))
-        given = checked_values(Backbone, values, "backbone")
-        layers, counters = tuple(given["layers"]), state.get("layers")
-        inside = all(type(layer) is int and 0 <= layer < given["num_layers"] for layer in layers)
-        if not inside or list(layers) != sorted(set(layers)):
-            raise ValueError(f"backbone.layers={shown(layers)} are no layers")
-        if not isinstance(counters, list) or len(counters) != given["num_layers"]:
-            held = len(counters) if isinstance(counters, list) else "no"
-            raise ValueError(f"backbone.num_layers={given['num_layers']}, but it has counters of {held} layers")
-        given |= {"layers": layers, "kinds": _saved_kinds(kinds, layers, len(counters))}
-        sources = given.get("sources", ())
-        if sources and not (len(sources) == len(counters) and all(0 <= s <= i for i, s in enumerate(sources))):
-            raise ValueError(f"backbone.sources={shown(sources)} are no layers")
-        return Backbone(**given, shapes=_saved_shapes(shapes, len(counters)))
-    except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"it does not say which backbone it was made with ({error}); save the cache again") from error
-
-
-def _saved_shapes(values: Any, layers: int) -> tuple[LayerShape, ...]:
-    """Return what a file says of each layer's shape; nothing where all are alike."""
-    if values is None:
-        return ()
-    if not isinstance(values, list) or len(values) != layers:
-        raise ValueError(f"backbone.shapes={shown(values)} are not those of {layers} layers")
-    shapes = tuple(LayerShape(**checked_values(LayerShape, one, "backbone.shapes")) for one in values)
-    for shape in shapes:
-        if min(shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.value_dim, shape.query_dim) < 1:
-            raise ValueError(f"backbone.shapes has {shown(shape)}, which is none")
-    return shapes
-
-
-def _saved_kinds(kinds: Any, layers: tuple[int, ...], count: int) -> tuple[str, ...]:
-    """Return what layers remember, as a file says it; nothing, where it is of an earlier version, which need not."""
-    if kinds is None:
-        return ()
-    known = isinstance(kinds, list) and len(kinds) == count and all(kind in KINDS for kind in kinds)
-    if not known or tuple(index for index, kind in enumerate(kinds) if kind in (FULL, BOTH)) != layers:
-        raise ValueError(f"backbone.kinds={shown(kinds)} does not say what its layers remember")
-    return tuple(kinds)
+    values = dict(state["backbone"])
+    shapes = [LayerShape(**checked_values(LayerShape, one, "backbone.shapes")) for one in values.pop("shapes", ())]
+    lists = {
+        name: tuple(values.pop(name, ())) for name in ("layers", "kinds", "sources", "state_numbers") if name in values
+    }
+    found = Backbone(**checked_values(Backbone, values, "backbone"), **lists, shapes=tuple(shapes))
+    count = found.num_layers
+    full = tuple(index for index, kind in enumerate(found.kinds) if kind in (FULL, BOTH))
+    sources = all(type(source) is int and 0 <= source <= index for index, source in enumerate(found.sources))
+    sizes = [min(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in found.shapes]
+    one_each = {len(found.kinds), len(found.sources or found.kinds), len(sizes or found.kinds)} == {count}
+    if full != found.layers or not one_each or not sources or min([*sizes, found.num_kv_heads, found.head_dim]) < 1:
+        raise ValueError("it does not say which backbone it was made with; save the cache again")
+    return found
 
 
 def _header(path: str | Path, writer: str = "save_cache") -> tuple[dict[str, Any], dict[str, Any]]:
@@ -546,11 +495,9 @@ def _header(path: str | Path, writer: str = "save_cache") -> tuple[dict[str, Any
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-        state, notes = (_finite_json(metadata.get(name, "{}")) for name in ("state", "notes"))
-    except (SafetensorError, ValueError, RecursionError) as error:
+        state, notes = (dict(_finite_json(metadata.get(name, "{}"))) for name in ("state", "notes"))
+    except _ODD as error:
         raise ValueError(f"{path} is not a saved cache ({error}); give a file written by {writer}") from error
-    if not isinstance(state, dict) or not isinstance(notes, dict):
-        raise ValueError(f"{path} is not a saved cache; give a file written by {writer}")
     if state.get("format") != FORMAT:
         raise ValueError(f"{path} has format {shown(state.get('format'))} instead of {FORMAT}; save the cache again")
     return state, notes
@@ -585,15 +532,12 @@ def read_saved(path: str | Path) -> SavedCache:
         OSError: If the file cannot be read.
     """
     state, notes = _header(path, CONTEXT_WRITERS)
-    try:
-        policy, backbone, _ = _described_alone(state)
-        tensors = _checked_units(path, state, _reading_alone(policy, backbone, state))
-    except (ValueError, SafetensorError) as error:
-        raise ValueError(f"{path}: {error}") from error
+    with _named(path):
+        policy, backbone = _described_alone(state)
+        tensors = _checked_units(path, state, _reading(state, policy, backbone))
     return SavedCache(state, notes, backbone, policy, tensors)
 
 
 def described_scorer(state: Mapping[str, Any]) -> str:
     """Return the scorer of a saved cache as messages name it."""
-    saved = state.get("scorer")
-    return _described(saved) if isinstance(saved, dict) and isinstance(saved.get("name"), str) else str(saved)
+    return _described(_recorded_scorer(state))

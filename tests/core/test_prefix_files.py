@@ -155,21 +155,16 @@ def changed(path: Path, **state: Any) -> Path:
 @pytest.mark.parametrize(
     ("state", "said"),
     [
-        ({"vocab_size": 0}, "its numbers of token ids, columns or rotation are none"),
-        ({"vocab_size": True}, "its numbers of token ids, columns or rotation are none"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
         ({"vocab_size": None}, "it was written by an earlier version"),
-        ({"vocab_size": 2**31}, "its numbers of token ids, columns or rotation are none"),
-        ({"vocab_size": 10**30}, "its numbers of token ids, columns or rotation are none"),
-        ({"columns": ["a"]}, "its numbers of token ids, columns or rotation are none"),
-        ({"columns": {"a": 3}}, "its numbers of token ids, columns or rotation are none"),
-        ({"rotary": []}, "its numbers of token ids, columns or rotation are none"),
+        ({"rotary": []}, "it is damaged"),
         ({"rotary": {"rope_type": "no such"}}, "'no such' follows from more than its parameters"),
         ({"rotary": {"rope_type": "default", "rope_theta": "x"}}, "describe no rotation"),
         ({"rotary": {"rope_type": "default", "rope_theta": float("nan")}}, "describe no rotation"),
         ({"rotary": {"rope_type": "default", "rope_theta": -5.0}}, "describe no rotation .it has no finite angles"),
         ({"rotary": {"rope_type": "default", "rope_theta": 0}}, "describe no rotation"),
         ({"text_end": 10**6}, "text_end is 1000000 instead of a whole number"),
-        ({"next_position": 2}, "next_position is 2 after 20 units of layer 0"),
+        ({"next_position": 2}, "fill of layer 0 is 20"),
     ],
 )
 def test_fields_that_cannot_be_right_are_refused(saved: dict[str, Path], state: dict[str, Any], said: str) -> None:
@@ -207,7 +202,5 @@ def test_another_rotation_than_the_backbones_is_refused(saved: dict[str, Path]) 
     path = changed(saved["plain"], rotary={**rotary, "rope_theta": 5.0})
     with pytest.raises(ValueError, match=r"in another way \(rope_theta 5\.0 in the file, 10000\.0 in the model"):
         load_cache(path, build("llama"), "key_norm")
-    with pytest.raises(ValueError, match="how its keys are rotated is 'x'"):
-        load_cache(changed(saved["plain"], rotary="x"), build("llama"), "key_norm")
     older = {name: value for name, value in rotary.items() if name != "rope_theta"}
     assert load_cache(changed(saved["plain"], rotary=older), build("llama"), "key_norm").seen == 45

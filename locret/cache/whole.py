@@ -1,0 +1,409 @@
+"""A cache as a whole: what transformers asks of it; rows, copies and files, each a loop over all holders."""
+
+# B batch, L new tokens, E hidden size
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from locret.backbone.adapters import attention_modules, compute_dtype, device_of, input_device
+from locret.cache.digest import shortened
+from locret.cache.layer import HOST, RetentionLayer
+from locret.cache.limits import Limits
+from locret.cache.memory import Account
+from locret.cache.sliding import SlidingLayer
+from locret.cache.states import STATES, States
+from locret.cache.trail import TRAIL, Trail
+from locret.cache.units import Units, Workspace
+from locret.policy.protection import Rows, spans_data, spans_from
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from locret.cache.reader import Reader
+
+ASSISTED = (
+    "an evicted unit cannot come back, so assisted and prompt-lookup decoding do not work with a RetentionCache; "
+    "use sampling or beams"
+)
+_PER_ROW = {
+    "rows.pad": "pad",
+    "rows._shift": "shift",
+    "rows.last_tokens": "last_tokens",
+    "rows._context": "newest_hidden",
+    "rows.digest": "digest",
+}
+"""Tensors with a row per row of the batch: names in a file, and here."""
+_COUNTERS = ("seen", "held_back", "fed_again", "next_position", "text_end")
+_STATES = re.compile(r"(\.|_)(keys|values|queries|features)$|\.conv\.\d+$|^rows\._context$")
+"""What the backbone computes in its own dtype, unless it is held in codes."""
+
+
+class Whole(Cache):  # type: ignore[misc]
+    """What a cache holds of the texts that it has read, whatever was chosen to stay."""
+
+    model: Any
+    workspace: Workspace
+    """Memory that the layers share."""
+    limits: Limits
+    """How many units of which layer stay."""
+    carriers: dict[int, States]
+    """The states of the layers that carry any."""
+    trails: dict[int, Trail]
+    """By layer, the features of the newest tokens, where the scorer looks at those."""
+    reader: Reader | None = None
+    """The read or answer in progress, which observes the backbone's forward passes."""
+    seen = 0
+    """Tokens read or generated so far, padding included."""
+    next_position = 0
+    """Rotary position of the coming token: how far positions reach."""
+    text_end = 0
+    """Tokens up to where the last text that was read ends, padding included; what follows it are turns."""
+    last_tokens: Tensor | None = None
+    """(B, 1) the prompt's last token, while it is the newest unit."""
+    held_back = False
+    """Whether `last_tokens` is still to be fed."""
+    fed_again = False
+    """Whether it has been fed before."""
+    newest_hidden: Tensor | None = None
+    """(B, 1 or 2, E) hidden states of the newest tokens, for a scorer that rates tokens."""
+    pad: Tensor | None = None
+    """(B,) left padding of each row, where rows differ."""
+    shift: Tensor | None = None
+    """(B,) by how much rotary positions of each row lag behind `next_position`, where rows differ."""
+    digest: Tensor | None = None
+    """(B,) fingerprint of the token ids that were read; None where they are unknown."""
+    protected: Rows = ()
+    """Spans that stay whatever their scores, of each row or of all rows alike; see `RetentionCache.protect`."""
+    suspect: Tensor | None = None
+    """Whether a scorer may have returned NaN or infinity; looked at where the cache is used next."""
+    _account: Account
+    _interrupted = False
+    _peak = 0
+
+    def holders(self) -> Iterator[tuple[int, str, Units]]:
+        """Yield all that holds anything, with its layer and what its tensors' names begin with in a file."""
+        for index, layer in enumerate(self.layers):
+            more = {STATES: self.carriers.get(index), TRAIL: self.trails.get(index)}
+            for name, holder in {**layer.holders, **more}.items():
+                if holder is not None:
+                    yield index, f"layers.{index}.{name}", holder
+
+    @property
+    def governed(self) -> list[RetentionLayer]:
+        """The layers of full attention, whose units compete for the budget."""
+        return [layer for layer in self.layers if isinstance(layer, RetentionLayer)]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 before the first token."""
+        return max((holder.batch for _, _, holder in self.holders()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers on the backbone's devices."""
+        return self.workspace.nbytes + sum(holder.nbytes for _, _, holder in self.holders())
+
+    def check_whole(self) -> None:
+        """Refuse to go on from a read that did not end.
+
+        Raises:
+            ValueError: If an earlier read was interrupted, one is in progress, or scores were not finite.
+        """
+        if self.suspect is not None:
+            self.check_scores(self.suspect)
+            self.suspect = None
+        if self._interrupted:
+            raise ValueError("an earlier read of this cache was interrupted; start again with cache.fresh()")
+        if self.reader is not None and self.reader.torn:
+            raise ValueError("this cache is being read; go on when that read has ended, or with cache.fresh()")
+
+    def check_scores(self, unsound: Tensor) -> None:
+        """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device."""
+        raise NotImplementedError
+
+    def _settled(self) -> None:
+        """Refuse to go on from a read that did not end, and give all units their scores."""
+        self.check_whole()
+        if self.reader is not None:
+            self.reader.rate_waiting()
+
+    @contextmanager
+    def _changed_whole(self) -> Iterator[None]:
+        """Let all layers be changed; if that ends in the middle, remember it as an interrupted read."""
+        self.check_whole()
+        self._interrupted = True
+        yield
+        self._interrupted = False
+
+    # -- what transformers, and the modules that own states, ask for ----------------------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the tokens read so far, padding included: what `generate` need not feed again."""
+        return self.seen
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Add the units of L new tokens to a layer; what to attend to is asked of the reader's `view`."""
+        layer, reader = self.layers[layer_idx], self._reading()
+        if isinstance(layer, SlidingLayer):
+            layer.update(key_states, value_states)
+        else:
+            reader.update(key_states, value_states, layer_idx)
+        return key_states, value_states
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the (B, ...) newest inputs of a layer's convolution; None: there are none yet."""
+        return self.carriers[layer_idx].now.get(f"conv.{state_idx}")
+
+    def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any) -> Tensor:
+        """Add new inputs of a layer's convolution, and return them with the earlier ones that it needs."""
+        self._reading()
+        return self.carriers[layer_idx].update_conv_state(conv_states, state_idx, **options)  # type: ignore[no-any-return]
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the (B, ...) recurrent state of a layer; None: there is none yet."""
+        states = self.carriers[layer_idx]
+        return states.recurrent_states[state_idx] if states.has_previous_state[state_idx] else None
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **options: Any
+    ) -> Tensor:
+        """Take over the recurrent state of a layer after new tokens."""
+        self._reading()
+        return self.carriers[layer_idx].update_recurrent_state(recurrent_states, state_idx, **options)  # type: ignore[no-any-return]
+
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """Return whether a layer, or if None the last one that carries any, has a state."""
+        found = self.carriers[max(self.carriers) if layer_idx is None else layer_idx].has_previous_state
+        return all(found.values()) if state_idx is None else bool(found[state_idx])
+
+    def _reading(self) -> Reader:
+        if self.reader is None:
+            raise ValueError(
+                "a RetentionCache is filled by locret.prefill, locret.generate and the generate method of its model, "
+                "not by calling the model; where it was model.generate, import RetentionCache in a line before it"
+            )
+        return self.reader
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Follow the beams of a beam search."""
+        self.select_rows(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row, as `generate` does with its inputs for beams and several answers."""
+        self.select_rows(torch.arange(self.rows).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep the given rows."""
+        self.select_rows(indices)
+
+    def crop(self, *_: Any, **__: Any) -> None:
+        """Refuse: an evicted unit cannot come back, so speculative tokens cannot be taken back."""
+        raise ValueError(f"a RetentionCache cannot be cropped: {ASSISTED}")
+
+    # -- rows, copies and files ---------------------------------------------------------------------------------------
+
+    @torch.inference_mode(False)
+    def copy(self) -> Self:
+        """Return an independent copy: a document read once answers many questions, each on its own copy.
+
+        Raises:
+            ValueError: If a read of this cache was interrupted, or is in progress.
+        """
+        self._settled()
+        return self.take_rows()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Copy the units but not the backbone."""
+        return self.copy()
+
+    def take_back(self) -> None:
+        """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing.
+
+        Raises:
+            ValueError: If a read of this cache was interrupted, or is in progress, or it carries states that do not say
+                what they were before that token.
+        """
+        self.check_whole()
+        if self.held_back:
+            return
+        for states in self.carriers.values():
+            states.check_take_back()
+        self._settled()
+        with self._changed_whole():
+            if self.digest is not None:
+                last = self.last_tokens
+                self.digest = None if last is None else shortened(self.digest, last.to(self.digest.device))
+            if self.newest_hidden is not None:
+                self.newest_hidden = self.newest_hidden[:, :-1] if self.newest_hidden.shape[1] > 1 else None
+            for _, _, holder in self.holders():
+                holder.take_back()
+            self.seen -= 1
+            self.next_position -= 1
+            self.held_back = self.fed_again = True
+
+    @torch.inference_mode(False)
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch; `rows` is (new batch,) int64.
+
+        Raises:
+            ValueError: If a read of this cache was interrupted, or is in progress.
+        """
+        self._settled()
+        with self._changed_whole():
+            self.keep_rows(rows)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Do what `select_rows` says, between the chunks of a read too."""
+        for _, _, holder in self.holders():
+            holder.select_rows(rows)
+        self._index_rows(rows)
+
+    @torch.inference_mode(False)
+    def take_rows(self, rows: Tensor | None = None) -> Self:
+        """Return some rows, or all, as a cache of their own, between the chunks of a read too."""
+        twin = copy.copy(self)
+        twin.reader, twin.workspace, twin._account = None, Workspace(), self._account.copy()
+        twin.layers, twin.carriers, twin.trails = [], {}, {}
+        for index, layer in enumerate(self.layers):  # one after the other: only one layer is held twice as a whole
+            twin.layers.append(layer.copy(twin.workspace))
+            for ours, theirs in ((twin.carriers, self.carriers), (twin.trails, self.trails)):
+                if index in theirs:
+                    ours[index] = theirs[index].copy(twin.workspace)  # type: ignore[index]
+            for at, _, holder in twin.holders() if rows is not None else ():
+                if at == index:
+                    holder.select_rows(rows)
+        twin._show_states()
+        if rows is not None:
+            twin._interrupted = False
+            twin._index_rows(rows)
+        return twin
+
+    def _show_states(self) -> None:
+        for index, states in self.carriers.items():
+            states.show(self.layers[index])
+
+    def _index_rows(self, rows: Tensor) -> None:
+        for name in _PER_ROW.values():
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+        if len(self.protected) > 1:
+            self.protected = tuple(self.protected[row] for row in rows.tolist())
+            if self.reader is not None:
+                self.reader.limits.protect(self.protected)
+
+    def _trimmed(self, row: int) -> Self:
+        """Return one row as a cache of its own, without the empty slots in front."""
+        own = self.take_rows(torch.tensor([row]))
+        pad = 0 if self.pad is None else int(self.pad[row])
+        own.seen, own.text_end = own.seen - pad, own.text_end - pad
+        own.next_position -= 0 if self.shift is None else int(self.shift[row])
+        own.pad = own.shift = None
+        for _, _, holder in own.holders():
+            holder.trim()
+        own._count_windows()
+        return own
+
+    def join(self, rows: list[Self], width: int, new_tokens: int = 0) -> None:
+        """Take over the units of single rows, aligned to the right, with room for `new_tokens` more.
+
+        Args:
+            rows: Caches of one row each, which are used up.
+            width: Tokens of the longest row, padding of the others included.
+            new_tokens: Tokens that will be generated.
+        """
+        with self._changed_whole():
+            self._join(rows, width, new_tokens)
+
+    def _join(self, rows: list[Self], width: int, new_tokens: int) -> None:
+        device = input_device(self.model)
+        seen = torch.tensor([row.seen for row in rows], device=device)
+        following = torch.tensor([row.next_position for row in rows], device=device)
+        # Where a later text is padded too, padding is not only on the left, so ids do not tell any more what was read.
+        known = not self.seen or bool((width - seen == (0 if self.pad is None else self.pad)).all())
+        held = {name: [own for row in rows if (own := getattr(row, name)) is not None] for name in _PER_ROW.values()}
+        self.digest = torch.cat(held["digest"]) if known and len(held["digest"]) == len(rows) else None
+        self.last_tokens = torch.cat(held["last_tokens"]) if held["last_tokens"] else None
+        if newest := held["newest_hidden"]:
+            tokens = min(states.shape[1] for states in newest)
+            self.newest_hidden = torch.cat([states[:, -tokens:] for states in newest])
+        suspects = [row.suspect for row in rows if row.suspect is not None]
+        self.suspect = torch.stack(suspects).any() if suspects else None
+        self.seen, self.next_position, self.held_back = width, int(following.max()), False
+        self.text_end = width - max(row.seen - row.text_end for row in rows)
+        self.pad, self.shift = self.seen - seen, self.next_position - following
+        room = {}
+        for nth, layer in enumerate(self.governed):
+            theirs = [row.governed[nth] for row in rows]
+            most, layer.rotated = self.limits.most_answering(nth), theirs[0].rotated
+            left = new_tokens if most is None else most - max(one.fill for one in theirs)
+            room[layer.store] = max(0, min(new_tokens, left))
+        parts = [list(row.holders()) for row in rows]
+        for row in rows:  # each holder is gone once it has been joined
+            row.layers, row.carriers, row.trails = [], {}, {}
+        for _, _, holder in self.holders():
+            holder.join([own.pop(0)[2] for own in parts], room.get(holder, 0))  # type: ignore[call-overload]
+        self._count_windows()
+        self._peak = max(self._peak, self.nbytes)
+
+    def _count_windows(self) -> None:
+        """Let layers that slide know how many tokens were read, padding included."""
+        for layer in self.layers:
+            if isinstance(layer, SlidingLayer):
+                layer.cumulative_length = self.seen
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Return tensors and numbers that say everything, for `load`.
+
+        Raises:
+            ValueError: If a read of this cache was interrupted, or is in progress.
+        """
+        self._settled()
+        layers: list[dict[str, Any]] = [{"fill": 0, "rotated": layer.rotated} for layer in self.layers]
+        tensors = {name: getattr(self, own) for name, own in _PER_ROW.items() if getattr(self, own) is not None}
+        for index, prefix, holder in self.holders():
+            tensors |= {f"{prefix}{name}": tensor for name, tensor in holder.state().items()}
+            if holder.counter:
+                layers[index][holder.counter] = holder.count
+        counters: dict[str, Any] = {name: getattr(self, name) for name in _COUNTERS}
+        if self.protected:
+            counters["protected"] = spans_data(self.protected)
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}, {**counters, "layers": layers}
+
+    @torch.inference_mode(False)
+    def load(self, tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+        """Take over what `state` returned, on the backbone's device and in its dtype."""
+        dtype, rows = compute_dtype(self.model), input_device(self.model)
+        devices = [device_of(module) for module in attention_modules(self.model)]
+        usual = {"fed_again": False, "text_end": numbers["seen"]}  # files of earlier versions do not say these
+        for name in _COUNTERS:
+            setattr(self, name, numbers.get(name, usual.get(name)))
+        self.protected = spans_from(numbers.get("protected", []))
+        left = {
+            name: tensor.to(dtype) if tensor.is_floating_point() and _STATES.search(name) else tensor
+            for name, tensor in tensors.items()
+        }
+        for name, attribute in _PER_ROW.items():
+            if name in left:
+                setattr(self, attribute, left.pop(name).to(rows))
+        parts: dict[str, dict[str, Tensor]] = {}
+        for _, prefix, _ in sorted(self.holders(), key=lambda one: -len(one[1])):
+            parts[prefix] = {name.removeprefix(prefix): left.pop(name) for name in [*left] if name.startswith(prefix)}
+        for index, prefix, holder in sorted(self.holders(), key=lambda one: len(one[1])):
+            own, counters = parts[prefix], numbers["layers"][index]
+            if not prefix.endswith(HOST):  # a second tier has a place of its own
+                own = {name: tensor.to(devices[index]) for name, tensor in own.items()}
+            holder.load(own, counters.get(holder.counter, 0))
+        for layer, counters in zip(self.layers, numbers["layers"], strict=True):
+            layer.rotated = counters["rotated"]
