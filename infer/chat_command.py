@@ -11,24 +11,24 @@ import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
-from dataclasses import dataclass, fields
+from contextlib import closing, suppress
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret.base.fields import Refusal
 from locret.base.nearest import nearest
 from locret.cli.command import parse_options, run, warnings_as_lines
-from locret.infer.chat_options import ChatOptions
-from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, PolicyOptions
+from locret.infer.infer_options import ChatOptions, GenerationOptions, PlacedModelOptions, PolicyOptions
 from locret.loading.options import ScorerOptions
 
 if TYPE_CHECKING:
     from locret import Chat, LongContextModel
 
 OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, ChatOptions, GenerationOptions)
+DESCRIPTION = "Talk about a document of any length in a fixed amount of memory."
 _ALONE = ("fork", "back", "memory", "kept", "help", "quit")
 """Commands without an argument."""
-DESCRIPTION = "Talk about a document of any length in a fixed amount of memory."
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -42,51 +42,34 @@ def command(argv: Sequence[str] | None = None) -> int:
     model.refuse_shard("locret-chat")
     with warnings_as_lines("locret-chat", quiet=about.quiet):
         if about.context is not None:
-            from locret import read_notes
-            from locret.cache.cache_file import CONTEXT_WRITERS
-            from locret.conversation.saved import find_context
+            _check_context(about.context, chosen)
+        if policy.budget_share is not None:
+            rule = "depends on one text's length, but a conversation goes on; give --budget or --kv-memory"
+            raise Refusal("budget_share", policy.budget_share, rule)
+        from locret.infer.reading import ready
 
-            read_notes(find_context(about.context), CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
-            if given := sorted({"system", "template", *(one.name for one in fields(PolicyOptions))} & chosen):
-                flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-                warnings.warn(
-                    f"--context {about.context} has been read already, so {flags} is for what /read reads",
-                    stacklevel=2,
-                )
-        lm = _load(model, scorer, policy, about, generation, chosen)
-        conversation = Conversation(lm, about, generation)
-        conversation.begin()
-        if sys.stdin.isatty():
-            with _ctrl_c_raises():
-                _talk(conversation, _typed())
-        else:
-            for line in sys.stdin:
-                if not conversation.take(line.rstrip("\r\n")):
-                    break
+        with ready(model, scorer, policy, chosen, generation).loaded(about.template) as lm:
+            conversation = Conversation(lm, about, generation)
+            conversation.begin()
+            if sys.stdin.isatty():
+                _talk(conversation)
+            else:
+                for line in sys.stdin:
+                    if not conversation.take(line.rstrip("\r\n")):
+                        break
     return 0
 
 
-def _load(
-    model: PlacedModelOptions,
-    scorer: ScorerOptions,
-    policy: PolicyOptions,
-    about: ChatOptions,
-    generation: GenerationOptions,
-    chosen: set[str],
-) -> LongContextModel:
-    """Resolve the options and load what they name.
+def _check_context(context: str, chosen: set[str]) -> None:
+    """Refuse a wrong file before weights are loaded, and say which options are for later texts."""
+    from locret import read_notes
+    from locret.cache.cache_file import CONTEXT_WRITERS
+    from locret.conversation.saved import find_context
 
-    Raises:
-        ValueError: If something is missing or does not match, or a budget depends on one text's length.
-    """
-    from locret.infer.ready import ready
-
-    if policy.budget_share is not None:
-        raise ValueError(
-            f"--budget-share {policy.budget_share} depends on one text's length, but a conversation goes on; give "
-            "--budget or --kv-memory"
-        )
-    return ready(model, scorer, policy, chosen, generation).load(about.template)
+    read_notes(find_context(context), CONTEXT_WRITERS)
+    if given := sorted({"system", "template", *(one.name for one in fields(PolicyOptions))} & chosen):
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        warnings.warn(f"--context {context} has been read already, so {flags} is for what /read reads", stacklevel=2)
 
 
 @dataclass
@@ -99,12 +82,10 @@ class Conversation:
     chat: Chat | None = None
     source: Path | None = None
     """The file the conversation is about, where it is known."""
+    points: list[Chat] = field(default_factory=list)
+    """What /back returns to."""
 
     def __post_init__(self) -> None:
-        from locret.infer.answer import generation_settings
-
-        self._settings = generation_settings(self.generation, self.lm)
-        self._points: list[Chat] = []
         self._commands: dict[str, Callable[[str], None]] = {
             name.removeprefix("_do_"): getattr(self, name) for name in dir(self) if name.startswith("_do_")
         }
@@ -128,33 +109,28 @@ class Conversation:
             ValueError: For what the user must change.
             OSError: If a file or the device's memory fails.
         """
-        import torch
-
         word, _, rest = line.strip().partition(" ")
-        try:
-            if rest.strip() and word.removeprefix("/") in _ALONE and word.startswith("/"):
-                raise ValueError(f'{word} takes nothing, and "{rest.strip()}" is given; say {word} alone')
-            if word == "/quit":
-                return False
-            if word.startswith("/"):
-                self._command(word.removeprefix("/"))(rest.strip())
-            elif word:
-                self._say(line)
-        except torch.OutOfMemoryError as error:
-            raise OSError("the device is out of memory; start with a lower --budget or --chunk-size") from error
+        if rest.strip() and word.removeprefix("/") in _ALONE and word.startswith("/"):
+            raise ValueError(f'{word} takes nothing, and "{rest.strip()}" is given; say {word} alone')
+        if word == "/quit":
+            return False
+        if word.startswith("/"):
+            name = word.removeprefix("/")
+            if name not in self._commands:
+                near = [f"/{one}" for one in nearest(name, [*self._commands, "quit"])]
+                raise ValueError(
+                    f"{word} is unknown; " + (f"did you mean {' or '.join(near)}?" if near else "try /help")
+                )
+            self._commands[name](rest.strip())
+        elif word:
+            self._say(line)
         return True
-
-    def _command(self, name: str) -> Callable[[str], None]:
-        if name not in self._commands:
-            near = [f"/{one}" for one in nearest(name, [*self._commands, "quit"])]
-            raise ValueError(f"/{name} is unknown; " + (f"did you mean {' or '.join(near)}?" if near else "try /help"))
-        return self._commands[name]
 
     def _say(self, text: str) -> None:
         """Print the answer as it is written."""
         chat = self._current()
         try:
-            with closing(chat.stream(text, **self._settings)) as parts:  # type: ignore[type-var]
+            with closing(chat.stream(text, **self.generation.given())) as parts:  # type: ignore[type-var]
                 for part in parts:
                     print(part, end="", flush=True)
         finally:
@@ -162,22 +138,20 @@ class Conversation:
 
     def _do_read(self, given: str) -> None:
         """/read FILE: read a text and talk about it."""
-        from locret.conversation.text import open_document
+        from locret.conversation.text import open_file
 
-        path = _path(given, "/read")
-        if not path.exists():
-            raise ValueError(f"{path}: no such file; write /read and the path of a text file")
-        document = open_document(path)
-        cache = self.lm.new_cache()
-        context = self.lm.read_into(
-            cache,
-            document,
-            system=self.about.system,
-            progress=not self.about.quiet,
-            protect=self.about.protect,
-        )
-        self.chat, self.source, self._points = context.chat(cache), document.source, []
-        self._tell(repr(self.chat))
+        document, cache = open_file(_path(given, "/read")), self.lm.new_cache()
+        how: dict[str, Any] = {"system": self.about.system, "protect": self.about.protect}
+        context = self.lm.read_into(cache, document, progress=not self.about.quiet, **how)
+        self._go_on(context.chat(cache), document.source)
+
+    def _do_load(self, given: str) -> None:
+        """/load FILE: go on with a conversation, or a context, that has been saved."""
+        self._go_on(self.lm.load_chat(_path(given, "/load")))
+
+    def _go_on(self, chat: Chat, source: Path | None = None) -> None:
+        self.chat, self.source, self.points = chat, source, []
+        self._tell(repr(chat))
 
     def _do_save(self, given: str) -> None:
         """/save FILE: write the conversation to a file."""
@@ -185,30 +159,16 @@ class Conversation:
         self._current().save(path)
         self._tell(f"saved; go on with /load {path}, or with --context {path}")
 
-    def _do_load(self, given: str) -> None:
-        """/load FILE: go on with a conversation, or a context, that has been saved."""
-        from locret.cache.cache_file import OTHER_SCORER
-
-        path = _path(given, "/load")
-        try:
-            chat = self.lm.load_chat(path)
-        except ValueError as error:
-            raise ValueError(
-                str(error).replace(f"give that scorer, or {OTHER_SCORER}", "start locret-chat with that scorer")
-            ) from error
-        self.chat, self.source, self._points = chat, None, []
-        self._tell(repr(self.chat))
-
     def _do_fork(self, _: str) -> None:
         """/fork: remember this point of the conversation; /back returns to it."""
-        self._points.append(self._current().fork())
-        self._tell(f"{len(self._points)} to go /back to")
+        self.points.append(self._current().fork())
+        self._tell(f"{len(self.points)} to go /back to")
 
     def _do_back(self, _: str) -> None:
         """/back: return to where /fork was said last."""
-        if not self._points:
+        if not self.points:
             raise ValueError("/back has nowhere to go; say /fork at the point first")
-        self.chat = self._points.pop()
+        self.chat = self.points.pop()
         self._tell(repr(self.chat))
 
     def _do_memory(self, _: str) -> None:
@@ -225,21 +185,21 @@ class Conversation:
         )
 
     def _do_kept(self, _: str) -> None:
-        """/kept: show how much of each tenth of the text stayed, and the passages that most heads hold."""
+        """/kept: show how much of each tenth of the text and of each turn stayed, and what most heads hold."""
         from locret.conversation.protect import as_table
-        from locret.conversation.text import open_document
-        from locret.infer import kept_text
+        from locret.conversation.text import open_file
+        from locret.infer import kept_page
 
         chat = self._current()
-        share = kept_text.share_of_heads(chat.cache)
-        print(f"units held, by tenths of what was read: [{kept_text.by_tenths(share)}]")
+        share = kept_page.share_of_heads(chat.cache)
+        print(f"units held, by tenths of what was read: [{kept_page.by_tenths(share)}]")
         if chat.protection.turns is not None:
             print(as_table(chat.kept_by_message()))
         if self.source is None:
             self._tell("the text itself is not saved; /read FILE shows its passages too")
             return
-        blocks = self.lm.tokens(open_document(self.source), system=self.about.system)
-        print("\n".join(kept_text.passages(share, self.lm.tokenizer, blocks)), flush=True)
+        blocks = self.lm.tokens(open_file(self.source), system=self.about.system)
+        print("\n".join(kept_page.passages(share, self.lm.tokenizer, blocks)), flush=True)
 
     def _do_protect(self, given: str) -> None:
         """/protect NAME ...: say what stays from now on, such as question or user=0.1; nothing, without a name."""
@@ -271,16 +231,20 @@ def _path(given: str, name: str) -> Path:
     return Path(os.path.expanduser(shipped.find(given)))
 
 
-def _talk(conversation: Conversation, lines: Iterator[str]) -> None:
-    """Go on until the user leaves; a mistake is one line."""
-    for line in lines:
-        try:
-            if not conversation.take(line):
-                return
-        except KeyboardInterrupt:
-            sys.stderr.write("(stopped)\n")
-        except (ValueError, OSError) as error:
-            sys.stderr.write(f"{error}\n")
+def _talk(conversation: Conversation) -> None:
+    """Go on until the user leaves; a mistake is one line, and Ctrl-C ends an answer, not the command."""
+    before: Any = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        for line in _typed():
+            try:
+                if not conversation.take(line):
+                    return
+            except KeyboardInterrupt:
+                sys.stderr.write("(stopped)\n")
+            except (ValueError, OSError) as error:
+                sys.stderr.write(f"{error}\n")
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _typed() -> Iterator[str]:
@@ -301,16 +265,6 @@ def _typed() -> Iterator[str]:
         except EOFError:
             sys.stderr.write("\n")
             return
-
-
-@contextmanager
-def _ctrl_c_raises() -> Iterator[None]:
-    """Let Ctrl-C raise KeyboardInterrupt, whatever it does elsewhere: it ends an answer, not the command."""
-    before: Any = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def main() -> None:

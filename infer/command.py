@@ -8,15 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from pathlib import Path
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
+from locret.base.fields import Refusal
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.distributed.ranks import Ranks, joined, launched
 from locret.infer.infer_options import (
@@ -27,13 +26,12 @@ from locret.infer.infer_options import (
     PromptOptions,
     QuestionOptions,
 )
-from locret.infer.reading_warnings import warn_of_recency
 from locret.loading.options import ScorerOptions
 
 if TYPE_CHECKING:
-    from locret import Context, LongContextModel
-    from locret.infer.answer import Answer
-    from locret.infer.ready import Ready
+    from locret import Chat, Context, LongContextModel
+    from locret.conversation.chat import Measured
+    from locret.infer.reading import Ready
 
 OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
 DESCRIPTION = "Read a text of any length in a fixed amount of memory, and answer questions about it."
@@ -53,17 +51,10 @@ class Options:
     ranks: Ranks = Ranks()
     """The processes that share the backbone."""
 
-
-def parse(argv: Sequence[str] | None = None) -> Options:
-    """Read the command line and its recipe.
-
-    Raises:
-        SystemExit: With code 2 for an unknown flag, an unknown YAML key or a value of the wrong type.
-        ValueError: For values that make no sense.
-    """
-    instances, chosen = parse_options("locret-infer", DESCRIPTION, OPTION_CLASSES, argv)
-    model, scorer, policy, prompt, generation, output = instances
-    return Options(model, scorer, policy, prompt, generation, output, frozenset(chosen))
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """The groups of options."""
+        return (self.model, self.scorer, self.policy, self.prompt, self.generation, self.output)
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -73,7 +64,8 @@ def command(argv: Sequence[str] | None = None) -> int:
         ValueError: For anything the user must change.
         OSError: If a Hub, a disk or a device's memory fails.
     """
-    options = parse(argv)
+    instances, chosen = parse_options("locret-infer", DESCRIPTION, OPTION_CLASSES, argv)
+    options = Options(*instances, frozenset(chosen))
     with together("locret-infer", options) as options, warnings_as_lines("locret-infer", quiet=options.output.quiet):
         execute(options)
     return 0
@@ -87,69 +79,50 @@ def together(prog: str, options: Options) -> Iterator[Options]:
         ValueError: If there are several processes, and nothing that they share.
         OSError: If one of them cannot be reached, or has died.
     """
-    count, shard = launched()[1], options.model.shard
-    if count > 1 and shard is None:
+    count, output = launched()[1], options.output
+    if count > 1 and options.model.shard is None:
         raise ValueError(
             f"{count} processes were started, but each would read and answer the same; share the backbone with --shard "
             "fsdp or --shard tp, or start one process"
         )
-    if (
-        count > 1
-        and not options.output.dry_run
-        and options.prompt.context is None
-        and options.prompt.prompt_file in (None, "-")
-    ):
+    if count > 1 and not output.dry_run and options.prompt.prompt_file in (None, "-"):
         raise ValueError("a text on standard input reaches one process alone; give it to all with --prompt-file FILE")
     with joined(prog) as ranks:
+        given = {f"--{name.replace('_', '-')}": one for part in options.parts for name, one in asdict(part).items()}
         with ranks.together():
-            ranks.agree({f"--{name}": value for name, value in _agreed(options).items()})
+            ranks.agree(given)  # processes that share a backbone do the same, or wait for each other for ever
         if ranks.is_main:
             yield replace(options, ranks=ranks)
             return
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-            yield replace(options, ranks=ranks, output=replace(options.output, quiet=True))
-
-
-def _agreed(options: Options) -> dict[str, Any]:
-    """Return all options by flag: processes that share a backbone do the same, or wait for each other for ever."""
-    groups = (options.model, options.scorer, options.policy, options.prompt, options.generation, options.output)
-    return {name.replace("_", "-"): value for group in groups for name, value in asdict(group).items()}
+            yield replace(options, ranks=ranks, output=replace(output, quiet=True))
 
 
 def execute(options: Options) -> None:
-    """Do what the options say; `locret-context read` does it too."""
-    output, prompt = options.output, options.prompt
-    if output.picture:
-        check_picture("--picture", output.picture)
-    if output.save_context is not None:
-        from locret.cache.cache_file import check_replaceable
+    """Do what the options say."""
+    import torch
 
-        check_target("--save-context", output.save_context)
-        check_replaceable(output.save_context)
-    asked = questions_of(prompt)
-    check_evidence(options, asked)
-    if prompt.context is not None:
-        _check_not_read(options, prompt.context)
-        for record in ask_saved(options, [prompt.context], asked):
-            if output.json:
-                print_json(record)
-        return
+    from locret.infer.reading import counted, opened, ready, warn_of_growth
+    from locret.policy.resolve import check_no_turns
+
+    output, prompt, asked = options.output, options.prompt, questions_of(options.prompt)
     _check_together(options, asked)
-    document = None if output.dry_run else _document(prompt)
+    document = None if output.dry_run else opened(prompt)
     with options.ranks.together():
-        plan = _plan(options, document, asked)
+        longest = max(asked, key=len, default=None)
+        groups = (options.model, options.scorer, options.policy, options.chosen, options.generation)
+        plan = ready(*groups, lambda: counted(options.model, prompt, document, longest), dry_run=output.dry_run)
+        if prompt.protocol == "aware":
+            check_no_turns({"turns": options.policy.turns})
+        warn_of_growth(plan)
     if output.dry_run:
-        _print_plan(options, plan)
+        plan.print_plan(options.parts, quiet=output.quiet)
         return
     if options.ranks.size > 1:
-        with options.ranks.together():
-            chosen = {"what auto came to": plan.policy.to_dict()}
-            options.ranks.agree(chosen, "give --chunk-size and --kv-memory as numbers")
-            options.ranks.agree(_contents(options, plan, asked), "give all processes the same files")
-    from locret.infer.ready import refusals_with_flags
-
-    with refusals_with_flags(plan.device):
-        _read_and_ask(options, plan, document, asked)
+        _agree(options, plan, asked)
+    torch.manual_seed(options.generation.seed)
+    with plan.loaded(prompt.template) as lm:
+        _read_and_ask(options, plan, lm, document, asked)
 
 
 def _check_together(options: Options, asked: Sequence[str]) -> None:
@@ -159,294 +132,156 @@ def _check_together(options: Options, asked: Sequence[str]) -> None:
         ValueError: Naming the options.
     """
     prompt, output = options.prompt, options.output
-    alone = len(asked) == 1 and prompt.questions is None
-    if prompt.protocol == "aware" and (not alone or prompt.evidence or output.save_context is not None):
-        raise ValueError(
-            "--protocol aware reads the text with its question, so it needs one --question, and neither --evidence nor "
-            "--save-context; leave it out"
-        )
-    if output.compare_full and (
-        len(asked) > 1 or prompt.questions is not None or prompt.evidence or output.save_context is not None
-    ):
-        raise ValueError(
-            "--compare-full compares one answer; give one --question, without --evidence or --save-context"
-        )
+    check_evidence(prompt, options.generation, options.policy.turns)
+    if prompt.evidence and not asked and not output.dry_run:
+        raise ValueError("--evidence is about an answer, but nothing is asked; give --question or --questions")
+    if output.compare_full and (len(asked) > 1 or prompt.evidence or options.ranks.size > 1):
+        raise ValueError("--compare-full compares one answer in one process; leave it, --evidence or --shard out")
     if output.compare_full and prompt.prompt_file in (None, "-"):
         raise ValueError("--compare-full reads the text twice, which standard input is not; give --prompt-file FILE")
-    if output.compare_full and options.ranks.size > 1:
-        raise ValueError("--compare-full holds all units in one process; leave it out, or leave out --shard")
 
 
-def _plan(options: Options, document: Any, asked: Sequence[str]) -> Ready:
-    """Resolve everything, and say what the user should know of it."""
-    from locret import loading
-    from locret.cache.cache_file import check_savable
-    from locret.conversation.text import encode, leading_special_ids
-    from locret.conversation.turns import Transcript
-    from locret.infer.ready import ready
-    from locret.policy.resolve import check_no_turns
-    from locret.scorers import Scorer
+def check_evidence(asked: QuestionOptions, generation: GenerationOptions, turns: str | None = None) -> None:
+    """Refuse evidence of an answer that cannot be watched, or from a file that is not there.
 
-    def count() -> int:
-        """Return the tokens of the text, of the longest question and of what the template writes around them."""
-        tokenizer, text, prompt = loading.load_tokenizer(options.model), document, options.prompt
-        text = _document(prompt) if text is None else text
-        text.count(tokenizer)
-        around = Transcript(tokenizer, prompt.template, prompt.system).around(max(asked, key=len, default=None))
-        special = leading_special_ids(tokenizer) if prompt.template != "chat" else []
-        return int(text.size) + len(special) + sum(len(encode(tokenizer, part)) for part in around if part)
+    Raises:
+        ValueError: Naming the option.
+    """
+    if asked.evidence and generation.num_beams > 1:
+        rule = f"watches one answer, but --num-beams {generation.num_beams} are searched; drop one of them"
+        raise Refusal("evidence", True, rule)
+    if asked.reread is not None:
+        from locret.conversation.text import read_text
 
-    groups = (options.model, options.scorer, options.policy, options.chosen, options.generation)
-    plan = ready(*groups, count, dry_run=options.output.dry_run)
-    assert plan.run is not None
-    if options.prompt.protocol == "aware":
-        check_no_turns({"turns": options.policy.turns})
-    if options.output.save_context is not None:
-        check_savable(plan.policy, options.output.save_context)
-    if plan.policy.when == "prompt_end":
-        warnings.warn(
-            f"--when prompt_end keeps every unit until the prompt has been read, so memory grows with it (here "
-            f"{plan.run.prompt_tokens:,} tokens); --when chunk bounds it",
-            stacklevel=2,
-        )
-    if isinstance(plan.scorer, Scorer):
-        warn_of_recency(plan.scorer.name, plan.scorer.recent, [plan.policy])
-    return plan
+        if turns == "text":
+            raise Refusal(
+                "reread", asked.reread, "needs the room of a turn, which --turns text does not leave; drop one"
+            )
+        read_text(asked.reread, 1, "--reread ")
 
 
-def _contents(options: Options, plan: Ready, asked: Sequence[str]) -> dict[str, Any]:
-    """Return what the files hold that each process has read by itself, by flag."""
+def _agree(options: Options, plan: Ready, asked: Sequence[str]) -> None:
+    """Make sure that all processes have come to the same, and hold the same files."""
     from torch import nn
 
     from locret import shipped
     from locret.heads.fingerprint import weight_fingerprint
 
-    heads = weight_fingerprint(plan.scorer) if isinstance(plan.scorer, nn.Module) else None
     digest = sha256()
     with open(os.path.expanduser(shipped.find(str(options.prompt.prompt_file))), "rb") as text:
         while part := text.read(2**20):
             digest.update(part)
-    return {
+    contents = {
         "the text of --prompt-file": digest.hexdigest()[:16],
         "the questions": list(asked),
-        "the weights of --heads": heads,
+        "the weights of --heads": weight_fingerprint(plan.scorer) if isinstance(plan.scorer, nn.Module) else None,
     }
+    with options.ranks.together():
+        chosen = {"what auto came to": plan.policy.to_dict()}
+        options.ranks.agree(chosen, "give --chunk-size and --kv-memory as numbers")
+        options.ranks.agree(contents, "give all processes the same files")
 
 
-def _read_and_ask(options: Options, plan: Ready, document: Any, asked: Sequence[str]) -> None:
-    """Read the text, keep what was read if that is wanted, and answer each question from a copy.
-
-    The question is not known while the text is read, unless the protocol says so; a question alone needs no copy.
-    """
-    import torch
-
-    from locret import Chat
-    from locret.infer.answer import answer, kernels, now
+def _read_and_ask(options: Options, plan: Ready, lm: LongContextModel, document: Any, asked: Sequence[str]) -> None:
+    """Read the text and answer each question: one alone from what was read, several from copies of it."""
+    from locret.conversation.chat import now
 
     output, prompt, generation = options.output, options.prompt, options.generation
-    alone = len(asked) < 2 and prompt.questions is None and output.save_context is None and not prompt.evidence
-    lm = plan.load(prompt.template)
-    if plan.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(plan.device)
-    torch.manual_seed(generation.seed)
-    with kernels(options.model.attn):
-        start, cache = now(plan.device), lm.new_cache()
-        how: dict[str, Any] = {"system": prompt.system, "progress": not output.quiet, "protect": prompt.protect}
-        new_tokens = generation.max_new_tokens if alone else 0
-        question = asked[0] if asked else None
-        if prompt.protocol == "aware" or (alone and question is None):
-            about: Chat | Context = lm.converse(document, question, cache=cache, new_tokens=new_tokens, **how)
-        else:
-            about = context = lm.read_into(cache, document, **how, new_tokens=new_tokens)
-            if alone:
-                about = context.chat(cache)
-                about.read_turn(question, new_tokens)
-        kept = about.kept_by_message() if output.kept else ()
-        read, seconds = cache.seen, now(plan.device) - start
-        if output.picture:
-            _paint(cache, output.picture, options.scorer)
-        if isinstance(about, Chat):
-            stream = not output.json and generation.num_beams == 1
-            result = answer(about, question, generation, stream=stream, read_tokens=read, read_seconds=seconds)
-            if not output.json and not stream:
-                print(result.answer)
-            record = {**asdict(result), **_messages(options, kept)}
-            if output.compare_full:
-                record["full"] = asdict(_answer_in_full(options, plan, lm, read, question))
-            if output.json:
-                print_json({**record, **plan.record()})
-            elif not output.quiet:
-                sys.stderr.write(_summary(record))
-            return
-        if output.save_context is not None and (options.ranks.is_main or options.model.shard == "tp"):
-            context.save(output.save_context)
-        saved = {} if output.save_context is None else {"context": output.save_context}
-        reading = {**saved, "prompt_tokens": read, "prefill_seconds": seconds, **context.memory().to_dict()}
+    alone = len(asked) < 2 and prompt.questions is None and not prompt.evidence
+    start, cache, question = now(plan.device), lm.new_cache(), asked[0] if asked else None
+    how: dict[str, Any] = {"system": prompt.system, "progress": not output.quiet, "protect": prompt.protect}
+    how["new_tokens"] = generation.max_new_tokens if alone else 0
+    if question is None or prompt.protocol == "aware":
+        about: Chat | Context = lm.converse(document, question, cache=cache, **how)
+    else:
+        about = lm.read_into(cache, document, **how)
+    read, seconds = cache.seen, now(plan.device) - start
+    if not alone:
         if not output.quiet and not output.json:
-            sys.stderr.write(f"read {read:,} tokens in {seconds:,.1f} s: {context!r}\n")
-        reading |= _messages(options, kept)
-        records = _ask_each(options, context, asked)
+            sys.stderr.write(f"read {read:,} tokens in {seconds:,.1f} s: {about!r}\n")
+        reading = {"prompt_tokens": read, "prefill_seconds": seconds, **about.memory().to_dict()}
+        records = answer_each(about, asked, prompt, generation, json=output.json)
+        if output.json:
+            print_json({"reading": reading, "answers": records, **plan.record()})
+        return
+    chat = about.chat(cache) if hasattr(about, "chat") else about
+    result = answered(chat, question, generation, json=output.json, read_tokens=read, read_seconds=seconds)
+    record = asdict(result)
+    if output.compare_full:
+        record["full"] = asdict(_answer_in_full(options, plan, lm, read, question))
     if output.json:
-        print_json({"reading": reading, "answers": records, **plan.record()})
+        print_json({**record, **plan.record()})
+    elif not output.quiet:
+        sys.stderr.write(_summary(result))
 
 
-def _answer_in_full(options: Options, plan: Ready, lm: LongContextModel, tokens: int, question: str | None) -> Answer:
+def answered(chat: Chat, question: str | None, generation: GenerationOptions, *, json: bool, **read: Any) -> Measured:
+    """Answer a question, print the answer as it is written unless JSON is wanted, and return what it took."""
+    settings = chat.lm.settings(
+        **{"options": (given := generation.given()), "max_new_tokens": given.pop("max_new_tokens")}
+    )
+    result = chat.measured(question, settings, write=None if json else _print, **read)
+    if not json:
+        print("" if generation.num_beams == 1 else result.answer, flush=True)
+    return result
+
+
+def answer_each(
+    context: Context, asked: Sequence[str], how: QuestionOptions, generation: GenerationOptions, *, json: bool
+) -> list[dict[str, Any]]:
+    """Answer each question from a copy of what has been read, and print the answers unless JSON is wanted."""
+    import torch
+
+    records = list[dict[str, Any]]()
+    for question in asked:
+        torch.manual_seed(generation.seed)
+        if not json and (len(asked) > 1 or how.evidence):
+            print(f"{chr(10) if records else ''}> {question}", flush=True)
+        if how.evidence:
+            source = None if how.reread is None else os.path.expanduser(how.reread)
+            found = context.ask(question, evidence=True, source=source, **generation.given())
+            if not json:
+                print(f"{found}\n{_evidence_line(found)}", flush=True)
+            records.append({"question": question, "answer": found.text, "evidence": found.to_dict()})
+        else:
+            records.append({"question": question, **asdict(answered(context.chat(), question, generation, json=json))})
+    return records
+
+
+def _answer_in_full(options: Options, plan: Ready, lm: LongContextModel, tokens: int, question: str | None) -> Measured:
     """Answer once more with every unit kept, and print it: whether the model or the eviction is to blame.
 
     Raises:
-        ValueError: If all units do not fit in the memory that is free.
+        Refusal: If all units do not fit in the memory that is free.
     """
-    from locret import LongContextModel, RetentionPolicy
-    from locret.infer import chunk_size
-    from locret.infer.answer import answer, now
-    from locret.scorers.streaming import StreamingScorer
+    from locret import LongContextModel
+    from locret.conversation.chat import now
+    from locret.infer import sizing
+    from locret.infer.reading import opened
 
     assert plan.run is not None
-    output, every = options.output, StreamingScorer()
-    policy = RetentionPolicy(budget=2 * tokens, chunk_size=plan.policy.chunk_size, positions=plan.policy.positions)
-    needed = replace(plan.run, scorer=every, prompt_tokens=tokens).cache_bytes(policy)
-    free = chunk_size.free_bytes(plan.device)
-    if free is not None and needed > free:
-        raise ValueError(
-            f"--compare-full needs {needed:,} bytes for all units of {tokens:,} tokens, but {free:,} are free on "
-            f"{plan.device}; leave it out"
-        )
-    whole = LongContextModel(lm.model, lm.tokenizer, every, policy, template=options.prompt.template)
-    start = now(plan.device)
-    context = whole.read(
-        _document(options.prompt).pieces, system=options.prompt.system, progress=not output.quiet, name="text"
+    prompt, quiet = options.prompt, options.output.quiet
+    whole = LongContextModel(
+        lm.model, lm.tokenizer, "full", {"chunk_size": int(plan.policy.chunk_size)}, template=lm.template
     )
-    seconds, read = now(plan.device) - start, context.cache.seen
-    chat = context.chat(context.cache)
-    result = answer(chat, question, options.generation, read_tokens=read, read_seconds=seconds)
-    if not output.json:
+    needed = replace(plan.run, scorer=whole.scorer, prompt_tokens=tokens).cache_bytes(whole.policy)
+    free = sizing.free_bytes(plan.device)
+    if free is not None and needed > free:
+        rule = f"needs {needed:,} bytes for all units of {tokens:,} tokens, but {free:,} are free on {plan.device}"
+        raise Refusal("compare_full", True, f"{rule}; leave it out")
+    start, cache = now(plan.device), whole.new_cache()
+    chat = whole.read_into(cache, opened(prompt), system=prompt.system, progress=not quiet).chat(cache)
+    times: dict[str, Any] = {"read_tokens": cache.seen, "read_seconds": now(plan.device) - start}
+    result = answered(chat, question, options.generation, json=True, **times)
+    if not options.output.json:
         size = result.peak_cache_bytes / 2**20
         print(f"\nwith everything kept ({result.kept_units:,} units, {size:,.1f} MiB):\n{result.answer}", flush=True)
     return result
 
 
-def _messages(options: Options, kept: Sequence[Any]) -> dict[str, Any]:
-    """Return what a record says of each message, if that is wanted; print it where no record is."""
-    if not options.output.kept:
-        return {}
-    if not options.output.json:
-        from locret.conversation.protect import as_table
-
-        print(as_table(kept), flush=True)
-    return {"messages": [asdict(one) for one in kept]}
-
-
-def ask_saved(options: Options, paths: Sequence[str], asked: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Answer each question from copies of saved contexts, one after the other; yield a record of each context."""
-    from locret.infer.answer import kernels
-
-    with loaded(options, paths) as (lm, files, setup), kernels(options.model.attn):
-        for path, file in zip(paths, files, strict=True):
-            context = load_saved(lm, file, options)
-            if options.output.picture:
-                _paint(context.cache, options.output.picture, options.scorer)
-            if len(paths) > 1 and not options.output.json:
-                print(("\n" if path is not paths[0] else "") + f"# {path}", flush=True)
-            records = _ask_each(options, context, asked)
-            reading = {"context": path, "prompt_tokens": context.cache.seen, **context.memory().to_dict()}
-            reading |= _messages(options, context.kept_by_message() if options.output.kept else ())
-            yield {"reading": reading, "answers": records, **setup, "policy": context.cache.policy.to_dict()}
-
-
-@contextmanager
-def loaded(options: Options, paths: Sequence[str]) -> Iterator[tuple[Any, list[Any], dict[str, Any]]]:
-    """Give a model for saved contexts, their files, and what a record says of the model; wrong files come first."""
-    from locret import read_notes
-    from locret.cache.cache_file import CONTEXT_WRITERS
-    from locret.conversation.saved import find_context
-    from locret.infer.ready import ready_for_saved, refusals_with_flags
-
-    files = [find_context(path) for path in paths]
-    for file in files:
-        read_notes(file, CONTEXT_WRITERS)  # refuses a wrong file before weights are loaded
-    plan = ready_for_saved(options.model, options.scorer)
-    with refusals_with_flags(plan.device):
-        yield plan.load(), files, plan.record()
-
-
-def load_saved(lm: Any, file: Any, options: Options) -> Any:
-    """Return a saved context."""
-    return lm.load(file, allow_other_scorer=options.prompt.allow_other_scorer, disk=options.model.disk)
-
-
-def _check_not_read(options: Options, path: str) -> None:
-    """Refuse what has no effect on a text that has been read.
-
-    Raises:
-        ValueError: Naming the option.
-    """
-    reading = {field.name for field in fields(PolicyOptions)}
-    reading |= {"system", "template", "save_context", "dry_run", "store", "protect", "protocol", "compare_full"}
-    if given := sorted(reading & options.chosen):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        raise ValueError(f"--context {path} has been read already, so {flags} would do nothing; leave that out")
-
-
-def _ask_each(options: Options, context: Any, asked: Sequence[str]) -> list[dict[str, Any]]:
-    """Answer each question from a copy of what has been read, print the answers unless JSON is wanted."""
-    from locret.infer.answer import answer
-
-    output, records = options.output, []
-    if options.prompt.evidence:
-        return [_ask_with_evidence(options, context, question) for question in asked]
-    stream = not output.json and options.generation.num_beams == 1
-    for number, question in enumerate(asked):
-        if not output.json and len(asked) > 1:
-            print(("\n" if number else "") + f"> {question}", flush=True)
-        result = answer(context.chat(), question, options.generation, stream=stream)
-        if not output.json and not stream:
-            print(result.answer)
-        records.append({"question": question, **asdict(result)})
-    return records
-
-
-def check_evidence(options: Options, asked: Sequence[str]) -> None:
-    """Refuse evidence of nothing, of an answer that cannot be watched, or from a file that is not there.
-
-    Raises:
-        ValueError: Naming the option.
-    """
-    prompt, generation = options.prompt, options.generation
-    if not prompt.evidence:
-        return
-    from locret.conversation.text import read_text
-
-    if not asked and not options.output.dry_run:
-        raise ValueError("--evidence is about an answer, but nothing is asked; give --question or --questions")
-    if generation.num_beams > 1:
-        raise ValueError(
-            f"--evidence watches one answer, but --num-beams {generation.num_beams} are searched; drop one of them"
-        )
-    if prompt.reread is not None:
-        if options.policy.turns == "text":
-            raise ValueError(
-                "--reread reads passages in the room of a turn, which --turns text does not leave; drop one of them"
-            )
-        if prompt.reread == "-":
-            raise ValueError("--reread - is standard input, which is read once; give the file")
-        for _ in read_text(prompt.reread, 1, "--reread "):
-            break
-
-
-def _ask_with_evidence(options: Options, context: Any, question: str) -> dict[str, Any]:
-    """Answer a question and say what the answer may lack; print both unless JSON is wanted."""
-    import torch
-
-    from locret.infer.answer import generation_settings
-
-    generation, source = options.generation, options.prompt.reread
-    settings = generation_settings(generation, context.lm)
-    chosen = {name: value for name, value in settings.items() if value is not None}  # False and 0 are choices, too
-    torch.manual_seed(generation.seed)
-    found = context.ask(question, evidence=True, source=None if source is None else Path(source), **chosen)
-    if not options.output.json:
-        print(f"> {question}\n{found}\n{_evidence_line(found)}", flush=True)
-    return {"question": question, "answer": found.text, "evidence": found.to_dict()}
+def _print(part: str) -> None:
+    sys.stdout.write(part)
+    sys.stdout.flush()
 
 
 def _evidence_line(found: Any) -> str:
@@ -467,116 +302,41 @@ def questions_of(prompt: QuestionOptions) -> list[str]:
     Raises:
         ValueError: If the file cannot be read, or holds no questions.
     """
-    from locret.conversation.text import read_text
-
     if prompt.questions is None:
         return list(prompt.question)
-    name = prompt.questions
-    lines = "".join(read_text(name, setting="--questions ")).splitlines()
-    found = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            found.append(_json_question(line, f"{name}, line {number}") if name.endswith(".jsonl") else line.strip())
+    from locret.conversation.text import read_text
+
+    name, found = prompt.questions, list[str]()
+    for number, line in enumerate("".join(read_text(name, setting="--questions ")).splitlines(), 1):
+        if not line.strip():
+            continue
+        value: Any = line.strip()
+        if name.endswith(".jsonl"):
+            try:
+                value = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise Refusal("questions", name, f"is no JSON in line {number} ({error}); mend it") from None
+            value = value.get("question") if isinstance(value, dict) else value
+        if not isinstance(value, str) or not value.strip():
+            rule = f'holds no question in line {number}; write "TEXT" or {{"question": "TEXT"}}'
+            raise Refusal("questions", name, rule)
+        found.append(value)
     if not found:
-        raise ValueError(f"--questions {name} holds no questions; write one per line")
+        raise Refusal("questions", name, "holds no questions; write one per line")
     return found
 
 
-def _json_question(line: str, where: str) -> str:
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"--questions {where}: not JSON ({error}); write a text or an object per line") from None
-    question = value.get("question") if isinstance(value, dict) else value
-    if not isinstance(question, str) or not question.strip():
-        raise ValueError(f'--questions {where} holds no question; write "TEXT" or {{"question": "TEXT"}}')
-    return question
-
-
-def _print_plan(options: Options, plan: Ready) -> None:
-    """Print what a run would do and take."""
-    from locret.infer import sizing
-
-    assert plan.run is not None
-    run, policy = plan.run, plan.policy
-    steps = run.schedule(policy).table()
-    record = {
-        **run.plan(policy),
-        "planned_weights": run.weights.to_dict(),
-        "prompt_tokens": run.prompt_tokens,
-        "not_given": policy.following(),
-        "steps": steps,
-    }
-    print_json({**record, **plan.record(), "options": _resolved(options)})
-    if not options.output.quiet:
-        sys.stderr.write(sizing.follow_line(policy) + sizing.step_lines(steps, adaptive=policy.memory == "adaptive"))
-
-
-def _document(options: PromptOptions) -> Any:
-    from locret import shipped
-    from locret.conversation.text import Document, read_text
-
-    name = options.prompt_file
-    if name is None:
-        if sys.stdin is None or sys.stdin.isatty():
-            raise ValueError("there is nothing to read; give a text with --prompt-file, or pipe one in")
-        name = "-"
-    path = os.path.expanduser(shipped.find(name))
-    size = os.path.getsize(path) if os.path.isfile(path) else None
-    shown = "standard input" if name == "-" else os.path.basename(name)
-    return Document(shown, read_text(name), size=size, unit="bytes")
-
-
-def check_picture(flag: str, path: str) -> None:
-    """Refuse a picture that could not be drawn or written."""
-    from locret import pictures
-
-    pictures.require_matplotlib(flag)
-    check_target(flag, path)
-
-
-def check_target(flag: str, path: str) -> None:
-    """Refuse a file that could not be written once all has been read."""
-    if not path or os.path.isdir(path):
-        raise ValueError(f"{flag} {path} is a folder; give a file" if path else f"{flag} is empty; give a file")
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.path.isdir(folder):
-        raise ValueError(f"{flag} {path}: there is no folder {folder}; make it first")
-
-
-def _paint(cache: Any, path: str, scorer: ScorerOptions) -> None:
-    """Draw what a cache has kept."""
-    from locret import pictures
-    from locret.backbone.adapters import sharers_of
-    from locret.scorers import FALLBACK
-
-    title = f"{scorer.label or FALLBACK}, budget {cache.policy.budget:,}"
-    kept, sharers = pictures.retention_of(cache, title), sharers_of(cache.model)
-    if sharers is None or sharers.rank == 0:
-        pictures.retention_map([kept], path)
-
-
-def _summary(record: dict[str, Any]) -> str:
-    return (
-        f"read {record['prompt_tokens']:,} tokens at {record['prefill_tokens_per_second']:,.0f}/s, kept "
-        f"{record['kept_units']:,} units per KV head; wrote {record['new_tokens']:,} tokens at "
-        f"{record['decode_tokens_per_second']:,.0f}/s; cache {record['peak_cache_bytes'] / 2**20:,.1f} MiB at most"
-        f"{_second_tier(record)}"
-        f"{'' if record['finished'] else '; cut off at --max-new-tokens'}\n"
-    )
-
-
-def _second_tier(record: dict[str, Any]) -> str:
-    held = {"in host memory": record["host_bytes"], "on disk": record["disk_bytes"]}
+def _summary(result: Measured) -> str:
+    held = {"in host memory": result.host_bytes, "on disk": result.disk_bytes}
     shown = [f"{size / 2**20:,.1f} MiB {where}" for where, size in held.items() if size]
-    fetched = f"; {record['moved_bytes'] / 2**20:,.1f} MiB fetched from there"
-    return f", beside {' and '.join(shown)}{fetched}" if shown else ""
-
-
-def _resolved(options: Options) -> dict[str, Any]:
-    parts = (options.model, options.scorer, options.prompt, options.generation)
-    given = {"kv_memory": options.policy.kv_memory, "budget_share": options.policy.budget_share}
-    return {**{name: value for part in parts for name, value in asdict(part).items()}, **given}
+    fetched = f"; {result.moved_bytes / 2**20:,.1f} MiB fetched from there"
+    second = f", beside {' and '.join(shown)}{fetched}" if shown else ""
+    return (
+        f"read {result.prompt_tokens:,} tokens at {result.prefill_tokens_per_second:,.0f}/s, kept "
+        f"{result.kept_units:,} units per KV head; wrote {result.new_tokens:,} tokens at "
+        f"{result.decode_tokens_per_second:,.0f}/s; cache {result.peak_cache_bytes / 2**20:,.1f} MiB at most"
+        f"{second}{'' if result.finished else '; cut off at --max-new-tokens'}\n"
+    )
 
 
 def main() -> None:

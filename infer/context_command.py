@@ -6,14 +6,16 @@ What needs no backbone loads none: `show`, `export`, `push` and `pull` work from
 from __future__ import annotations
 
 import json
-import re
+import os
+import shutil
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret.base.fields import Refusal
 from locret.cli.command import print_json, run, warnings_as_lines
 from locret.cli.subcommands import Subcommand, run_subcommand
 from locret.heads.push import print_pushed
@@ -31,10 +33,8 @@ from locret.infer.context_options import (
 from locret.infer.infer_options import (
     GenerationOptions,
     ModelOptions,
-    OutputOptions,
     PlacedModelOptions,
     PolicyOptions,
-    PromptOptions,
     ReportOptions,
     TextOptions,
 )
@@ -43,8 +43,7 @@ from locret.publish_options import ContextPushOptions
 
 if TYPE_CHECKING:
     from locret import Context
-    from locret.conversation.saved import SavedContext
-    from locret.pictures import Retention
+    from locret.infer.reading import Ready
 
 PROG = "locret-context"
 
@@ -57,79 +56,61 @@ def read(
     output: ReadOutput,
     given: frozenset[str],
 ) -> int:
-    """Read a text into a file, as `locret-infer --save-context` does."""
-    model.refuse_shard("locret-context")
+    """Read a text into a file."""
+    from locret.cache.cache_file import check_savable
+    from locret.infer.reading import counted, opened, ready, warn_of_growth
+
+    model.refuse_shard(PROG)
     _check_output(output.output)
-    options = infer.Options(
-        model,
-        scorer,
-        policy,
-        PromptOptions(**_values(text)),
-        GenerationOptions(),
-        OutputOptions(
-            json=output.json,
-            quiet=output.quiet,
-            dry_run=output.dry_run,
-            picture=output.picture,
-            kept=output.kept,
-            save_context=output.output,
-        ),
-        given,
-    )
     with warnings_as_lines(f"{PROG} read", quiet=output.quiet):
-        infer.execute(options)
+        document = None if output.dry_run else opened(text)
+        groups = (model, scorer, policy, given, GenerationOptions())
+        plan = ready(*groups, lambda: counted(model, text, document, None), dry_run=output.dry_run)
+        check_savable(plan.policy, output.output)
+        warn_of_growth(plan)
+        if document is None:
+            plan.print_plan((model, scorer, policy, text, output), quiet=output.quiet)
+            return 0
+        with plan.loaded(text.template) as lm:
+            how: dict[str, Any] = {"system": text.system, "progress": not output.quiet, "protect": text.protect}
+            _write(lm.read_into(lm.new_cache(), document, **how), output, plan)
     return 0
 
 
 def show(options: ShowOptions, given: frozenset[str]) -> int:
     """Print what saved contexts are, and what they kept of their texts."""
-    from locret import pictures
+    from locret import loading, pictures, shipped
     from locret.conversation.protect import as_table
     from locret.conversation.saved import SavedContext, find_context
+    from locret.infer import kept_page
+    from locret.infer.reading import check_target
 
-    if options.plot is not None and not (options.text and options.plot.endswith(".html")):
-        infer.check_picture("--plot", options.plot)
+    if options.plot is not None:
+        if options.text is None or not options.plot.endswith(".html"):
+            pictures.require_matplotlib("--plot")
+        check_target("--plot", options.plot)
     found = [SavedContext.open(find_context(path)) for path in options.context]
     retentions = [one.retention(one.path.name) for one in found]
-    if options.plot is not None and options.text is not None:
-        _draw_text(found[0], retentions[0], options)
+    if options.text is not None:
+        words, notes = Path(shipped.find(options.text)).read_text(encoding="utf-8"), found[0].conversation
+        tokenizer, template = loading.tokenizer_of(str(options.model)), str(notes.get("template", "none"))
+        share = kept_page.share_of_positions(retentions[0])
+        pieces = kept_page.marked(words, share, tokenizer, template, notes.get("system"))
+        title = f"What {found[0].path.name} kept of {found[0].shown_name}"
+        kept_page.write(str(options.plot), pieces, title, "The darker a word, the more KV heads hold it.")
     elif options.plot is not None:
         pictures.retention_map(retentions, options.plot)
     if options.json:
         print_json({"contexts": [one.facts() for one in found]})
         return 0
     for number, (one, retention) in enumerate(zip(found, retentions, strict=True)):
-        lines = [("context", str(one.path)), *one.lines()]
         print("\n" if number else "", end="")
-        print("\n".join(f"{what:<14}{text}" for what, text in lines))
-        print(
-            "\nkept by each layer, from the beginning of the text to its end\n"
-            + "\n".join(pictures.as_lines(retention))
-        )
+        print("\n".join(f"{what:<14}{text}" for what, text in [("context", str(one.path)), *one.lines()]))
+        print("\nkept by each layer, from the beginning of the text to its end")
+        print("\n".join(pictures.as_lines(retention)))
         if (kept := one.kept_by_message()) is not None:
             print(f"\nunits per KV head that stayed of each message\n{as_table(kept)}")
     return 0
-
-
-def _draw_text(context: SavedContext, retention: Retention, options: ShowOptions) -> None:
-    """Draw the text of a context, kept words dark and forgotten ones pale.
-
-    Raises:
-        ValueError: If it is another text than the one that was read.
-        OSError: If a file cannot be read or written.
-    """
-    from locret import shipped
-    from locret.infer import kept_page
-    from locret.infer.kept_text import share_of_positions
-    from locret.loading import tokenizer_of
-
-    words = Path(shipped.find(str(options.text))).read_text(encoding="utf-8")
-    notes, tokenizer = context.conversation, tokenizer_of(str(options.model))
-    share = share_of_positions(retention)
-    template, system = str(notes.get("template", "none")), notes.get("system")
-    pieces = kept_page.marked(words, share, tokenizer, template, system)
-    note = "The darker a word, the more KV heads hold it."
-    kept_page.write(str(options.plot), pieces, f"What {context.path.name} kept of {context.shown_name}", note)
 
 
 def ask(
@@ -141,11 +122,17 @@ def ask(
     given: frozenset[str],
 ) -> int:
     """Answer questions, each from copies of saved contexts."""
-    asked = infer.questions_of(about)
-    options = _loading(model, scorer, output, given, about, generation)
-    infer.check_evidence(options, asked)
-    with warnings_as_lines(f"{PROG} ask", quiet=output.quiet):
-        records = list(infer.ask_saved(options, about.context, asked))
+    asked, records = infer.questions_of(about), []
+    infer.check_evidence(about, generation)
+    how = {"allow_other_scorer": about.allow_other_scorer, "disk": about.disk}
+    with _loaded(model, scorer, "ask", about.context, output.quiet, **how) as (contexts, plan):
+        for path, context in zip(about.context, contexts, strict=True):
+            if len(about.context) > 1 and not output.json:
+                print(f"{chr(10) if records else ''}# {path}", flush=True)
+            answers = infer.answer_each(context, asked, about, generation, json=output.json)
+            reading = {"context": path, "prompt_tokens": context.cache.seen, **context.memory().to_dict()}
+            policy = context.cache.policy.to_dict()
+            records.append({"reading": reading, "answers": answers, **plan.record(), "policy": policy})
     if output.json:
         print_json({"contexts": records})
     return 0
@@ -154,24 +141,23 @@ def ask(
 def compose(model: ModelOptions, scorer: ScorerOptions, output: ComposeOptions, given: frozenset[str]) -> int:
     """Join saved contexts in one file."""
     weights = output.weights
-    with _made(model, scorer, output, output.context, given) as contexts:
+    _check_output(output.output)
+    with _loaded(model, scorer, "compose", output.context, output.quiet) as (contexts, _):
         from locret import compose as joined
 
-        parts = list(contexts)
-        _write(joined(parts, output.budget, weights, name=output.name), output)
+        _write(joined(list(contexts), output.budget, weights, name=output.name), output)
     return 0
 
 
 def shrink(model: ModelOptions, scorer: ScorerOptions, output: ShrinkOptions, given: frozenset[str]) -> int:
     """Write a smaller context, from the scores that units have."""
-    with _made(model, scorer, output, [output.context], given) as contexts:
+    _check_output(output.output)
+    with _loaded(model, scorer, "shrink", [output.context], output.quiet) as (contexts, _):
         (context,) = contexts
         held = context.memory().units
         if output.budget >= held:
-            raise ValueError(
-                f"--budget {output.budget:,} lets nothing go of {output.context}, which holds {held:,} units per KV "
-                "head; lower it"
-            )
+            rule = f"lets nothing go of {output.context}, which holds {held:,} units per KV head; lower it"
+            raise Refusal("budget", f"{output.budget:,}", rule)
         _write(context.shrink(output.budget), output)
     return 0
 
@@ -181,19 +167,14 @@ def export(options: ExportOptions, llamacpp: LlamacppOptions, given: frozenset[s
     from locret.conversation.saved import find_context
     from locret.engines import llamacpp as engine
     from locret.engines.prefix import Prefix
+    from locret.infer.reading import check_target
 
-    infer.check_target("--output", options.output)
-    chosen = {name: value for name, value in _values(llamacpp).items() if value is not None}
-    try:
-        layout = engine.Layout(**chosen)
-        prefix = Prefix.from_file(find_context(options.context))
-        slot, record = engine.export(prefix, options.output, layout)
-    except ValueError as error:
-        raise ValueError(_with_flags(str(error), [*chosen, "cache_type_v"])) from None
+    check_target("--output", options.output)
+    layout = engine.Layout(**{name: value for name, value in asdict(llamacpp).items() if value is not None})
+    slot, record = engine.export(Prefix.from_file(find_context(options.context)), options.output, layout)
     if options.json:
-        print_json(
-            {"output": str(slot), "record": str(record), "bytes": slot.stat().st_size, **json.loads(record.read_text())}
-        )
+        written = {"output": str(slot), "record": str(record), "bytes": slot.stat().st_size}
+        print_json({**written, **json.loads(record.read_text())})
     else:
         for file in (slot, record):
             print(f"{file.stat().st_size:>14,} bytes  {file}")
@@ -211,8 +192,6 @@ def push(options: ContextPushOptions, given: frozenset[str]) -> int:
 
 def pull(options: PullOptions, given: frozenset[str]) -> int:
     """Fetch a published context, check it, and write it to a file."""
-    import shutil
-
     from locret.base.files import written_whole
     from locret.conversation.saved import SavedContext, download
 
@@ -229,55 +208,30 @@ def pull(options: PullOptions, given: frozenset[str]) -> int:
 
 
 @contextmanager
-def _made(
-    model: ModelOptions, scorer: ScorerOptions, output: Any, paths: Sequence[str], given: frozenset[str]
-) -> Iterator[Iterator[Context]]:
-    """Give the contexts that something is made of."""
-    _check_output(output.output)
-    options = _loading(model, scorer, output, given)
-    with (
-        warnings_as_lines(f"{PROG} {type(output).__name__.removesuffix('Options').lower()}", quiet=output.quiet),
-        infer.loaded(options, paths) as (lm, files, _),
-    ):
-        yield (infer.load_saved(lm, file, options) for file in files)
+def _loaded(
+    model: ModelOptions, scorer: ScorerOptions, what: str, paths: Sequence[str], quiet: bool, **how: Any
+) -> Iterator[tuple[Iterator[Context], Ready]]:
+    """Give saved contexts, one after the other, and what a record says of their model; wrong files come first."""
+    from locret import read_notes
+    from locret.cache.cache_file import CONTEXT_WRITERS
+    from locret.conversation.saved import find_context
+    from locret.infer.reading import ready_for_saved
+
+    model.refuse_shard(PROG)
+    with warnings_as_lines(f"{PROG} {what}", quiet=quiet):
+        files = [find_context(os.path.expanduser(path)) for path in paths]
+        for file in files:
+            read_notes(file, CONTEXT_WRITERS)
+        plan = ready_for_saved(PlacedModelOptions(**asdict(model)), scorer)
+        with plan.loaded() as lm:
+            yield (lm.load(file, **how) for file in files), plan
 
 
-def _loading(
-    model: ModelOptions,
-    scorer: ScorerOptions,
-    output: ReportOptions,
-    given: frozenset[str],
-    about: AskOptions | None = None,
-    generation: GenerationOptions | None = None,
-) -> infer.Options:
-    """Return what `locret-infer --context` would be called with."""
-    model.refuse_shard("locret-context")
-    placed, prompt = PlacedModelOptions(**_values(model)), PromptOptions()
-    if about is not None:
-        placed = replace(placed, disk=about.disk)
-        prompt = PromptOptions(
-            context=about.context[0],
-            question=about.question,
-            questions=about.questions,
-            evidence=about.evidence,
-            reread=about.reread,
-            allow_other_scorer=about.allow_other_scorer,
-        )
-    report = OutputOptions(json=output.json, quiet=output.quiet)
-    return infer.Options(placed, scorer, PolicyOptions(), prompt, generation or GenerationOptions(), report, given)
-
-
-def _with_flags(text: str, names: Iterable[str]) -> str:
-    """Name settings in a message as flags."""
-    for name in names:
-        text = re.sub(rf'\b{name}="?([\w.]+)"?', rf"--{name.replace('_', '-')} \1", text)
-    return text
-
-
-def _write(context: Context, output: Any) -> None:
+def _write(context: Context, output: Any, plan: Ready | None = None) -> None:
     context.save(output.output)
     if output.json:
-        print_json({"context": output.output, "tokens": context.cache.seen, **context.memory().to_dict()})
+        read = {"context": output.output, "tokens": context.cache.seen, **context.memory().to_dict()}
+        print_json({**read, **({} if plan is None else plan.record())})
     elif not output.quiet:
         sys.stderr.write(f"wrote {output.output}: {context!r}\n")
 
@@ -285,59 +239,33 @@ def _write(context: Context, output: Any) -> None:
 def _check_output(path: str) -> None:
     """Refuse a file that could not be written, or is something else, before anything is loaded."""
     from locret.cache.cache_file import check_replaceable
+    from locret.infer.reading import check_target
 
-    infer.check_target("--output", path)
+    check_target("--output", path)
     check_replaceable(Path(path))
 
 
-def _values(options: Any) -> dict[str, Any]:
-    return {field.name: getattr(options, field.name) for field in fields(options)}
+def _subcommand(act: Any, about: str, *classes: type, words: str = "context") -> Subcommand:
+    return Subcommand(about=about, classes=classes, words=words, act=act)
 
 
 MODEL = (ModelOptions, ScorerOptions)
+READ = (PlacedModelOptions, ScorerOptions, PolicyOptions, TextOptions, ReadOutput)
 COMMANDS = {
-    "read": Subcommand(
-        about="Read a text of any size into a context, a file that can be asked later.",
-        classes=(PlacedModelOptions, ScorerOptions, PolicyOptions, TextOptions, ReadOutput),
-        words="prompt_file",
-        act=read,
+    "read": _subcommand(
+        read, "Read a text of any size into a context, a file that can be asked later.", *READ, words="prompt_file"
     ),
-    "show": Subcommand(
-        about="Show what a context is, and what it kept of its text.", classes=(ShowOptions,), words="context", act=show
+    "show": _subcommand(show, "Show what a context is, and what it kept of its text.", ShowOptions),
+    "ask": _subcommand(ask, "Ask contexts about their texts.", *MODEL, AskOptions, GenerationOptions, ReportOptions),
+    "compose": _subcommand(
+        compose, "Join contexts that were read apart, so that they are asked together.", *MODEL, ComposeOptions
     ),
-    "ask": Subcommand(
-        about="Ask contexts about their texts.",
-        classes=(*MODEL, AskOptions, GenerationOptions, ReportOptions),
-        words="context",
-        act=ask,
+    "shrink": _subcommand(shrink, "Make a smaller context of one, without reading again.", *MODEL, ShrinkOptions),
+    "export": _subcommand(export, "Write a context as another engine holds it.", ExportOptions, LlamacppOptions),
+    "push": _subcommand(
+        push, "Publish a context on the Hugging Face Hub, with a card and a picture.", ContextPushOptions
     ),
-    "compose": Subcommand(
-        about="Join contexts that were read apart, so that they are asked together.",
-        classes=(*MODEL, ComposeOptions),
-        words="context",
-        act=compose,
-    ),
-    "shrink": Subcommand(
-        about="Make a smaller context of one, without reading again.",
-        classes=(*MODEL, ShrinkOptions),
-        words="context",
-        act=shrink,
-    ),
-    "export": Subcommand(
-        about="Write a context as another engine holds it.",
-        classes=(ExportOptions, LlamacppOptions),
-        words="context",
-        act=export,
-    ),
-    "push": Subcommand(
-        about="Publish a context on the Hugging Face Hub, with a card and a picture.",
-        classes=(ContextPushOptions,),
-        words="context",
-        act=push,
-    ),
-    "pull": Subcommand(
-        about="Fetch a context from the Hugging Face Hub.", classes=(PullOptions,), words="repo", act=pull
-    ),
+    "pull": _subcommand(pull, "Fetch a context from the Hugging Face Hub.", PullOptions, words="repo"),
 }
 """What may follow `locret-context`."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from locret.base.fields import Refusal
 from locret.infer.infer_options import QuestionOptions, ReadingOutput, ReportOptions
 from locret.publish_options import check_repository
 
@@ -23,11 +24,21 @@ class ReadOutput(ContextFile, ReadingOutput):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShowOptions:
-    """What is looked at."""
+class SeveralContexts:
+    """What is looked at, or asked."""
 
     context: list[str]
-    """Saved contexts, or their repositories on the Hub; a context, a conversation or a cache."""
+    """Saved contexts, or their repositories on the Hub."""
+
+    def __post_init__(self) -> None:
+        if not self.context or any(not context.strip() for context in self.context):
+            raise ValueError("--context is empty; give a saved context")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShowOptions(SeveralContexts):
+    """What is looked at."""
+
     plot: str | None = None
     """PNG file to write: which positions of the text each layer kept, of several contexts one below the other. Needs
     locret[eval]."""
@@ -40,24 +51,17 @@ class ShowOptions:
     """Print one JSON object."""
 
     def __post_init__(self) -> None:
-        _check_named(self.context)
-        if self.text is None:
-            if self.model is not None:
-                raise ValueError(f"--model {self.model} tells the words of --text, which is not given; drop it")
-            return
-        for name, needed in (("model", "the backbone's tokenizer"), ("plot", "a file to draw it in")):
-            if getattr(self, name) is None:
-                raise ValueError(f"--text {self.text} needs {needed}; add --{name}")
-        if len(self.context) > 1:
-            raise ValueError(f"--text {self.text} is that of one context, and {len(self.context)} are given; give one")
+        super().__post_init__()
+        if (self.text is None) != (self.model is None) or (self.text is not None and self.plot is None):
+            raise ValueError("--text draws a text with the words of --model into the file of --plot; give all three")
+        if self.text is not None and len(self.context) > 1:
+            raise Refusal("text", self.text, f"is that of one context, and {len(self.context)} are given; give one")
 
 
 @dataclass(frozen=True, kw_only=True)
-class AskOptions(QuestionOptions):
+class AskOptions(QuestionOptions, SeveralContexts):
     """What is asked, and what about."""
 
-    context: list[str]
-    """Saved contexts, or their repositories on the Hub; of several, each answers every question."""
     allow_other_scorer: bool = False
     """Accept other heads or another scorer than a context was read with: what was kept stays."""
     question: list[str] = field(default_factory=list)
@@ -67,20 +71,18 @@ class AskOptions(QuestionOptions):
     which nobody sees and which is given back at the end."""
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_named(self.context)
+        QuestionOptions.__post_init__(self)
+        SeveralContexts.__post_init__(self)
         if not self.question and self.questions is None:
             raise ValueError(f"--context {' '.join(self.context)} waits for a question; give --question or --questions")
         if self.reread is not None and len(self.context) > 1:
-            raise ValueError(f"--reread {self.reread} is one text, but there are {len(self.context)} contexts; ask one")
+            raise Refusal("reread", self.reread, f"is one text, but there are {len(self.context)} contexts; ask one")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComposeOptions(ContextFile, ReportOptions):
+class ComposeOptions(SeveralContexts, ContextFile, ReportOptions):
     """What is joined."""
 
-    context: list[str]
-    """Saved contexts of one backbone and scorer, in the order of their texts."""
     budget: int | None = None
     """Units per KV head of the whole, chosen by their scores; all that the contexts hold if not given."""
     shares: str = "fair"
@@ -90,12 +92,11 @@ class ComposeOptions(ContextFile, ReportOptions):
     """What to call the whole; the names of its parts if not given."""
 
     def __post_init__(self) -> None:
-        _check_named(self.context)
+        super().__post_init__()
         if len(self.context) < 2:
-            raise ValueError(f"--context {self.context[0]} is one context; give two or more, in their order")
-        _check_budget(self.budget)
+            raise Refusal("context", self.context[0], "is one context; give two or more, in their order")
         if self.budget is None and self.shares != "fair":
-            raise ValueError(f"--shares {self.shares} divides a --budget, which is not given; add it, or drop --shares")
+            raise Refusal("shares", self.shares, "divides a --budget, which is not given; add it, or drop --shares")
 
     @property
     def weights(self) -> str | list[float]:
@@ -105,9 +106,8 @@ class ComposeOptions(ContextFile, ReportOptions):
         try:
             return [float(one) for one in self.shares.split(",")]
         except ValueError:
-            raise ValueError(
-                f"--shares {self.shares} is unknown; choose one of fair, score, or a number for each context, as 2,1"
-            ) from None
+            rule = "is unknown; choose one of fair, score, or a number for each context, as 2,1"
+            raise Refusal("shares", self.shares, rule) from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,9 +118,6 @@ class ShrinkOptions(ContextFile, ReportOptions):
     """A saved context, or its repository on the Hub."""
     budget: int
     """Most units per KV head."""
-
-    def __post_init__(self) -> None:
-        _check_budget(self.budget)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,13 +167,3 @@ class PullOptions:
 
     def __post_init__(self) -> None:
         check_repository(self.repo)
-
-
-def _check_named(contexts: list[str]) -> None:
-    if not contexts or any(not context.strip() for context in contexts):
-        raise ValueError("--context is empty; give a saved context")
-
-
-def _check_budget(budget: int | None) -> None:
-    if budget is not None and budget < 1:
-        raise ValueError(f"--budget {budget} is too small; give 1 unit per KV head or more")

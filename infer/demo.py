@@ -54,7 +54,7 @@ class DemoOptions:
     keep: float = 25.0
     """Share of the text's tokens that stays in every KV head, in percent."""
     output: str = "runs/demo"
-    """Folder for the drawn text, kept.html and kept.png; files of an earlier demonstration are replaced."""
+    """Folder for the drawn text, kept.html; that of an earlier demonstration is replaced."""
     threads: int | None = None
     """CPU threads; those that PyTorch takes if none."""
     json: bool = False
@@ -71,29 +71,15 @@ class DemoOptions:
             check_threads(self.threads)
 
 
-@dataclass(frozen=True)
-class Asked:
-    """What one way of reading kept, and what it answered."""
-
-    name: str
-    context: Context
-    seconds: float
-    answers: dict[str, str]
-
-    def right(self) -> int | None:
-        """Return how many answers are right; None where that is not known."""
-        if set(self.answers) != set(QUESTIONS):
-            return None
-        return sum(bool(re.search(rf"(?<!\d)(?:{QUESTIONS[one]})", text)) for one, text in self.answers.items())
-
-
-def ask(name: str, lm: LongContextModel, text: str, questions: Sequence[str]) -> Asked:
-    """Read a text one way and ask about it."""
+def ask(lm: LongContextModel, text: str, questions: Sequence[str]) -> tuple[Context, float, dict[str, str], int | None]:
+    """Read a text one way and ask about it; return what was kept, seconds, answers, and how many are known right."""
     started = time.perf_counter()
     context = lm.read(text, name=Path(text).name)
     seconds = time.perf_counter() - started
     answers = {one: " ".join(context.ask(one, max_new_tokens=LONGEST).split()) for one in questions}
-    return Asked(name, context, seconds, answers)
+    known = [QUESTIONS[one] for one in questions if one in QUESTIONS]
+    right = [bool(re.search(rf"(?<!\d)(?:{one})", said)) for one, said in zip(known, answers.values(), strict=False)]
+    return context, seconds, answers, sum(right) if len(known) == len(questions) else None
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -106,14 +92,13 @@ def command(argv: Sequence[str] | None = None) -> int:
     (options,), _ = parse_options("locret demo", (__doc__ or "").split("\n")[0], [DemoOptions], argv)
     import torch
 
-    from locret import LongContextModel, RetentionPolicy, shipped
+    from locret import LongContextModel, shipped
     from locret.conversation.evidence import policy_of_share
     from locret.infer import kept_page
-    from locret.infer.kept_text import share_of_heads
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    path = shipped.find(options.text)
+    path, questions = shipped.find(options.text), options.question or list(QUESTIONS)
     sys.stderr.write(f"loading {options.model}\n")
     lm = LongContextModel.from_pretrained(options.model, heads=options.heads)
     words = Path(path).read_text(encoding="utf-8")
@@ -121,42 +106,38 @@ def command(argv: Sequence[str] | None = None) -> int:
     chunk = 512 if tokens >= 2048 else 256
     kept = policy_of_share(tokens, options.keep / 100, chunk_size=chunk)
     own = replace(kept, head_budgets="shares") if lm.scorer.head_shares else kept
-    every = RetentionPolicy(budget=tokens + chunk, chunk_size=chunk)
-    ways: dict[str, tuple[Any, RetentionPolicy]] = {
-        "everything": (lm.scorer, every),
+    ways: dict[str, tuple[Any, Any]] = {
+        "everything": ("full", {"chunk_size": chunk}),
         "retaining heads": (lm.scorer, own),
         "newest only": ("streaming", kept),
     }
-    questions, found = options.question or list(QUESTIONS), []
+    found = {}
     for name, (scorer, policy) in ways.items():
-        reader = LongContextModel(lm.model, lm.tokenizer, scorer, policy)
-        found.append(ask(name, reader, path, questions))
-        memory, right = found[-1].context.memory(), found[-1].right()
-        said = "" if right is None else f", {right} of {len(questions)} answers right"
-        sys.stderr.write(
-            f"{name}: {float(share_of_heads(found[-1].context.cache).sum()):,.0f} of {found[-1].context.cache.seen:,} "
-            f"units per KV head, "
-            f"{memory.actual / 2**20:.1f} MiB, read in {found[-1].seconds:.0f} s{said}\n"
+        context, seconds, _, right = found[name] = ask(
+            LongContextModel(lm.model, lm.tokenizer, scorer, policy), path, questions
         )
-    folder, heads = Path(options.output), found[1]
-    share = share_of_heads(heads.context.cache)
-    pieces = kept_page.marked(words, share, lm.tokenizer, lm.template)
-    title = f"What heads kept of {Path(path).name}"
+        said = "" if right is None else f", {right} of {len(questions)} answers right"
+        held = float(kept_page.share_of_heads(context.cache).sum())
+        sys.stderr.write(
+            f"{name}: {held:,.0f} of {context.cache.seen:,} units per KV head, "
+            f"{context.memory().actual / 2**20:.1f} MiB, read in {seconds:.0f} s{said}\n"
+        )
+    page, share = Path(options.output, "kept.html"), kept_page.share_of_heads(found["retaining heads"][0].cache)
     note = f"{options.keep:g} % of the units. The darker a word, the more of the heads hold it."
-    for ending in kept_page.ENDINGS:
-        kept_page.write(folder / f"kept{ending}", pieces, title, note)
+    pieces = kept_page.marked(words, share, lm.tokenizer, lm.template)
+    kept_page.write(page, pieces, f"What heads kept of {Path(path).name}", note)
     if options.json:
         rows = {
-            one.name: {"bytes": one.context.memory().actual, "right": one.right(), "answers": one.answers}
-            for one in found
+            name: {"bytes": context.memory().actual, "right": right, "answers": answers}
+            for name, (context, _, answers, right) in found.items()
         }
         print_json({"tokens": tokens, "rows": rows, "output": options.output})
         return 0
     for question in questions:
         print(f"\n{question}")
-        for one in found:
-            print(f"  {one.name:<16} {one.answers[question]}")
-    print(f"\nthe text with what heads kept of it: {folder / 'kept.html'}, {folder / 'kept.png'}")
+        for name, (_, _, answers, _) in found.items():
+            print(f"  {name:<16} {answers[question]}")
+    print(f"\nthe text with what heads kept of it: {page}")
     return 0
 
 

@@ -1,17 +1,17 @@
-"""The options of `locret-infer`: one dataclass per concern, a field is a flag and a key of a recipe."""
+"""The options of the commands that read and answer: one dataclass per concern, a field is a flag and a recipe's key."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from locret.base.fields import check_finite, check_sampling
-from locret.conversation.protect import ASSISTANT, DOCUMENT, SYSTEM, TEMPLATES, USER, check_rules, rules_of
+from locret.base.fields import Refusal, check_finite, check_sampling
+from locret.conversation.protect import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
 from locret.loading.options import BackboneSource
 from locret.policy.resolve import PolicyFlags
 
-ATTENTION = ("auto", "sdpa", "flash_attention_2", "math")
+Template = Literal["chat", "original", "none"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,19 +24,15 @@ class ModelOptions(BackboneSource):
     """Run Python code that comes with the backbone."""
     device: str = "auto"
     """cpu, cuda, cuda:N or mps; auto takes the first CUDA device, else mps, else cpu."""
-    attn: str = "auto"
+    attn: Literal["auto", "sdpa", "flash_attention_2", "math"] = "auto"
     """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the flash-attn package (half
     precision on CUDA); math: PyTorch's plain kernel, slow, to compare with."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.attn not in ATTENTION:
-            raise ValueError(f"--attn {self.attn} is unknown; choose one of {', '.join(ATTENTION)}")
         if self.attn == "flash_attention_2" and find_spec("flash_attn") is None:
-            raise ValueError(
-                "--attn flash_attention_2 needs the flash-attn package, which is not installed; install locret[flash], "
-                "or use --attn auto, which is a flash kernel of PyTorch on CUDA"
-            )
+            rule = "needs the flash-attn package, which is not installed; install locret[flash], or leave it out"
+            raise Refusal("attn", self.attn, rule)
 
     @property
     def attn_implementation(self) -> str | None:  # type: ignore[override]
@@ -84,30 +80,16 @@ class TextOptions:
     """Text file of any size, UTF-8; - is standard input, as is no file at all if something is piped in."""
     system: str | None = field(default=None, metadata={"empty": True})
     """System message."""
-    template: str = "chat"
+    template: Template = "chat"
     """chat: the tokenizer's chat template; original: the one the original heads were trained on; none: plain text."""
     protect: list[str] = field(default_factory=list)
     """What stays whatever its scores, each with a --protect of its own: system, document, question (the last turn of
-    the user), message:N, tokens:A-B, or chars:A-B of the document; with a least share of the budget, as document=0.5,
-    instead of all its units; each=0.05 gives every turn a share."""
+    the user), user, assistant, message:N or tokens:A-B; with a least share of the budget, as document=0.5, instead of
+    all its units; each=0.05 gives every turn a share."""
 
     def __post_init__(self) -> None:
-        if self.template not in TEMPLATES:
-            raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
-        check_protect(self.protect, self.system)
-
-
-def check_protect(protect: list[str], system: str | None) -> None:
-    """Refuse names of nothing.
-
-    Raises:
-        ValueError: Naming the flag.
-    """
-    try:
-        roles = (DOCUMENT, USER, ASSISTANT, *([] if system is None else [SYSTEM]))
-        check_rules(rules_of(protect), roles, system="give --system TEXT")
-    except ValueError as error:
-        raise ValueError(str(error).replace("protect=", "--protect ")) from None
+        roles = (DOCUMENT, USER, ASSISTANT, *([] if self.system is None else [SYSTEM]))
+        check_rules(rules_of(self.protect), roles, system="give --system TEXT")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +102,6 @@ class QuestionOptions:
     """What to ask; of several, --question TEXT for each, each is answered from its own copy of what was read."""
     questions: str | None = None
     """File with questions, one per line, or one JSON text or object with a question per line (.jsonl)."""
-
     evidence: bool = False
     """Say of each answer how sure it is, and where in the text it looked: an unsure one may lack what was evicted."""
     reread: str | None = None
@@ -129,7 +110,9 @@ class QuestionOptions:
 
     def __post_init__(self) -> None:
         if self.reread is not None and not self.evidence:
-            raise ValueError(f"--reread {self.reread} needs --evidence, which says what to read again; add that")
+            raise Refusal("reread", self.reread, "needs --evidence, which says what to read again; add that")
+        if self.reread == "-":
+            raise Refusal("reread", "-", "is standard input, which is read once; give the file")
         if any(not question.strip() for question in self.question):
             raise ValueError("--question is empty; leave it out if the text itself says what to do")
         if self.question and self.questions is not None:
@@ -140,13 +123,8 @@ class QuestionOptions:
 class PromptOptions(QuestionOptions, TextOptions):
     """What to read and what to ask."""
 
-    usual: ClassVar[tuple[str, ...]] = ("context", "question")
+    usual: ClassVar[tuple[str, ...]] = ("question",)
 
-    context: str | None = None
-    """Instead of a text: a saved context (see --save-context), or its repository on the Hub, which is asked without
-    reading."""
-    allow_other_scorer: bool = False
-    """Ask a --context with other heads or another scorer than it was read with: what was kept stays."""
     question: list[str] = field(default_factory=list)
     """What to ask about the text; without it the text is the whole message. Of several, --question TEXT for each, each
     is answered from its own copy of one reading."""
@@ -157,15 +135,32 @@ class PromptOptions(QuestionOptions, TextOptions):
     def __post_init__(self) -> None:
         TextOptions.__post_init__(self)
         QuestionOptions.__post_init__(self)
-        if self.allow_other_scorer and self.context is None:
-            raise ValueError("--allow-other-scorer is about --context, which is not given; add it, or drop the flag")
-        if self.context is not None and self.prompt_file is not None:
-            raise ValueError(
-                f"--context {self.context} has been read already, so --prompt-file {self.prompt_file} would not be; "
-                "drop one of them"
-            )
-        if self.context is not None and not self.question and self.questions is None:
-            raise ValueError(f"--context {self.context} waits for a question; give --question or --questions")
+        if self.protocol == "aware" and (len(self.question) != 1 or self.evidence):
+            rule = "reads the text with its question, so it needs one --question, and no --evidence; leave it out"
+            raise Refusal("protocol", "aware", rule)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions(TextOptions):
+    """What the conversation is about."""
+
+    usual: ClassVar[tuple[str, ...]] = ("prompt_file", "context")
+
+    prompt_file: str | None = None
+    """Text file of any size, UTF-8, that is read first; /read FILE reads one later."""
+    context: str | None = None
+    """Instead of a text: a conversation or a context that has been saved, or a context on the Hub, to go on with."""
+    quiet: bool = False
+    """No progress, warnings or hints on standard error."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.prompt_file == "-":
+            raise Refusal("prompt_file", "-", "is standard input, which holds what you say; give a file")
+        for name in ("prompt_file", "protect"):
+            if self.context is not None and (given := getattr(self, name)):
+                rule = f"has been read already, so --{name.replace('_', '-')} {given} comes too late; drop one of them"
+                raise Refusal("context", self.context, rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +180,7 @@ class GenerationOptions:
     num_beams: int = 1
     """Beams of a beam search; the cache is held once more for each of them."""
     repetition_penalty: float = 1.0
-    """Divides the logits of tokens that the answer has used already; 1 does nothing."""
+    """Divides the logits of tokens that the text or the answer has used already; 1 does nothing."""
     stop: list[str] = field(default_factory=list)
     """Texts that end the answer, each with a --stop of its own; the answer includes them."""
     seed: int = 0
@@ -193,24 +188,37 @@ class GenerationOptions:
 
     def __post_init__(self) -> None:
         check_finite(self)
-        if not -(2**63) <= self.seed < 2**64:
-            raise ValueError(f"--seed {self.seed} is not a number of 64 bits; give a smaller one")
-        for name in ("max_new_tokens", "num_beams"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; give 1 or more")
-        if self.temperature < 0:
-            raise ValueError(f"--temperature {self.temperature} is negative; give 0 (greedy) or more")
+        rules: dict[str, tuple[bool, str]] = {
+            "seed": (-(2**63) <= self.seed < 2**64, "is not a number of 64 bits; give a smaller one"),
+            "max_new_tokens": (self.max_new_tokens >= 1, "is too small; give 1 or more"),
+            "num_beams": (self.num_beams >= 1, "is too small; give 1 or more"),
+            "temperature": (self.temperature >= 0, "is negative; give 0 (greedy) or more"),
+            "top_p": (0 < self.top_p <= 1, "is not a probability; give more than 0 and at most 1"),
+            "top_k": (self.top_k >= 0, "is negative; give 0 (all tokens) or more"),
+        }
+        for name, (holds, rule) in rules.items():
+            if not holds:
+                raise Refusal(name, getattr(self, name), rule)
         if self.temperature:
             check_sampling("--temperature", self.temperature)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"--top-p {self.top_p} is not a probability; give more than 0 and at most 1")
-        if self.top_k < 0:
-            raise ValueError(f"--top-k {self.top_k} is negative; give 0 (all tokens) or more")
         check_sampling("--repetition-penalty", self.repetition_penalty)
         if any(not text for text in self.stop):
             raise ValueError("--stop has an empty text, which every answer contains; drop it")
         if not self.temperature and (self.top_p < 1 or self.top_k):
             raise ValueError("--top-p and --top-k shape sampling, which --temperature 0 turns off; set a temperature")
+
+    def given(self) -> dict[str, Any]:
+        """Return the options of `Context.ask`; neutral ones too, as a backbone may recommend others."""
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "do_sample": self.temperature > 0,
+            "temperature": self.temperature or 1.0,
+            "top_p": self.top_p,
+            "top_k": self.top_k if self.temperature else 50,
+            "num_beams": self.num_beams,
+            "repetition_penalty": self.repetition_penalty,
+            "stop_strings": self.stop or None,
+        }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,21 +240,15 @@ class ReadingOutput(ReportOptions):
     dry_run: bool = False
     """Print the resolved options, the planned steps and cache bytes as JSON, and the steps as a table on standard
     error, without the backbone's weights. The prompt is read only where the plan depends on its length."""
-    picture: str | None = None
-    """PNG file to write: which positions of the text each layer kept. Needs locret[eval]."""
-    kept: bool = False
-    """Print for each message of the prompt how many of its units stayed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(ReadingOutput):
-    """What comes out besides the answer."""
+    """What comes out."""
 
-    usual: ClassVar[tuple[str, ...]] = ("json", "save_context", "compare_full")
+    usual: ClassVar[tuple[str, ...]] = ("json", "compare_full")
 
     json: bool = False
-    """Print one JSON object with answer, memory and speed, instead of the answer as it is written."""
-    save_context: str | None = None
-    """File to write what has been read to, for --context; without a question that is all."""
+    """Print one JSON object with answers, memory and speed, instead of answers as they are written."""
     compare_full: bool = False
     """Answer once more with every unit kept, where that fits: whether the model or the eviction is to blame."""

@@ -1,25 +1,25 @@
-"""A text with what was kept of it: kept words dark, forgotten ones pale, as a page or a picture."""
+"""Which parts of a text stayed: how much of each tenth, the passages that most heads hold, and the text as a page."""
 # N tokens that were read
 
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from locret.base.files import write_text, written_whole
+from locret import RetentionCache
+from locret.base.files import write_text
+from locret.conversation.text import decode
 from locret.conversation.turns import Transcript
-from locret.pictures import require_matplotlib
+from locret.pictures import BARS, Retention, retention_of
 
-ENDINGS = (".html", ".png")
-_PALEST, _DARK, _COLUMNS, _MOST_LINES = 0.12, 0.95, 110, 400
-_SIZE, _LINE, _MARGIN = 6.6, 0.12, 0.25
-"""Of a letter, in points; of a line and the margins, in inches."""
-_LETTER = 0.602 * _SIZE / 72
-"""Width of a letter of the font, in inches."""
+_PALEST, _DARK = 0.12, 0.95
+_WIDTH = 12
+"""Tokens of a passage."""
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font: 15px/1.5 Georgia, serif; max-width: 46em; margin: 2em auto; padding: 0 1em; white-space: pre-wrap
@@ -31,12 +31,50 @@ Marked = list[tuple[str, float]]
 """The pieces of a text, each with how dark it is, 0 to 1."""
 
 
+def share_of_heads(cache: RetentionCache) -> Tensor:
+    """Return (N,) which share of all KV heads holds the unit of each token that a cache of one row has read."""
+    return share_of_positions(retention_of(cache, ""))
+
+
+def share_of_positions(retention: Retention) -> Tensor:
+    """Return (N,) which share of all KV heads holds the unit of each token, of what was taken down of a cache."""
+    heads = [one[one >= 0].cpu() for layer in retention.kept.values() for one in layer]
+    counts = sum(torch.bincount(one, minlength=retention.prompt_tokens)[: retention.prompt_tokens] for one in heads)
+    return torch.as_tensor(counts).float() / len(heads)
+
+
+def by_tenths(share: Tensor) -> str:
+    """Return a bar per tenth of the text: how much of the tenth that kept most each of them kept."""
+    kept = torch.stack([part.sum() for part in share.tensor_split(10)])
+    return "".join(BARS[round(float(one / kept.max()) * (len(BARS) - 1))] for one in kept)
+
+
+def passages(share: Tensor, tokenizer: Any, blocks: Iterable[list[int]], count: int = 10) -> list[str]:
+    """Return the passages that most heads hold, in their order, with the share of heads.
+
+    Args:
+        share: What `share_of_heads` returned.
+        tokenizer: The backbone's.
+        blocks: Token ids of the text, as they were read.
+        count: Passages wanted.
+    """
+    means = share[: len(share) // _WIDTH * _WIDTH].reshape(-1, _WIDTH).mean(dim=1)
+    best, lines = means.topk(min(count, len(means))).indices.sort().values.tolist(), []
+    ids = [one for block in blocks for one in block]
+    for nth in best:
+        if means[nth] > 0:
+            first, text = nth * _WIDTH, decode(tokenizer, ids[nth * _WIDTH : (nth + 1) * _WIDTH])
+            place = f"{first:>9,} ({first / len(share):4.0%})  {float(means[nth]):4.0%} of heads"
+            lines.append(f"{place}  {' '.join(text.split())}")
+    return lines
+
+
 def marked(text: str, share_N: Tensor, tokenizer: Any, template: str, system: str | None = None) -> Marked:
     """Return a text's pieces with the share of KV heads that hold each, of the share of the piece that most hold.
 
     Args:
         text: What was read.
-        share_N: What `locret.infer.kept_text.share_of_heads` returned.
+        share_N: What `share_of_heads` returned.
         tokenizer: The backbone's, a fast one.
         template: How the text was put into a turn.
         system: The system message in front of it.
@@ -64,57 +102,15 @@ def marked(text: str, share_N: Tensor, tokenizer: Any, template: str, system: st
 
 
 def write(file: str | Path, pieces: Marked, title: str, note: str) -> None:
-    """Write a page or a picture, by the ending of the file's name, one of `ENDINGS`.
+    """Write a page.
 
     Raises:
-        ValueError: For another ending, or a picture without matplotlib.
+        ValueError: If the file's name does not end with .html.
         OSError: If it cannot be written.
     """
-    ending = Path(file).suffix.lower()
-    if ending not in ENDINGS:
-        raise ValueError(f"{file} has another ending than {' and '.join(ENDINGS)}; rename it")
-    if ending == ".png":
-        return _picture(file, pieces, title, note)
-    spans = (f'<span style="opacity:{_darkness(share):.2f}">{html.escape(piece)}</span>' for piece, share in pieces)
+    if Path(file).suffix.lower() != ".html":
+        raise ValueError(f"{file} has another ending than .html; rename it")
+    dark = ((piece, _PALEST + (1 - _PALEST) * share) for piece, share in pieces)
+    spans = (f'<span style="opacity:{share:.2f}">{html.escape(piece)}</span>' for piece, share in dark)
     page = _PAGE.format(title=html.escape(title), note=html.escape(note), body="".join(spans))
     write_text(file, page, parents=True)
-
-
-def _darkness(share: float) -> float:
-    return _PALEST + (1 - _PALEST) * share
-
-
-def _lines(pieces: Marked) -> list[list[tuple[int, str, float]]]:
-    """Return lines of (column, piece, share), broken where the text is and where a line is full."""
-    lines: list[list[tuple[int, str, float]]] = [[]]
-    column = 0
-    for piece, share in pieces:
-        for nth, part in enumerate(piece.split("\n")):
-            if nth or column + len(part) > _COLUMNS:
-                lines.append([])
-                column = 0
-            if part:
-                lines[-1].append((column, part, share))
-                column += len(part)
-    return lines
-
-
-def _picture(file: str | Path, pieces: Marked, title: str, note: str) -> None:
-    require_matplotlib(str(file))
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    lines: Sequence[Any] = [line for line in _lines(pieces) if line][:_MOST_LINES]
-    width, height = 2 * _MARGIN + _COLUMNS * _LETTER, _LINE * (len(lines) + 6)
-    figure = Figure(figsize=(width, height), facecolor="white")
-    left = _MARGIN / width
-    figure.text(left, 1 - 0.2 / height, title, fontsize=10, va="top", weight="bold")
-    figure.text(left, 1 - 0.42 / height, note, fontsize=7, va="top", color="#555555")
-    for number, line in enumerate(lines):
-        for column, piece, share in line:
-            place = ((_MARGIN + column * _LETTER) / width, 1 - _LINE * (number + 6) / height)
-            shade = f"{1 - _darkness(share):.3f}"
-            font: dict[str, Any] = {"fontsize": _SIZE, "family": "DejaVu Sans Mono", "color": shade}
-            figure.text(*place, piece.replace("$", r"\$"), **font)
-    with written_whole(Path(file), parents=True) as fresh:
-        FigureCanvasAgg(figure).print_figure(str(fresh), dpi=130, format="png")

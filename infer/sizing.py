@@ -1,21 +1,27 @@
-"""How much a run may hold: a budget in units, in bytes or as a share of the prompt, chunks to fit, and their plan."""
+"""How much a run may hold: a budget in units, in bytes or as a share of the prompt, chunks to fit, and their plan.
+
+`--chunk-size auto`: a chunk attends to the budget and, on average, to half of itself. Up to half the budget that costs
+at most a quarter more attention, while what a chunk costs once (rotating and selecting what is kept, starting kernels)
+is spread over more tokens. Beyond 8,192 tokens products of matrices gain nothing; so the chunk is halved until it fits.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from locret import RetainingHeads, RetentionPolicy, lookups
 from locret.backbone.adapters import Backbone, describe
+from locret.base.fields import Refusal
 from locret.cache.limits import Limits, check_named, check_pair, planned_bytes, planned_host_bytes
 from locret.distributed import tensor_parallel
 from locret.distributed.ranks import launched
-from locret.infer import chunk_size
-from locret.infer.chunk_size import ChunkChoice
 from locret.infer.infer_options import PolicyOptions
 from locret.loading.options import WeightOptions
 from locret.loading.plan import WeightPlan, plan_weights
@@ -25,44 +31,12 @@ from locret.policy.schedule import Schedule
 from locret.scorers import Scorer
 from locret.scorers.retaining_heads import as_scorer
 
-_ANY = 2**62
-AUTO = "auto"
-
-
-def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any]) -> RetentionPolicy:
-    """Return the policy as far as it is known before the prompt is: a budget in bytes or shares is still open.
-
-    Raises:
-        ValueError: If budgets exclude each other, numbers are out of range or contradict each other.
-    """
-    given = [name for name in ("budget", "kv_memory", "budget_share") if name in chosen]
-    if len(given) > 1:
-        first, second = (f"--{name.replace('_', '-')} {getattr(flags, name)}" for name in given[:2])
-        raise ValueError(f"{first} and {second} exclude each other; drop one of them")
-    if flags.kv_memory not in (None, AUTO):
-        _memory(flags)
-    if flags.budget_share is not None:
-        _share(flags, 1)
-    if flags.chunk_size == AUTO:
-        if flags.kv_memory is not None:
-            raise ValueError(
-                f"--kv-memory {flags.kv_memory} holds the budget and the chunk, so --chunk-size {AUTO} leaves open "
-                "what either gets; give --chunk-size as a number, or --budget instead of --kv-memory"
-            )
-        flags = replace(flags, chunk_size=chunk_size.LARGEST)
-    policy = resolve_options(flags, chosen, recommended, _ANY if _open(flags) else None)
-    if flags.kv_memory is not None and policy.when == "prompt_end":
-        raise ValueError(
-            f"--kv-memory {flags.kv_memory} bounds the cache, but --when prompt_end lets it grow with the prompt; "
-            "use --when chunk, or give --budget or --budget-share"
-        )
-    return policy
-
-
-def must_count(flags: PolicyOptions, draft: RetentionPolicy) -> bool:
-    """Return whether the prompt must be tokenised as a whole before it is read, because the plan depends on it."""
-    by_length = flags.budget_share is not None or flags.kv_memory == AUTO
-    return by_length or draft.plans_by_length
+LARGEST, SMALLEST, LEAST_USEFUL = 8192, 64, 256
+"""Chunks in tokens; below the last one products of matrices are slow, however small the budget."""
+SHARE = 0.9
+"""Of what is free; the rest is for what nobody plans, such as an allocator's fragments."""
+AUTO, _ANY = "auto", 2**62
+_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +60,6 @@ class PlannedRun:
     on_disk: bool = False
     """Whether a second tier is in a file, rather than in host memory."""
 
-    @property
-    def _rates(self) -> Scorer:
-        return as_scorer(self.scorer)
-
     @cached_property
     def _backbone(self) -> Backbone:
         """As this process has it."""
@@ -97,21 +67,19 @@ class PlannedRun:
             return tensor_parallel.part_of(self.config, launched()[1])
         return describe(self.config)
 
-    @property
-    def _copies(self) -> int:
-        return 1 if self.num_beams == 1 else 1 + self.num_beams
+    def _planned(self, planned: Callable[..., int], policy: RetentionPolicy) -> int:
+        copies = 1 if self.num_beams == 1 else 1 + self.num_beams
+        sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
+        return copies * planned(self._backbone, as_scorer(self.scorer), policy, *sizes)
 
     def cache_bytes(self, policy: RetentionPolicy) -> int:
         """Return the planned bytes of the cache and its copies, without a second tier."""
-        sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
-        return self._copies * planned_bytes(self._backbone, self._rates, policy, *sizes)
+        return self._planned(planned_bytes, policy)
 
     def host_bytes(self, policy: RetentionPolicy) -> int | None:
         """Return the planned bytes of the second tier and its copies; None where it grows with an unknown length."""
-        if policy.host_grows and self.prompt_tokens is None:
-            return None
-        sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
-        return self._copies * planned_host_bytes(self._backbone, self._rates, policy, *sizes)
+        unknown = policy.host_grows and self.prompt_tokens is None
+        return None if unknown else self._planned(planned_host_bytes, policy)
 
     def plan(self, policy: RetentionPolicy) -> dict[str, int | None]:
         """Return the planned bytes of each tier, as plain data."""
@@ -121,50 +89,82 @@ class PlannedRun:
 
     def schedule(self, policy: RetentionPolicy) -> Schedule:
         """Return the planned steps."""
-        return Limits(policy, self._rates, len(self._backbone.layers)).plan(self.prompt_tokens)
+        return Limits(policy, as_scorer(self.scorer), len(self._backbone.layers)).plan(self.prompt_tokens)
 
     def bytes_beside_weights(self, policy: RetentionPolicy) -> int:
         """Return the planned bytes of the cache, of heads, and of what a chunk works with."""
         tokens = max([policy.chunk_size, *(step.tokens for step in self.schedule(policy).steps)])
-        working = chunk_size.working_bytes(self.config, self.scorer, self.dtype, tokens)
+        working = working_bytes(self.config, self.scorer, self.dtype, tokens)
         if self.device.type == "cpu" and not self.on_disk:  # where both tiers lie in one memory
             working += self.host_bytes(policy) or 0
-        return chunk_size.head_bytes(self.scorer, self.dtype) + self.cache_bytes(policy) + working
-
-    @property
-    def weight_bytes(self) -> int:
-        """The bytes of the backbone's weights on the device, with room for those that are brought there."""
-        return self.weights.on(self.device)
+        return head_bytes(self.scorer, self.dtype) + self.cache_bytes(policy) + working
 
     @cached_property
     def weights(self) -> WeightPlan:
         """Where the backbone's weights will be, and how many bytes they take there."""
         return plan_weights(self.source or WeightOptions(), self.config, self.device, self.dtype)
 
-    def least_chunk(self, policy: RetentionPolicy) -> int:
-        """Return the smallest chunk that the scorer and the policy can work with."""
-        least = self._rates.lookback if policy.when == "prompt_end" else 1
-        return max(least, policy.min_chunk if policy.decremental else 1)
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the backbone's weights on the device, with room for those that are brought there."""
+        return self.weights.on(self.device)
 
-    def choose_chunk(self, policy_of: Callable[[int], RetentionPolicy]) -> ChunkChoice:
-        """Return the chunk size that suits the free memory.
+    def chunk_that_fits(self, policy_of: Callable[[int], RetentionPolicy]) -> dict[str, int | None]:
+        """Return the largest useful chunk that fits into the free memory, with the bytes it needs and those there are.
 
         Raises:
-            ValueError: If none does.
+            Refusal: If not even the smallest chunk fits.
         """
-        weights = self.weight_bytes
-        return chunk_size.choose(
-            policy_of,
-            lambda policy: weights + self.bytes_beside_weights(policy),
-            device=str(self.device),
-            free=chunk_size.free_bytes(self.device),
-            least=self.least_chunk(policy_of(chunk_size.LARGEST)),
-        )
+        policy, free = policy_of(LARGEST), free_bytes(self.device)
+        least = as_scorer(self.scorer).lookback if policy.when == "prompt_end" else 1
+        smallest = max(SMALLEST, least, policy.min_chunk if policy.decremental else 1)
+        size = LARGEST
+        while size > max(LEAST_USEFUL, policy_of(size).budget // 2, smallest):
+            size //= 2
+        size = max(size, smallest)
+        while True:
+            needed = self.weight_bytes + self.bytes_beside_weights(policy_of(size))
+            if free is None or needed <= SHARE * free:
+                return {"chunk_size": size, "needed_bytes": needed, "free_bytes": free}
+            if size == smallest:
+                rule = (
+                    f"finds no size that fits: with {size} tokens a run takes {needed:,} bytes, but only {free:,} are"
+                )
+                way_out = "lower the budget, take a smaller dtype, or free memory"
+                raise Refusal("chunk_size", AUTO, f"{rule} free on {self.device}; {way_out}")
+            size = max(size // 2, smallest)
+
+
+def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any]) -> RetentionPolicy:
+    """Return the policy as far as it is known before the prompt is: a budget in bytes or shares is still open.
+
+    Raises:
+        ValueError: If budgets exclude each other, numbers are out of range or contradict each other.
+    """
+    given = [name for name in ("budget", "kv_memory", "budget_share") if name in chosen]
+    if len(given) > 1:
+        raise Refusal(given[0], getattr(flags, given[0]), f"and {given[1]} exclude each other; drop one of them")
+    if flags.kv_memory is not None and flags.chunk_size == AUTO:
+        rule = "holds the budget and the chunk, so an automatic chunk_size leaves open what either gets; give a number"
+        raise Refusal("kv_memory", flags.kv_memory, rule)
+    _memory(flags)
+    open_ = _share(flags, 1) is not None or flags.kv_memory is not None
+    draft = replace(flags, chunk_size=LARGEST) if flags.chunk_size == AUTO else flags
+    policy = resolve_options(draft, chosen, recommended, _ANY if open_ else None)
+    if flags.kv_memory is not None and policy.when == "prompt_end":
+        rule = "bounds the cache, which grows with the prompt where eviction waits for its end; give budget_share"
+        raise Refusal("kv_memory", flags.kv_memory, rule)
+    return policy
+
+
+def must_count(flags: PolicyOptions, draft: RetentionPolicy) -> bool:
+    """Return whether the prompt must be tokenised as a whole before it is read, because the plan depends on it."""
+    return flags.budget_share is not None or flags.kv_memory == AUTO or draft.plans_by_length
 
 
 def final_policy(
     flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
-) -> tuple[RetentionPolicy, ChunkChoice | None]:
+) -> tuple[RetentionPolicy, dict[str, int | None] | None]:
     """Return the policy with its budget in units; and its chunk size with the reason, where that was left open.
 
     Args:
@@ -176,67 +176,47 @@ def final_policy(
     Raises:
         ValueError: If `--kv-memory` is too small for any budget, or nothing is free for the smallest budget or chunk.
     """
-    if flags.kv_memory == AUTO:
-        return _within_free_memory(flags, chosen, recommended, run), None
     if flags.kv_memory is not None:
         return _within_memory(flags, chosen, recommended, run), None
-    budget = None
-    if flags.budget_share is not None:
-        assert run.prompt_tokens is not None
-        budget = _share(flags, run.prompt_tokens)
+    budget = _share(flags, run.prompt_tokens or 1)
     if flags.chunk_size != AUTO:
         return resolve_options(flags, chosen, recommended, budget), None
 
-    def policy_of(size: int) -> RetentionPolicy:
+    def policy_of(size: Any) -> RetentionPolicy:
         return resolve_options(replace(flags, chunk_size=size), chosen, recommended, budget)
 
-    choice = run.choose_chunk(policy_of)
-    return policy_of(choice.chunk_size), choice
+    choice = run.chunk_that_fits(policy_of)
+    return policy_of(choice["chunk_size"]), choice
 
 
 def _within_memory(
     flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
 ) -> RetentionPolicy:
-    def planned(budget: int) -> int:
-        return run.cache_bytes(resolve_options(flags, chosen, recommended, budget))
-
     memory = _memory(flags)
-    least = _least_budget(flags, chosen)
+    if memory is None:  # auto
+        free = free_bytes(run.device)
+        if free is None:
+            raise Refusal("kv_memory", AUTO, f"cannot tell what is free on {run.device}; give an amount, such as 2GiB")
+        memory = int(SHARE * free)
+
+    def planned(budget: int) -> int:
+        policy = resolve_options(flags, chosen, recommended, budget)
+        if flags.kv_memory == AUTO:
+            return run.weight_bytes + run.bytes_beside_weights(policy)
+        return run.cache_bytes(policy)
+
+    least = flags.stabilizers + 1 if "stabilizers" in chosen and flags.stabilizers is not None else 1
+    if "recall_by" in chosen and flags.recalls_blocks:
+        least = lookups.least_budget(flags.recall_by)
     budget = largest_budget(planned, memory, least, memory if run.prompt_tokens is None else run.prompt_tokens)
     if budget is None:
-        policy = resolve_options(flags, chosen, recommended, least)
-        raise ValueError(
-            f"--kv-memory {flags.kv_memory} is too small: with --chunk-size {policy.chunk_size} and --max-new-tokens "
-            f"{run.new_tokens} even a budget of {least} takes {planned(least):,} bytes; give more, or lower those"
+        raise Refusal(
+            "kv_memory",
+            flags.kv_memory,
+            f"is too small, for even a budget of {least} takes {planned(least):,} of {memory:,} bytes; give more, or "
+            "lower chunk_size or max_new_tokens",
         )
     return resolve_options(flags, chosen, recommended, budget)
-
-
-def _within_free_memory(
-    flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
-) -> RetentionPolicy:
-    weights, free = run.weight_bytes, chunk_size.free_bytes(run.device)
-    if free is None:
-        raise ValueError(f"--kv-memory {AUTO}: {run.device} does not tell what is free; give an amount, such as 2GiB")
-
-    def planned(budget: int) -> int:
-        return weights + run.bytes_beside_weights(resolve_options(flags, chosen, recommended, budget))
-
-    least = _least_budget(flags, chosen)
-    within = int(chunk_size.SHARE * free)
-    budget = largest_budget(planned, within, least, within if run.prompt_tokens is None else run.prompt_tokens)
-    if budget is None:
-        raise ValueError(
-            f"--kv-memory {AUTO} finds nothing free: weights, a chunk and a budget of {least} take {planned(least):,} "
-            f"bytes, but only {free:,} are free on {run.device}; take a smaller --dtype or --chunk-size, or free memory"
-        )
-    return resolve_options(flags, chosen, recommended, budget)
-
-
-def _least_budget(flags: PolicyOptions, chosen: Collection[str]) -> int:
-    if "recall_by" in chosen and flags.recalls_blocks:
-        return lookups.least_budget(flags.recall_by)
-    return flags.stabilizers + 1 if "stabilizers" in chosen and flags.stabilizers is not None else 1
 
 
 def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
@@ -245,59 +225,37 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
     Of a prompt of unknown length one token is counted.
 
     Raises:
-        ValueError: Naming the option that asks for too much, and what would fit.
+        ValueError: Naming what asks for too much.
     """
     check_named(policy)
-    check_pair(run._rates, policy)
+    check_pair(as_scorer(run.scorer), policy)
     needed = 0 if run.on_disk else run.host_bytes(policy) or 0
-    if needed > (there := chunk_size.total_bytes(torch.device("cpu"))):
-        raise ValueError(
-            f"--host-budget {policy.host_budget} needs {needed:,} bytes of host memory, but this machine has "
-            f"{there:,}; lower it, or give --disk FILE"
-        )
+    if needed > (there := total_bytes(torch.device("cpu"))):
+        rule = f"needs {needed:,} bytes of host memory, but this machine has {there:,}; lower it, or put it on a disk"
+        raise Refusal("host_budget", policy.host_budget, rule)
     run = replace(run, prompt_tokens=run.prompt_tokens or 1)
-    has = chunk_size.total_bytes(run.device)
-    if run.cache_bytes(policy) <= has // 2:  # weights that take the other half are refused where they are loaded
+    has, needed = total_bytes(run.device), run.cache_bytes(policy)
+    if needed <= has // 2:  # weights that take the other half are refused where they are loaded
         return
-    has -= run.weight_bytes
-    if (needed := run.cache_bytes(policy)) <= has:
-        return
-    options: dict[str, tuple[int, Callable[[int], PlannedRun]]] = {
-        "--num-beams": (run.num_beams, lambda count: replace(run, num_beams=count)),
-        "--max-new-tokens": (run.new_tokens, lambda count: replace(run, new_tokens=count)),
-    }
-    for flag, (given, changed) in options.items():
-        most = largest_budget(lambda count, of=changed: of(count).cache_bytes(policy), has, 1, given)  # type: ignore[misc]
-        if most is not None and most < given:
-            raise ValueError(
-                f"{flag} {given} needs a cache of {needed:,} bytes, but {run.device} has room for {max(0, has):,} next "
-                f"to the weights; give at most {most}"
-            )
-    raise ValueError(
-        f"--max-new-tokens {run.new_tokens}, --num-beams {run.num_beams} and --budget {policy.budget} together need a "
-        f"cache of {needed:,} bytes, but {run.device} has room for {max(0, has):,} next to the weights; lower them"
-    )
+    if needed > (room := max(0, has - run.weight_bytes)):
+        raise ValueError(
+            f"--max-new-tokens {run.new_tokens}, --num-beams {run.num_beams} and --budget {policy.budget} together "
+            f"need a cache of {needed:,} bytes, but {run.device} has room for {room:,} next to the weights; lower them"
+        )
 
 
-def follow_line(policy: RetentionPolicy) -> str:
-    """Return a line with the numbers that nobody gave, and what they are with more budget; empty if all were given."""
-    parts = []
-    for name in policy.following():
-        number, wanted = getattr(policy, name), policy.wanted[name][0]
-        parts.append(f"{name} {number:,}" + (f" (else {wanted:,})" if number < wanted else ""))
-    return f"not given, so from a budget of {policy.budget:,}: {', '.join(parts)}\n" if parts else ""
-
-
-def step_lines(rows: Sequence[dict[str, Any]], *, adaptive: bool = False) -> str:
-    """Return the planned steps as a table for people; of layers that differ, the least and the most are shown."""
+def step_lines(policy: RetentionPolicy, rows: Sequence[dict[str, Any]]) -> str:
+    """Return the numbers that nobody gave, and the planned steps as a table; of layers that differ, least and most."""
+    given = ", ".join(f"{name} {getattr(policy, name):,}" for name in policy.following())
     table: list[tuple[str, ...]] = [("step", "chunk", "attends to", "keeps", "protects")]
     for row in rows:
         first, last = row["first_step"], row["last_step"]
         step = "local" if row["local"] else f"{first}" if first == last else f"{first}-{last or ''}"
         table.append((step, *(_number(row[name]) for name in ("chunk", "attended", "kept", "protected"))))
     widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    lines = ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in table]
-    if adaptive:
+    lines = [f"not given, so from a budget of {policy.budget:,}: {given}"] if given else []
+    lines += ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in table]
+    if policy.memory == "adaptive":
         lines.append("layers share what a step keeps by what they retain, which is known only while reading")
     return "\n".join(lines) + "\n"
 
@@ -306,21 +264,83 @@ def _number(value: int | list[int]) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{min(value):,}..{max(value):,}"
 
 
-def _open(flags: PolicyOptions) -> bool:
-    return flags.kv_memory is not None or flags.budget_share is not None
-
-
-def _memory(flags: PolicyOptions) -> int:
-    assert flags.kv_memory is not None
+def _memory(flags: PolicyOptions) -> int | None:
+    """Return the bytes of `--kv-memory`; None where none are given, or what is free."""
     try:
-        return parse_bytes(flags.kv_memory)
+        return None if flags.kv_memory in (None, AUTO) else parse_bytes(str(flags.kv_memory))
     except ValueError as error:
         raise ValueError(f"--kv-memory: {error}") from None
 
 
-def _share(flags: PolicyOptions, tokens: int) -> int:
-    assert flags.budget_share is not None
+def _share(flags: PolicyOptions, tokens: int) -> int | None:
     try:
-        return units_of_share(flags.budget_share, tokens)
+        return None if flags.budget_share is None else units_of_share(flags.budget_share, tokens)
     except ValueError as error:
         raise ValueError(f"--budget-share: {error}") from None
+
+
+# -- what a machine has, and what a chunk needs -----------------------------------------------------------------------
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the bytes that a device can still give; None where it does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
+    available, most, held = (
+        psutil.virtual_memory().available,
+        _group_bytes("memory.max"),
+        _group_bytes("memory.current"),
+    )
+    return available if most is None or held is None else min(available, max(0, most - held))
+
+
+def total_bytes(device: torch.device) -> int:
+    """Return the bytes that a device has, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    limit = _group_bytes("memory.max")
+    return psutil.virtual_memory().total if limit is None else min(psutil.virtual_memory().total, limit)
+
+
+def _group_bytes(name: str) -> int | None:
+    """Return a limit of the container that this runs in."""
+    try:
+        return int((_GROUP / name).read_text())
+    except (OSError, ValueError):  # "max" is neither a number nor a limit
+        return None
+
+
+def head_bytes(scorer: RetainingHeads | Scorer, dtype: torch.dtype) -> int:
+    """Return the bytes of retaining heads, with the copies of their weights that a shorter dtype works with."""
+    if not isinstance(scorer, RetainingHeads):
+        return 0
+    copies = 0 if dtype == torch.float32 else dtype.itemsize
+    return sum(parameter.numel() * (4 + copies) for parameter in scorer.parameters())
+
+
+def working_bytes(config: Any, scorer: RetainingHeads | Scorer, dtype: torch.dtype, tokens: int) -> int:
+    """Return the bytes, at most, that a chunk works with in the layer that needs most, cache and workspace aside.
+
+    A norm holds hidden states in float32, besides those it was given and those of the residual. Attention holds queries
+    and keys before and after rotation, values, what it attends to and the scorer's features; the MLP holds two products
+    and their combination. Cosines and sines of new and of cached positions are there all along.
+    """
+    backbone, text = describe(config), config.get_text_config()
+    hidden = text.hidden_size
+    inner = getattr(text, "intermediate_size", None) or 4 * hidden
+    inner = max(inner) if isinstance(inner, list) else inner
+    shapes = [backbone.shape(index) for index in range(backbone.num_layers)]
+    attention = max(
+        4 * shape.num_heads * shape.query_dim
+        + 5 * shape.num_kv_heads * max(shape.head_dim, shape.value_dim)
+        + shape.feature_dim
+        for shape in shapes
+    )
+    head = scorer.config.hidden_dim * (dtype.itemsize + 2 * 4) if isinstance(scorer, RetainingHeads) else 0
+    layer = max(dtype.itemsize * max(attention, 3 * inner), dtype.itemsize * attention + head)
+    angles = 2 * 2 * max(shape.head_dim for shape in shapes) * dtype.itemsize
+    return tokens * (3 * hidden * dtype.itemsize + 2 * hidden * 4 + angles + layer)

@@ -10,11 +10,11 @@ import torch
 from locret.backbone.adapters import describe
 from locret.data.tasks import Task
 from locret.data.tasks.task import SAMPLES
-from locret.infer.chunk_size import free_bytes
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.eval_options import EvalOptions
 from locret.infer.evaluation.methods import writes_beside
 from locret.infer.methods import Method
+from locret.infer.sizing import free_bytes
 from locret.policy.budget import cache_bytes
 
 MOST_ANSWERS = 1_000_000

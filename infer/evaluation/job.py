@@ -37,7 +37,7 @@ from locret.infer.evaluation.runner import Case, Run, Unmade
 from locret.infer.evaluation.shared_text import SharedText, check_asked, document_tokens
 from locret.infer.infer_options import ModelOptions
 from locret.infer.methods import ANY_BUDGET, Method, check_heard
-from locret.infer.reading_warnings import warn_of_recency
+from locret.infer.reading import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.loading.options import ScorerOptions
 from locret.loading.plan import plan_weights

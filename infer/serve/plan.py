@@ -11,7 +11,7 @@ from locret.backbone.rotary import rotary_parameters
 from locret.cache.export import check_prefix
 from locret.cache.limits import Limits, column_bytes, planned_bytes
 from locret.conversation.chat import LONGEST_ANSWER
-from locret.infer import chunk_size
+from locret.infer import sizing
 from locret.policy.budget import host_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def _working_bytes(lm: LongContextModel, policy: RetentionPolicy) -> int:
     prepared = lm.new_cache().prepared
     heads = prepared if isinstance(prepared, RetainingHeads) else lm.scorer
     tokens = max(policy.chunk_size, policy.local_len)
-    return chunk_size.working_bytes(unwrap(lm.model).config, heads, compute_dtype(lm.model), tokens)
+    return sizing.working_bytes(unwrap(lm.model).config, heads, compute_dtype(lm.model), tokens)
 
 
 def _times(count: int, what: str) -> str:

@@ -91,7 +91,7 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
 
     from locret import RetentionPolicy, loading
     from locret.conversation.text import read_text
-    from locret.infer import chunk_size, sizing
+    from locret.infer import sizing
     from locret.infer.verify import subject, suite
     from locret.policy.resolve import resolve_options
     from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
@@ -114,7 +114,7 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     if output.dry_run:
         sizes = {"prompt_tokens": tokens, "new_tokens": subject.NEW_TOKENS, "source": source}
         planned = sizing.PlannedRun(config=config, scorer=scorer, dtype=dtype, device=device, **sizes)
-        working = chunk_size.working_bytes(config, scorer, dtype, tokens)
+        working = sizing.working_bytes(config, scorer, dtype, tokens)
         memory = {"weight_bytes": planned.weight_bytes, **planned.plan(policy), "working_bytes": working}
         print_json({**setup, "policy": policy.to_dict(), "tokens": tokens, "checks": names, **memory})
         return 0

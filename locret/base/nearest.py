@@ -48,7 +48,12 @@ _RETIRED = (
     *("modifier +d2o", "modifier +kvmerger", "modifier +refit"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
-_BY_ITSELF = {"option compile": "on CUDA the step of one token is captured and replayed by itself where it can be"}
+_BY_ITSELF = {
+    "option compile": "on CUDA the step of one token is captured and replayed by itself where it can be",
+    "option save_context": "locret-context read TEXT --output FILE writes a context",
+    "option context": "locret-context ask FILE --question TEXT asks a context",
+    **dict.fromkeys(("option picture", "option kept"), "locret-context show FILE says and draws what a context kept"),
+}
 """Options that are needed no more, and what happens without them."""
 _LAST = "release 0.1.0 (git tag lab-frozen)"
 

@@ -56,7 +56,7 @@ from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
 FORMAT = "locret-cache-1"
-CONTEXT_WRITERS = "context.save, chat.save or --save-context"
+CONTEXT_WRITERS = "context.save, chat.save or locret-context read"
 OTHER_SCORER = "allow_other_scorer=True to rate further text in the other way"
 _ODD = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, SafetensorError)
 """What reading a header raises that says something else than ours do."""

@@ -103,6 +103,9 @@ class LongContextModel:
         disk: Disk | str | Path | None = None,
     ) -> None:
         self.model, self.tokenizer = model, tokenizer
+        if scorer == chosen.FULL:
+            scorer, numbers = chosen.keeping_all()
+            policy, budget = replace(policy_of(policy) or RetentionPolicy(), **numbers), None
         policy = _with_budget(policy_of(policy, budget), budget, scorer)
         empty = RetentionCache(model, scorer, policy, store=store, disk=disk)
         self.scorer, self.policy, self.backbone = empty.scorer, empty.policy, empty.backbone

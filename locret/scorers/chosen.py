@@ -12,7 +12,9 @@ from locret.heads.search import find_heads
 from locret.loading.options import LOCRET, ScorerOptions
 from locret.scorers.base import Scorer
 
-AUTO_HEADS = "auto"
+AUTO_HEADS, FULL = "auto", "full"
+EVERY_UNIT = 1 << 40
+"""A budget that no text has units for: where nothing is evicted."""
 
 
 def chosen_heads(heads: str | None, model: str | None) -> str | None:
@@ -43,6 +45,8 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
                 stacklevel=2,
             )
         spec = spec or method_spec.parse(scorers.FALLBACK)
+        if options.label == FULL:
+            return keeping_all()
         _check_is_scorer(spec, flag)
         scorer = scorers.make(spec)
         return scorer, {"positions": scorer.positions, **spec.changes}
@@ -57,11 +61,16 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
     return heads, {**(heads.config.policy or {}), **(spec.changes if spec else {})}
 
 
+def keeping_all() -> tuple[Scorer, dict[str, Any]]:
+    """Return what keeps every unit: the newest ones, of a budget that no text fills, where rank is position."""
+    return scorers.get("streaming"), {"budget": EVERY_UNIT, "positions": "original"}
+
+
 def _check_is_scorer(spec: method_spec.MethodSpec, flag: str) -> None:
     """Refuse a method of `locret-eval` that is no scorer, and say how it is written here."""
     instead = {
         LOCRET: "means trained heads; give --heads and --method",
-        "full": "keeps every unit; give a --budget of the prompt's length instead",
+        FULL: "keeps every unit, and has no options; write it alone",
         "infllm": f"is a lookup; give {flag} streaming --recall-by infllm",
         **dict.fromkeys(("omnikv", "quest"), f"is a lookup; give --host-budget all --recall N --recall-by {spec.name}"),
     }

@@ -22,7 +22,7 @@ _FORKS = multiprocessing.get_context("forkserver")
 _IMPORTED = (
     *("torch.distributed.fsdp", "torch.distributed.tensor", "accelerate", "safetensors.torch", "matplotlib.pyplot"),
     *("transformers.models.llama.modeling_llama", "transformers.integrations.tensor_parallel", "datasets"),
-    *("locret.train.training_run", "locret.train.trainer", "locret.infer.answer", "locret.infer.evaluation.runner"),
+    *("locret.train.training_run", "locret.train.trainer", "locret.infer.reading", "locret.infer.evaluation.runner"),
 )
 """What processes have at their start: imports would take more time than what the tests are about."""
 

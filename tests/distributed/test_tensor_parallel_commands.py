@@ -28,13 +28,11 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_an_answer_and_a_context_are_those_of_one_process(tmp_path: Path) -> None:
+def test_an_answer_is_that_of_one_process(tmp_path: Path) -> None:
     line: tuple[object, ...] = (INFER, "--model", MODEL, "--heads", HEADS, "--max-new-tokens", 12)
     line = (*line, "--device", "cpu", "--question", "What is the pass key?")
     read = (*line, "--prompt-file", short_text(tmp_path), "--budget", 128)
-    assert done(*read, "--save-context", tmp_path / "two.ctx") == alone(*read, "--save-context", tmp_path / "one.ctx")
-    asked = [alone(*line, "--context", tmp_path / name) for name in ("one.ctx", "two.ctx")]
-    assert asked[0] == asked[1] == done(*line, "--context", tmp_path / "one.ctx")
+    assert done(*read) == alone(*read)
 
 
 def test_an_evaluation_is_that_of_one_process(tmp_path: Path) -> None:

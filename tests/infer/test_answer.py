@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from locret import LongContextModel, generate
 from locret.conversation.chat import AnswerStreamer
@@ -50,13 +48,6 @@ def test_streamed_lines_keep_their_indentation(sentencepiece: Any) -> None:
     assert parts[:5] == ["", "def ", "", "x:\n", "  "], "whole words appear as soon as they are known"
 
 
-def test_streamed_text_of_the_embedded_tokenizer_is_the_decoded_text(backbone: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(backbone)
-    text = "The pass key is 48213.\nYes, it's here.\n\nNo."
-    ids = tokenizer(text, add_special_tokens=False).input_ids + [tokenizer.eos_token_id]
-    assert "".join(streamed(tokenizer, ids)) == text
-
-
 @pytest.fixture(scope="module")
 def lm(backbone: Path) -> LongContextModel:
     return LongContextModel.from_pretrained(backbone, scorer="random", dtype="float32")
@@ -94,13 +85,3 @@ def test_text_is_tokenised_as_it_is_asked_for(lm: LongContextModel) -> None:
     for _ in range(3):
         next(blocks)
     assert len(pulled) < 50
-
-
-@pytest.mark.slow
-def test_importing_the_answer_loads_no_parser_no_data_sets_and_no_plots() -> None:
-    code = (
-        "import sys, locret.infer.answer, locret.pictures;"
-        "print(sorted({'datasets', 'peft', 'matplotlib'} & set(sys.modules)))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"

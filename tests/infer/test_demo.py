@@ -12,14 +12,12 @@ from transformers import AutoTokenizer
 
 from locret import shipped
 from locret.infer import kept_page
-from locret.infer.demo import QUESTIONS, TEXT
 
 TINY = ("--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads", "--text", "recipes/infer/pass_key.txt")
 QUESTION = "What is the pass key?"
 
 
 def test_three_ways_of_reading_answer_and_the_text_is_drawn(demo: Callable[..., Any], tmp_path: Any) -> None:
-    pytest.importorskip("matplotlib", reason="the picture needs locret[eval]")
     outcome = demo(*TINY, "--question", QUESTION, "--keep", 5, "--output", tmp_path / "demo", "--json")
     assert outcome.code == 0, outcome.err
     rows = json.loads(outcome.out)["rows"]
@@ -29,7 +27,6 @@ def test_three_ways_of_reading_answer_and_the_text_is_drawn(demo: Callable[..., 
     assert rows["retaining heads"]["bytes"] == rows["newest only"]["bytes"] < rows["everything"]["bytes"] / 5
     page = (tmp_path / "demo" / "kept.html").read_text()
     assert page.count("<span") > 1000
-    assert (tmp_path / "demo" / "kept.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -66,13 +63,5 @@ def test_a_page_escapes_its_text_and_other_endings_are_refused(tmp_path: Any) ->
     assert "&lt;b&gt;" in page
     assert "a &lt; b" in page
     assert "opacity:0.12" in page
-    with pytest.raises(ValueError, match=r"has another ending than \.html and \.png; rename it"):
+    with pytest.raises(ValueError, match=r"has another ending than \.html; rename it"):
         kept_page.write(tmp_path / "kept.pdf", [], "", "")
-
-
-def test_every_right_answer_stands_in_the_text() -> None:
-    import re
-    from pathlib import Path
-
-    text = Path(shipped.find(TEXT)).read_text(encoding="utf-8")
-    assert all(re.search(wanted, text) for wanted in QUESTIONS.values())

@@ -13,7 +13,10 @@ import pytest
 import torch
 from infer_cases import write_text
 
+from locret import LongContextModel, RetainingHeads, scorers
+from locret.conversation.evidence import Answered, Passage
 from locret.conversation.turns import Transcript
+from locret.infer import command
 
 QUESTION = "What is the pass key?"
 KEYS = {
@@ -22,7 +25,13 @@ KEYS = {
     "decode_tokens_per_second", "finished", "model", "scorer", "policy", "device", "dtype", "versions",
     "planned_host_bytes", "host_bytes", "planned_disk_bytes", "disk_bytes", "moved_bytes",
 }  # fmt: skip
+FULL = ("--budget", 8000, "--stabilizers", 0, "--chunk-size", 700)
 Infer = Callable[..., Any]
+
+
+@pytest.fixture
+def usual(backbone: Path, heads: Path, text: Path) -> tuple[object, ...]:
+    return ("--model", backbone, "--heads", heads, "--prompt-file", text, "--max-new-tokens", 12)
 
 
 @pytest.fixture
@@ -47,9 +56,9 @@ def plain(backbone: Path, text: Path) -> Infer:
     """Return a function that answers with transformers alone."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    def call(prepare: Callable[[Any], Any] = lambda model: model, **options: Any) -> str:
+    def call(**options: Any) -> str:
         tokenizer = AutoTokenizer.from_pretrained(backbone)
-        model = prepare(AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32)).eval()
+        model = AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32).eval()
         before, after = Transcript(tokenizer, "chat").around(QUESTION)
         ids = tokenizer(before + text.read_text().strip() + after, return_tensors="pt").input_ids
         out = model.generate(input_ids=ids, max_new_tokens=12, **{"do_sample": False, **options})
@@ -58,10 +67,6 @@ def plain(backbone: Path, text: Path) -> Infer:
     return call
 
 
-FULL = ("--budget", 8000, "--stabilizers", 0, "--chunk-size", 700)
-
-
-@pytest.mark.slow
 def test_json_has_every_key_and_consistent_numbers(ask: Infer, backbone: Path, heads: Path) -> None:
     record = ask()
     assert set(record) == KEYS
@@ -69,114 +74,76 @@ def test_json_has_every_key_and_consistent_numbers(ask: Infer, backbone: Path, h
     assert 64 + 8 < record["kept_units"] < 64 + 8 + 32, "what stays of the text, and the question"
     assert record["final_units"] == record["kept_units"] + record["new_tokens"] - 1
     assert record["prefill_tokens_per_second"] == pytest.approx(record["prompt_tokens"] / record["prefill_seconds"])
-    assert record["versions"]["torch"] == torch.__version__
     assert record["dtype"] == "float32", "bfloat16 is the checkpoint's, but this is a CPU"
 
 
-@pytest.mark.slow
-def test_whole_budget_answers_like_transformers_alone(ask: Infer, plain: Infer) -> None:
-    assert ask(*FULL)["answer"] == plain()
-
-
-@pytest.mark.slow
-def test_beam_search_answers_like_transformers_alone_and_counts_its_copy(ask: Infer, plain: Infer) -> None:
-    record = ask(*FULL, "--num-beams", 3)
-    assert record["answer"] == plain(num_beams=3)
-    assert record["peak_cache_bytes"] > 3 * ask(*FULL)["peak_cache_bytes"]
-    assert record["peak_cache_bytes"] <= record["planned_cache_bytes"]
-
-
-@pytest.mark.slow
-def test_lora_adapter_is_used(ask: Infer, plain: Infer, tmp_path: Path) -> None:
-    from peft import LoraConfig, PeftModel, get_peft_model
-
-    def save(model: Any) -> Any:
-        torch.manual_seed(1)
-        settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
-        get_peft_model(model, settings).save_pretrained(tmp_path / "lora")
-        return model
-
-    plain(save)
-    expected = plain(lambda model: PeftModel.from_pretrained(model, tmp_path / "lora"))
-    assert expected != plain()
-    assert ask(*FULL, "--adapter", tmp_path / "lora")["answer"] == expected
-
-
-@pytest.mark.slow
-def test_streaming_prints_the_text_of_the_json_answer(
-    ask: Infer, infer: Infer, backbone: Path, heads: Path, text: Path
+@pytest.mark.parametrize("keeping", [FULL, ("--scorer", "full")])
+def test_where_everything_stays_answers_are_those_of_transformers_alone(
+    ask: Infer, plain: Infer, keeping: tuple[object, ...]
 ) -> None:
-    arguments = ("--model", backbone, "--heads", heads, "--prompt-file", text, "--question", QUESTION)
-    outcome = infer(*arguments, "--max-new-tokens", 12)
-    assert outcome.code == 0
-    assert outcome.out == ask()["answer"] + "\n"
-    assert f"kept {ask()['kept_units']} units per KV head; wrote 12 tokens" in outcome.err
+    record = ask(*keeping)
+    assert record["answer"] == plain()
+    assert record["kept_units"] == record["prompt_tokens"]
+    beams = ask(*keeping, "--num-beams", 3)
+    assert beams["answer"] == plain(num_beams=3)
+    assert 3 * record["peak_cache_bytes"] < beams["peak_cache_bytes"] <= beams["planned_cache_bytes"]
+
+
+def test_an_answer_is_compared_with_that_of_all_units(ask: Infer, plain: Infer) -> None:
+    record = ask("--compare-full")
+    assert record["full"]["answer"] == plain()
+    assert record["full"]["kept_units"] == record["prompt_tokens"] > record["kept_units"]
+    assert record["full"]["peak_cache_bytes"] > 10 * record["peak_cache_bytes"]
+
+
+def test_streaming_prints_the_text_of_the_json_answer(ask: Infer, infer: Infer, usual: tuple[object, ...]) -> None:
+    outcome, record = infer(*usual, "--question", QUESTION), ask()
+    assert outcome.out == record["answer"] + "\n"
+    assert f"kept {record['kept_units']} units per KV head; wrote 12 tokens" in outcome.err
     assert outcome.err.count("\n") == 1, "nothing but the summary"
-    quiet = infer(*arguments, "--max-new-tokens", 12, "--quiet")
+    quiet = infer(*usual, "--question", QUESTION, "--quiet")
     assert (quiet.out, quiet.err) == (outcome.out, "")
 
 
-@pytest.mark.slow
-def test_standard_input_is_read_like_a_file(
-    ask: Infer, infer: Infer, backbone: Path, heads: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+def test_each_question_is_answered_as_if_it_were_the_only_one(
+    infer: Infer, usual: tuple[object, ...], tmp_path: Path
 ) -> None:
-    expected = ask()["answer"]
-    with text.open() as stream:
-        monkeypatch.setattr(sys, "stdin", stream)
-        assert ask("--prompt-file", "-")["answer"] == expected
-    with text.open() as stream:
-        monkeypatch.setattr(sys, "stdin", stream)
-        arguments = ("--model", backbone, "--heads", heads, "--question", QUESTION, "--max-new-tokens", 12)
-        assert infer(*arguments).out == expected + "\n"
+    asked = [QUESTION, "Who, then: you?"]
+    alone = [json.loads(infer(*usual, "--question", one, "--json").out)["answer"] for one in asked]
+    lines, rows, recipe = tmp_path / "asked.txt", tmp_path / "asked.jsonl", tmp_path / "asked.yaml"
+    lines.write_text("\n".join(["", *asked, " "]))
+    rows.write_text("\n".join([json.dumps({"question": asked[0], "id": 3}), json.dumps(asked[1])]))
+    recipe.write_text(f"question: [{json.dumps(asked[0])}, {json.dumps(asked[1])}]\n")
+    ways = (["--questions", lines], ["--questions", rows], ["--config", recipe])
+    for way in (["--question", asked[0], "--question", asked[1]], *ways):
+        record = json.loads(infer(*usual, *way, "--json").out)
+        assert [(one["question"], one["answer"]) for one in record["answers"]] == list(zip(asked, alone, strict=True))
+    printed = infer(*usual, *ways[0]).out
+    assert printed == f"> {asked[0]}\n{alone[0]}\n\n> {asked[1]}\n{alone[1]}\n"
 
 
-@pytest.mark.slow
-def test_ten_times_the_text_takes_the_same_bytes_and_as_planned(ask: Infer, tmp_path: Path) -> None:
+def test_a_question_is_read_with_its_text_only_if_that_is_asked_for(ask: Infer) -> None:
+    aware, apart = ask("--protocol", "aware"), ask()
+    assert (aware["kept_units"], aware["prompt_tokens"]) == (64 + 8, apart["prompt_tokens"])
+
+
+def test_standard_input_is_read_like_a_file(ask: Infer, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with text.open() as stream:
+        monkeypatch.setattr(sys, "stdin", stream)
+        assert ask("--prompt-file", "-")["answer"] == ask()["answer"]
+
+
+def test_ten_times_the_text_takes_the_same_bytes(ask: Infer, tmp_path: Path) -> None:
     short, long = ask(), ask("--prompt-file", write_text(tmp_path / "long.txt", 200_000))
     assert long["prompt_tokens"] > 9 * short["prompt_tokens"]
-    unit = short["peak_cache_bytes"] / (short["final_units"] + 1)
-    asked = short["kept_units"] - 72
-    for record in (short, long):
-        assert record["peak_cache_bytes"] <= record["planned_cache_bytes"]
-        assert record["peak_cache_bytes"] <= ask("--dry-run")["planned_cache_bytes"] + (asked + 1) * unit
-    assert ask("--dry-run")["planned_cache_bytes"] == ask("--protocol", "aware")["planned_cache_bytes"]
+    assert abs(long["peak_cache_bytes"] - short["peak_cache_bytes"]) < 0.05 * short["peak_cache_bytes"]
 
 
 def test_dry_run_reads_neither_weights_nor_prompt(ask: Infer, backbone: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((backbone / "config.json").read_text())
     record = ask("--model", tmp_path, "--prompt-file", tmp_path / "missing", "--dry-run", "--num-beams", 2)
     assert record["planned_cache_bytes"] == 3 * ask("--dry-run")["planned_cache_bytes"]
-    assert record["options"]["num_beams"] == 2
-    assert record["policy"]["budget"] == 64
-
-
-@pytest.mark.slow
-def test_short_prompt_allocates_no_more_than_itself(ask: Infer, tmp_path: Path) -> None:
-    (tmp_path / "short.txt").write_text("The pass key is 48213.")
-    record = ask("--prompt-file", tmp_path / "short.txt", *FULL)
-    assert record["kept_units"] == record["prompt_tokens"] < 40
-    assert record["peak_cache_bytes"] < ask(*FULL)["peak_cache_bytes"] / 50
-
-
-@pytest.mark.parametrize("positions", ["compact", "original"])
-@pytest.mark.slow
-def test_decode_budget_bounds_a_long_answer(ask: Infer, positions: str) -> None:
-    arguments = ("--max-new-tokens", 150, "--positions", positions, "--stop=<never>")
-    grown = ask(*arguments)
-    bounded = ask(*arguments, "--decode-budget", 80, "--decode-interval", 4)
-    assert grown["new_tokens"] == bounded["new_tokens"] == 150
-    assert grown["final_units"] == grown["kept_units"] + 149
-    assert bounded["final_units"] <= 80
-    assert bounded["peak_cache_bytes"] < grown["peak_cache_bytes"]
-
-
-@pytest.mark.parametrize("counted", [(), ("--memory", "linear")])
-def test_an_answer_is_no_part_of_the_protected_question(ask: Infer, counted: tuple[str, ...]) -> None:
-    arguments = ("--max-new-tokens", 150, "--decode-budget", 80, "--decode-interval", 4, "--stop=<never>")
-    record = ask(*arguments, *counted, "--protect", "question", "--kept")
-    assert record["new_tokens"] == 150
-    *_, question = record["messages"]
-    assert (question["role"], question["protected"]) == ("user", "all")
+    assert (record["options"]["num_beams"], record["policy"]["budget"]) == (2, 64)
 
 
 def test_policy_is_the_users_then_the_heads_then_the_default(ask: Infer, tmp_path: Path) -> None:
@@ -185,59 +152,90 @@ def test_policy_is_the_users_then_the_heads_then_the_default(ask: Infer, tmp_pat
     assert (policy["local_len"], policy["chunk_size"]) == (5, 48), "flags beat the recipe, which beats the heads"
     assert (policy["budget"], policy["stabilizers"]) == (64, 16), "the heads'"
     assert policy["decode_interval"] == 64, "the default"
-    assert ask("--scorer", "streaming", "--dry-run")["policy"]["budget"] == 6000
 
 
-def test_scorers_by_name_take_options(ask: Infer) -> None:
+def test_options_of_an_answer_are_heard(ask: Infer) -> None:
+    whole = ask()["answer"]
+    assert ask("--attn", "math")["answer"] == whole
+    stop = whole.split()[3]
+    stopped = ask(f"--stop={stop}")
+    assert (stopped["answer"], stopped["finished"]) == (whole[: whole.index(stop) + len(stop)], True)
+    drawn = [ask("--temperature", 1.5, "--top-k", 50, "--seed", seed)["answer"] for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    bounded = ask("--max-new-tokens", 150, "--stop=<never>", "--decode-budget", 80, "--decode-interval", 4)
+    assert (bounded["new_tokens"], bounded["final_units"] <= 80) == (150, True)
+
+
+def test_scorers_by_name_take_options_and_without_any_a_fallback_is_named(
+    ask: Infer, infer: Infer, backbone: Path, text: Path
+) -> None:
     small = ("--budget", 64, "--stabilizers", 0, "--chunk-size", 32, "--local-len", 8)
     answers = [ask("--scorer", "random", "--scorer-options.seed", seed, *small) for seed in (0, 1)]
     assert [one["scorer"] for one in answers] == ["random:seed=0", "random:seed=1"]
     assert answers[0]["answer"] != answers[1]["answer"]
-    short = ask("--scorer", "random:seed=1", *small)
-    assert (short["scorer"], short["answer"]) == (answers[1]["scorer"], answers[1]["answer"])
+    outcome = infer("--model", backbone, "--prompt-file", text, "--json", *small, "--max-new-tokens", 2)
+    assert outcome.err.count("decides which units stay") == 1
+    assert json.loads(outcome.out)["scorer"] == scorers.FALLBACK
 
 
-@pytest.mark.slow
-def test_sampling_follows_the_seed(ask: Infer) -> None:
-    answers = [ask("--temperature", 1.5, "--top-k", 50, "--seed", seed)["answer"] for seed in (1, 1, 2)]
-    assert answers[0] == answers[1] != answers[2]
-
-
-@pytest.mark.slow
-def test_stop_text_ends_the_answer(ask: Infer) -> None:
-    whole = ask()["answer"]
-    stop = whole.split()[3]
-    stopped = ask(f"--stop={stop}")
-    assert stopped["answer"] == whole[: whole.index(stop) + len(stop)]
-    assert stopped["finished"]
-
-
-@pytest.mark.slow
-def test_plain_kernel_agrees_with_the_fused_ones(ask: Infer) -> None:
-    assert ask("--attn", "math")["answer"] == ask("--attn", "sdpa")["answer"]
-
-
-@pytest.mark.slow
-def test_no_template_reads_the_text_as_it_is(ask: Infer, infer: Infer, backbone: Path, heads: Path) -> None:
-    assert ask("--template", "none")["prompt_tokens"] < ask("--system", "Answer with a number.")["prompt_tokens"]
-
-
-@pytest.mark.slow
-def test_true_positions_beyond_the_context_are_warned_about_once(
-    infer: Infer, backbone: Path, heads: Path, text: Path
-) -> None:
-    arguments = ("--model", backbone, "--heads", heads, "--prompt-file", text, "--max-new-tokens", 2)
-    assert "warning" not in infer(*arguments).err
-    err = infer(*arguments, "--positions", "original").err
+def test_positions_beyond_the_context_are_warned_about_once(infer: Infer, usual: tuple[object, ...]) -> None:
+    assert "warning" not in infer(*usual).err
+    err = infer(*usual, "--positions", "original").err
     assert err.count("warning") == 1
     assert "beyond 4096, the longest context of this backbone" in err
-    assert "compact positions" in err
 
 
-def test_picture_is_drawn(ask: Infer, tmp_path: Path) -> None:
-    ask("--picture", tmp_path / "kept.png")
-    assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
-    assert [path.name for path in tmp_path.iterdir()] == ["kept.png"]
+def test_heads_auto_are_the_shipped_ones_for_the_embedded_backbone(infer: Infer, text: Path) -> None:
+    options = ("--model", "checkpoints/tiny", "--prompt-file", text, "--question", QUESTION, "--heads", "auto")
+    outcome = infer(*options, "--json", "--max-new-tokens", 2)
+    assert json.loads(outcome.out)["scorer"].endswith("checkpoints/tiny-heads")
+    assert "tiny-heads, which are shipped with this toolkit" in outcome.err
+
+
+@pytest.mark.parametrize("sampling", [(), ("--temperature", "0.8", "--seed", "3")])
+def test_evidence_is_said_of_the_same_answer_and_passages_are_read_again(
+    infer: Infer, usual: tuple[object, ...], text: Path, sampling: tuple[str, ...]
+) -> None:
+    call = (*usual, "--question", QUESTION, "--question", "Who?", *sampling)
+    plain, own = (json.loads(infer(*call, *more, "--json").out)["answers"] for more in ([], ["--evidence"]))
+    assert [one["answer"] for one in own] == [one["answer"] for one in plain]
+    again = json.loads(infer(*call, "--evidence", "--reread", text, "--json").out)["answers"]
+    assert [one["evidence"]["before"] for one in again] == [one["answer"] for one in plain]
+
+
+def test_the_answer_before_is_told_from_the_one_that_is_given() -> None:
+    passages = (Passage(start=64, end=160, attention=0.3),)
+    found = Answered(text="It is 5.", margin=0.2, passages=passages, evicted=True, before="It is " + "a word " * 40)
+    line = command._evidence_line(found)
+    assert "the least certain token leads by 0.20; looked most at tokens 64-160; these were read again" in line
+    assert line.endswith(" a word ...'")
+
+
+def test_a_second_tier_may_be_on_a_disk(infer: Infer, usual: tuple[object, ...], tmp_path: Path) -> None:
+    tier = ("--budget", 32, "--recall", 8, "--host-budget", "all", "--question", QUESTION)
+    host, disk = (infer(*usual, *tier, *more, "--json") for more in ((), ("--disk", tmp_path / "scratch")))
+    host, disk = json.loads(host.out), json.loads(disk.out)
+    assert disk["answer"] == host["answer"]
+    assert disk["disk_bytes"] == host["host_bytes"] > 0 == disk["host_bytes"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_store_of_a_file_holds_the_units(infer: Infer, usual: tuple[object, ...], tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "from locret.cache.store import DenseStore\n\n\nclass Loud(DenseStore):\n    name = 'loud'\n\n"
+        "    def keep(self, kept, turned):\n        print('keep')\n        super().keep(kept, turned)\n"
+    )
+    own = ("--store", f"{tmp_path / 'own.py'}:Loud")
+    plain, kept = (infer(*usual, "--question", QUESTION, *store) for store in ((), own))
+    assert kept.out.startswith("keep\n")
+    assert kept.out.replace("keep\n", "") == plain.out
+
+
+def test_the_bar_knows_the_size_of_the_file(
+    infer: Infer, usual: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert "20.0k/20.0k" in infer(*usual, "--question", QUESTION).err
 
 
 @pytest.mark.slow
@@ -247,52 +245,119 @@ def test_process_reads_a_pipe_and_leaves_with_the_code_of_a_mistake(backbone: Pa
     assert (good.returncode, len(good.stdout.split()) > 0) == (0, True)
     bad = subprocess.run([*line, "--budget", "0"], input="", capture_output=True, text=True)
     assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr.endswith("budget=0 is too small; it must be 1 or more\n")
+    assert "budget=0 is too small" in bad.stderr
     assert "Traceback" not in bad.stderr
 
 
-def test_help_shows_every_option_with_its_text(infer: Infer) -> None:
-    outcome = infer("--help", "all")
-    assert outcome.code == 0
-    for flag in ("--model", "--heads", "--scorer", "--budget", "--prompt-file", "--max-new-tokens", "--json"):
-        assert flag in outcome.out
-    assert "Cache units kept per layer and KV head" in outcome.out
+REFUSED = {
+    "--budget 0": "budget=0 is too small",
+    "--budget 8 --stabilizers 16": "stabilizers=16 leaves no room",
+    "--prompt-file nowhere.txt": "--prompt-file nowhere.txt: no such file",
+    "--prompt-file .": "--prompt-file .: that is a folder",
+    "--prompt-file {empty}": "empty.txt is empty; give a text",
+    "--prompt-file checkpoints/tiny/model.safetensors": "not UTF-8",
+    "--model no/such/model": "--model no/such/model: there is no such folder",
+    "--model setup.cfg": "--model setup.cfg is a file",
+    "--model checkpoints/tiny-heads": "holds retaining heads",
+    "--heads no/such/heads": "--heads no/such/heads: there is no folder",
+    "--heads {backbone}": "not the config of",
+    "--heads {other}": "num_hidden_layers is 3 in the heads and 2 in the model",
+    "--scorer streaming": "exclude each other",
+    "--device tpu": "--device tpu is unknown",
+    "--dtype int8": "--dtype int8 is unknown",
+    "--attn eager": "--attn eager",
+    "--attn flash_attention_2": "locret[flash]",
+    "--template alpaca": "--template alpaca",
+    "--question {blank}": "--question is empty",
+    "--max-new-tokens 0": "--max-new-tokens 0 is too small; give 1 or more",
+    "--temperature -1": "--temperature -1.0 is negative",
+    "--temperature 1e-40": "--temperature 1e-40",
+    "--top-p 0.5": "set a temperature",
+    "--top-k -1": "--top-k -1 is negative",
+    "--repetition-penalty 0": "--repetition-penalty 0.0",
+    "--compile": 'option "compile" was retired',
+    "--save-context a.ctx": "locret-context read",
+    "--context a.ctx": "locret-context ask",
+    "--ledger 256": 'option "--ledger" was retired',
+    "--adapter no/such/adapter": "--adapter no/such/adapter cannot be put on",
+    "--scorer-options.sinks 3": "--scorer-options belongs to --scorer",
+    "--question a --question b --protocol aware": "--protocol aware reads the text with its question",
+    "--question a --turns text --protocol aware": "--turns text changes nothing here",
+    "--question a --question b --compare-full": "--compare-full compares one answer",
+    "--questions {empty}": "holds no questions",
+    "--questions nowhere.txt": "--questions nowhere.txt: no such file",
+    "--questions {bad}": "is no JSON in line 2",
+    "--evidence": "--evidence is about an answer, but nothing is asked",
+    "--question a --evidence --num-beams 2": "--evidence watches one answer",
+    "--reread a.txt": "--reread a.txt needs --evidence",
+    "--question a --evidence --reread nowhere.txt": "--reread nowhere.txt: no such file",
+    "--protect sytem": "--protect 'sytem' names nothing to protect",
+    "--protect message:9": "--protect message:9 is none of 1 messages",
+    "--protect system": "--protect system finds no turn of that role here; give --system TEXT",
+    "--protect document=0.5 --protect document": "--protect document=0.5 adds nothing to document",
+    "--disk nowhere/scratch --host-budget 64 --recall 8": "is in a folder that does not exist",
+    "--disk scratch": "holds a second tier, but there is none",
+    "--config {recipe}": "budgett",
+}
 
 
-def test_heads_auto_are_the_shipped_ones_for_the_embedded_backbone(infer: Infer, text: Path) -> None:
-    options = ("--model", "checkpoints/tiny", "--prompt-file", text, "--question", QUESTION, "--heads", "auto")
-    outcome = infer(*options, "--json", "--max-new-tokens", 2)
-    assert outcome.code == 0, outcome.err
-    assert json.loads(outcome.out)["scorer"].endswith("checkpoints/tiny-heads")
-    assert "tiny-heads, which are shipped with this toolkit" in outcome.err
+@pytest.mark.parametrize("line", REFUSED)
+def test_refusals_are_one_sentence_with_setting_value_and_way_out(
+    infer: Infer, usual: tuple[object, ...], backbone: Path, tmp_path: Path, line: str
+) -> None:
+    from transformers import AutoConfig
 
-
-def test_a_question_is_read_with_its_text_only_if_that_is_asked_for(ask: Infer) -> None:
-    aware, apart = ask("--protocol", "aware"), ask()
-    assert aware["kept_units"] == 64 + 8
-    assert aware["prompt_tokens"] == apart["prompt_tokens"]
-
-
-@pytest.mark.slow
-def test_an_answer_is_compared_with_that_of_all_units(ask: Infer, plain: Infer) -> None:
-    record = ask("--compare-full")
-    assert record["full"]["answer"] == plain()
-    assert record["full"]["kept_units"] == record["prompt_tokens"] > record["kept_units"]
-    assert record["full"]["peak_cache_bytes"] > 10 * record["peak_cache_bytes"]
+    files = {"empty": tmp_path / "empty.txt", "bad": tmp_path / "bad.jsonl", "recipe": tmp_path / "recipe.yaml"}
+    for file, content in zip(files.values(), (" \n", '"Who?"\nWho?\n', "budgett: 3\n"), strict=True):
+        file.write_text(content)
+    if "{other}" in line:
+        config = AutoConfig.from_pretrained(backbone)
+        config.num_hidden_layers = 3
+        RetainingHeads.for_model(config, hidden_dim=8).save_pretrained(tmp_path / "other")
+    words = line.format(**files, backbone=backbone, other=tmp_path / "other", blank="{blank}").split()
+    outcome = infer(*usual, *(" " if word == "{blank}" else word for word in words))
+    assert (outcome.code, outcome.out) == (2, ""), outcome
+    assert len(outcome.err.strip().splitlines()) == 1, outcome.err
+    assert REFUSED[line] in outcome.err
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("options", "part"),
     [
-        (("--protocol", "aware", "--question=Who?"), "--protocol aware reads the text with its question"),
-        (("--compare-full", "--question=Who?"), "--compare-full compares one answer"),
-        (("--compare-full", "--prompt-file", "-"), "--compare-full reads the text twice"),
+        ("--scorer quest:page=8", "quest is a lookup; give --host-budget all --recall N --recall-by quest"),
+        ("--scorer locret+recall", "locret means trained heads; give --heads"),
+        ("--scorer streamin", 'scorer "streamin" is unknown; did you mean streaming'),
+        ("--scorer full --budget 64", "--budget 64 means nothing to full, which keeps every unit"),
+        ("--scorer full:seed=1", "full keeps every unit, and has no options"),
+        ("--scorer streaming --scorer-options.sink 3", "scorer streaming: "),
     ],
 )
-def test_what_does_not_go_together_is_refused(
-    infer: Infer, backbone: Path, heads: Path, text: Path, more: tuple[str, ...], said: str
+def test_scorers_that_cannot_be_are_refused(infer: Infer, backbone: Path, text: Path, options: str, part: str) -> None:
+    outcome = infer("--model", backbone, "--prompt-file", text, *options.split())
+    assert (outcome.code, part in outcome.err) == (2, True), outcome.err
+
+
+@pytest.mark.parametrize(
+    ("config", "part"), [({"model_type": "t5"}, "encoder-decoder"), ({"model_type": "nonsense"}, "cannot be read")]
+)
+def test_unsupported_architecture_is_refused_from_the_config_alone(
+    infer: Infer, heads: Path, text: Path, tmp_path: Path, config: dict[str, str], part: str
 ) -> None:
-    usual = () if "--prompt-file" in more else ("--prompt-file", text)
-    refused = infer("--model", backbone, "--heads", heads, *usual, "--question", QUESTION, *more)
-    assert refused.code == 2
-    assert said in refused.err
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    outcome = infer("--model", tmp_path, "--heads", heads, "--prompt-file", text)
+    assert (outcome.code, part in outcome.err) == (2, True), outcome.err
+    lost = infer("--model", "nobody/tinny", "--heads", heads, "--prompt-file", text)
+    assert (lost.code, "neither a folder here nor" in lost.err) == (1, True), lost.err
+
+
+def test_python_reads_and_asks_like_the_command(
+    infer: Infer, usual: tuple[object, ...], backbone: Path, heads: Path, text: Path
+) -> None:
+    lm = LongContextModel.from_pretrained(backbone, heads=heads, dtype="float32", device="cpu")
+    context = lm.read(text)
+    measured, record = (
+        context.ask(QUESTION, max_new_tokens=12, measured=True),
+        json.loads(infer(*usual, "--question", QUESTION, "--json").out),
+    )
+    assert (measured.answer, measured.kept_units) == (record["answer"], record["kept_units"])
+    assert measured.prompt_tokens == record["prompt_tokens"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -30,33 +29,12 @@ def test_shares_count_kept_positions_column_by_column() -> None:
     assert torch.allclose(shares, torch.tensor(expected))
 
 
-def test_every_kept_unit_is_counted_once() -> None:
-    retention = made(prompt_tokens=10_007, layers=3, heads=2, units=123)
-    widths = column_edges(10_007, 400).diff()
-    assert (kept_shares(retention, 400).double() * widths).sum(1).round().tolist() == [123] * 6
-
-
 def test_retention_of_a_cache_names_its_governed_layers(tiny_llama: Any) -> None:
     cache = RetentionCache(tiny_llama, "streaming", RetentionPolicy(budget=8, chunk_size=4, stabilizers=0, local_len=2))
     prefill(tiny_llama, torch.arange(30)[None], cache)
     retention = retention_of(cache, "streaming")
     assert (list(retention.kept), retention.prompt_tokens) == ([0, 1], 30)
     assert retention.kept[1][1].tolist() == [0, 1, 2, 3, 24, 25, 26, 27, 28, 29]
-
-
-@pytest.mark.parametrize(("layers", "heads"), [(1, 1), (2, 2), (32, 8)])
-@pytest.mark.slow
-def test_map_is_a_png_of_readable_size(tmp_path: Path, layers: int, heads: int) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
-    path = tmp_path / "map.png"
-    retentions = [made(3000, layers, heads, 200), made(3000, layers, heads, 20)]
-    retention_map(retentions, path, needle=(1000, 1010), heading="two caches")
-    data = path.read_bytes()
-    width, height = struct.unpack(">II", data[16:24])
-    assert data[:8] == b"\x89PNG\r\n\x1a\n"
-    assert width == 1500
-    assert 600 < height < 2700
-    assert [file.name for file in tmp_path.iterdir()] == ["map.png"]
 
 
 def test_text_shorter_than_the_columns_is_drawn(tmp_path: Path) -> None:

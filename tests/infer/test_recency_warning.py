@@ -14,7 +14,7 @@ from locret import RetentionCache, prefill, scorers
 from locret.cli.command import run
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.command import command
-from locret.infer.reading_warnings import warn_of_recency
+from locret.infer.reading import warn_of_recency
 from locret.policy.policy import RetentionPolicy
 
 SAID = "{} keeps the {} newest units whatever their scores, so that with --budget {} it keeps nothing else; raise"
@@ -28,12 +28,9 @@ def policy(budget: int, **changes: Any) -> RetentionPolicy:
     ("name", "policies", "said"),
     [
         ("snapkv", [policy(33), policy(32), policy(16)], (32, "32,16")),
-        ("snapkv", [policy(33), policy(64)], None),
         ("snapkv", [policy(24, when="prompt_end")], (32, "24")),  # 8 local units are held besides
         ("snapkv", [policy(25, when="prompt_end")], None),
-        ("scissorhands", [policy(10)], (10, "10")),
         ("h2o", [policy(2)], None),  # a share of the budget never fills it
-        ("random", [policy(1)], None),
     ],
 )
 @pytest.mark.filterwarnings("error")

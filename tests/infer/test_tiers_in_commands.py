@@ -10,6 +10,7 @@ import pytest
 from locret import prefill_attention, shipped
 from locret.base.method_spec import MODIFIERS
 from locret.infer.command import command as infer
+from locret.infer.context_command import command as context
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.command import command as evaluate
@@ -191,7 +192,7 @@ def test_blocks_are_planned_asked_several_times_and_not_saved(
     assert first["host_bytes"] == first["planned_host_bytes"] > 0
     monkeypatch.setattr("locret.loading.load_model", lambda *_: pytest.fail("weights were loaded"))
     with pytest.raises(ValueError, match="a file has no place for the blocks"):
-        infer([*line, "--budget", "96", "--save-context", str(tmp_path / "context")])
+        context(["read", *[*line[:-3], "--quiet"], "--budget", "96", "--output", str(tmp_path / "context")])
     with pytest.raises(ValueError, match="even a budget of 21 takes"):
         infer([*line, "--kv-memory", "100KiB", "--question", "What?"])
 

@@ -1,0 +1,254 @@
+"""From options to a text that has been read: scorer, policy and place before weights are loaded, and what that takes.
+
+Order matters: what can be refused from the options is refused before the backbone's config is fetched, what the config
+shows before weights are loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from locret import LongContextModel, RetainingHeads, RetentionPolicy, loading
+from locret.base.fields import Refusal
+from locret.cache.disk import Disk
+from locret.cache.layers import checked_disk, find_store
+from locret.cli.command import print_json
+from locret.conversation.text import Document, encode, open_file
+from locret.conversation.turns import Transcript
+from locret.environment import versions
+from locret.infer import sizing
+from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, PolicyOptions, TextOptions
+from locret.loading.options import ScorerOptions
+from locret.scorers import Scorer
+from locret.scorers.chosen import EVERY_UNIT, FULL, check_matches, chosen_heads, load_scorer
+
+_HEARD_BY_FULL = (
+    "chunk_size",
+    "prefill_attention",
+    "key_bits",
+    "value_bits",
+    "rounding",
+    "exact_recent",
+    "exact_layers",
+)
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A backbone, what rates its units and how many stay, all but its weights."""
+
+    model: PlacedModelOptions
+    named: ScorerOptions
+    scorer: RetainingHeads | Scorer
+    policy: RetentionPolicy
+    config: Any
+    device: torch.device
+    dtype: torch.dtype
+    run: sizing.PlannedRun | None = None
+    """What the policy was found for; None for texts that have been read."""
+    chunk_choice: dict[str, int | None] | None = None
+    disk: Disk | None = None
+
+    @contextmanager
+    def loaded(self, template: str | None = None) -> Iterator[LongContextModel]:
+        """Load the weights, and give a model that answers with the kernels that were asked for.
+
+        Raises:
+            OSError: If the device is out of memory.
+        """
+        try:
+            tokenizer = loading.load_tokenizer(self.model)
+            backbone = loading.load_model(self.model, self.config, self.device, self.dtype)
+            where = {"template": template, "store": self.model.store, "disk": self.disk}
+            lm = LongContextModel(backbone, tokenizer, self.scorer, self.policy, **where)  # type: ignore[arg-type]
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            if self.model.attn == "math":
+                with sdpa_kernel(SDPBackend.MATH):
+                    yield lm
+            else:
+                yield lm
+        except torch.OutOfMemoryError as error:
+            raise OSError(
+                f"{self.device} is out of memory; lower --budget or --chunk-size (--dry-run prints the cache's bytes), "
+                "or take a smaller --dtype"
+            ) from error
+
+    def record(self) -> dict[str, Any]:
+        """Return what a record says about how its numbers came about."""
+        return {
+            "model": self.model.model,
+            **self.model.given(),
+            "scorer": self.named.label or self.scorer.name,  # type: ignore[union-attr]
+            **({"store": self.model.store} if self.model.store else {}),
+            "policy": self.policy.to_dict(),
+            "device": str(self.device),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "versions": versions(),
+            **({"chunk_choice": self.chunk_choice} if self.chunk_choice else {}),
+        }
+
+    def print_plan(self, options: Iterable[Any], *, quiet: bool) -> None:
+        """Print what a run would do and take."""
+        assert self.run is not None
+        steps, given = self.run.schedule(self.policy).table(), {}
+        for part in options:
+            given |= asdict(part)
+        record = {
+            **self.run.plan(self.policy),
+            "planned_weights": self.run.weights.to_dict(),
+            "prompt_tokens": self.run.prompt_tokens,
+            "not_given": self.policy.following(),
+            "steps": steps,
+        }
+        print_json({**record, **self.record(), "options": given})
+        if not quiet:
+            sys.stderr.write(sizing.step_lines(self.policy, steps))
+
+
+def ready(
+    model: PlacedModelOptions,
+    named: ScorerOptions,
+    policy: PolicyOptions,
+    chosen: Collection[str],
+    generation: GenerationOptions,
+    count: Callable[[], int] | None = None,
+    *,
+    dry_run: bool = False,
+) -> Ready:
+    """Resolve the options of a command that reads.
+
+    Args:
+        model: The backbone, and where it runs.
+        named: Heads or a scorer.
+        policy: How many units stay.
+        chosen: Names that the user set.
+        generation: How answers are written.
+        count: Counts the text's tokens, where the plan depends on them; None: there is no such text.
+        dry_run: Whether the plan is all that is wanted.
+
+    Raises:
+        ValueError: If something is missing, does not match, or takes more than there is.
+    """
+    if model.store is not None:
+        find_store(model.store)
+    device, named = loading.device_of_source(model), _chosen(model, named)
+    scorer, recommended = load_scorer(named)
+    if named.label == FULL:
+        for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {*_HEARD_BY_FULL}):
+            raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
+    draft = sizing.draft_policy(policy, chosen, recommended)
+    config, dtype = _config(model, named, scorer, device)
+    beams = generation.num_beams > 1 and not dry_run
+    counted = sizing.must_count(policy, draft) or draft.budget == EVERY_UNIT or beams
+    run = sizing.PlannedRun(
+        config=config,
+        scorer=scorer,
+        dtype=dtype,
+        device=device,
+        prompt_tokens=count() if counted and count is not None else None,
+        new_tokens=generation.max_new_tokens,
+        num_beams=generation.num_beams,
+        on_disk=model.disk is not None,
+        source=model,
+    )
+    final, chunk_choice = sizing.final_policy(policy, chosen, recommended, run)
+    sizing.check_fits(run, final)
+    disk = checked_disk(model.disk, final)
+    return Ready(model, named, scorer, final, config, device, dtype, run, chunk_choice, disk)
+
+
+def ready_for_saved(model: PlacedModelOptions, named: ScorerOptions) -> Ready:
+    """Resolve the options of a command about texts that have been read, which bring their policies.
+
+    Raises:
+        ValueError: If something is missing or does not match.
+    """
+    device, named = loading.device_of_source(model), _chosen(model, named)
+    scorer, _ = load_scorer(named)
+    config, dtype = _config(model, named, scorer, device)
+    return Ready(replace(model, disk=None), named, scorer, RetentionPolicy(), config, device, dtype)
+
+
+def _chosen(model: PlacedModelOptions, named: ScorerOptions) -> ScorerOptions:
+    return replace(named, heads=chosen_heads(named.heads, model.model))
+
+
+def _config(model: PlacedModelOptions, named: ScorerOptions, scorer: Any, device: torch.device) -> tuple[Any, Any]:
+    config = loading.load_config(model)
+    check_matches(named, scorer, config)
+    return config, loading.resolve_dtype(model.dtype, config, device)
+
+
+def opened(text: TextOptions) -> Document:
+    """Return the text to read.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if text.prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise ValueError("there is nothing to read; give a text with --prompt-file, or pipe one in")
+    return open_file(text.prompt_file or "-", setting="--prompt-file ")
+
+
+def counted(model: PlacedModelOptions, text: TextOptions, document: Document | None, question: str | None) -> int:
+    """Return the tokens of a text, which is then held as them, of a question and of what the template writes around."""
+    tokenizer, document = loading.load_tokenizer(model), document or opened(text)
+    document.count(tokenizer)
+    transcript = Transcript(tokenizer, text.template, text.system)
+    around = sum(len(encode(tokenizer, part)) for part in transcript.around(question) if part)
+    return int(document.size or 0) + len(transcript.special) + around
+
+
+def check_target(flag: str, path: str) -> None:
+    """Refuse a file that could not be written once all has been read."""
+    if not path or os.path.isdir(path):
+        raise ValueError(f"{flag} {path} is a folder; give a file" if path else f"{flag} is empty; give a file")
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder):
+        raise ValueError(f"{flag} {path}: there is no folder {folder}; make it first")
+
+
+def warn_of_growth(plan: Ready) -> None:
+    """Say when memory grows with the prompt, and when scores decide nothing."""
+    assert plan.run is not None
+    if plan.policy.when == "prompt_end":
+        warnings.warn(
+            f"--when prompt_end keeps every unit until the prompt has been read, so memory grows with it (here "
+            f"{plan.run.prompt_tokens:,} tokens); --when chunk bounds it",
+            stacklevel=2,
+        )
+    if isinstance(plan.scorer, Scorer) and plan.named.label != FULL:
+        warn_of_recency(plan.scorer.name, plan.scorer.recent, [plan.policy])
+
+
+def warn_of_recency(name: str, recent: Callable[[int], int], policies: Iterable[RetentionPolicy]) -> None:
+    """Say in one line with which of the budgets a method's scores decide nothing.
+
+    Args:
+        name: The method.
+        recent: Newest units that it keeps itself out of a budget (`Scorer.recent`).
+        policies: What it is run with.
+    """
+    filled: dict[int, int] = {}
+    for policy in policies:
+        units = policy.budget + (policy.local_len if policy.when == "prompt_end" else 0)
+        if recent(units) >= units:
+            filled[policy.budget] = recent(units)
+    if filled:
+        most = max(filled.values())
+        warnings.warn(
+            f"{name} keeps the {most} newest units whatever their scores, so that with --budget "
+            f"{','.join(map(str, filled))} it keeps nothing else; raise --budget above {most}, or read its result as "
+            "that of recency",
+            stacklevel=2,
+        )
