@@ -20,11 +20,11 @@ from locret import RetainingHeads, RetentionPolicy, lookups
 from locret.backbone.adapters import Backbone, describe
 from locret.base.fields import Refusal
 from locret.cache.limits import Limits, check_named, check_pair, planned_bytes, planned_host_bytes
-from locret.distributed import tensor_parallel
 from locret.distributed.ranks import launched
+from locret.distributed.shard import part_of
 from locret.infer.infer_options import PolicyOptions
 from locret.loading.options import WeightOptions
-from locret.loading.plan import WeightPlan, plan_weights
+from locret.loading.weights import WeightPlan, plan_weights
 from locret.policy.budget import largest_budget, parse_bytes, units_of_share
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
@@ -64,7 +64,7 @@ class PlannedRun:
     def _backbone(self) -> Backbone:
         """As this process has it."""
         if getattr(self.source, "shard", None) == "tp":
-            return tensor_parallel.part_of(self.config, launched()[1])
+            return part_of(self.config, launched()[1])
         return describe(self.config)
 
     def _planned(self, planned: Callable[..., int], policy: RetentionPolicy) -> int:

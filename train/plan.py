@@ -10,7 +10,7 @@ import torch
 from locret.backbone.adapters import LayerShape, describe
 from locret.heads.config import HeadsConfig
 from locret.labels.labels import logit_bytes
-from locret.loading.plan import sketch_of
+from locret.loading.weights import sketch_of
 
 
 def backbone_parameters(config: Any) -> int:

@@ -28,10 +28,9 @@ from locret.heads.heads import RetainingHeads
 from locret.heads.push import PushOptions
 from locret.hub import no_token
 from locret.labels import kinds
-from locret.loading import load_config, load_model, load_tokenizer, quantisation, resolve_dtype
+from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.loading.options import WeightOptions
-from locret.loading.placement import device_map_of, main_device
-from locret.loading.plan import plan_weights
+from locret.loading.weights import device_map_of, label_of, main_device, plan_weights
 from locret.policy.growth import check_share_count
 from locret.scorers.retaining_heads import recommended_shares
 from locret.train import checkpointing, launch, resumed, run_folder
@@ -58,7 +57,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
-_PLACES = ("device_map", "max_memory", "offload_folder", "shard", "shard_offload", "shard_offload_dir")
+_PLACES = ("device_map", "max_memory", "shard", "shard_offload", "shard_offload_dir")
 _FREE = (*_PLACES, "data_dir", "skip_bad_rows", "eval_every", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
@@ -372,7 +371,7 @@ class TrainingRun:
             )
 
     def _annotate(self, heads: RetainingHeads, model: torch.nn.Module, summary: dict[str, Any]) -> RetainingHeads:
-        numbers = [str(self.dtype).removeprefix("torch."), quantisation.label_of(unwrap(model))]
+        numbers = [str(self.dtype).removeprefix("torch."), label_of(unwrap(model))]
         final = ("total", self.loss.objective, "smoothness", "overlap")
         facts = {
             "dataset_rows": self.stream.size,

@@ -40,7 +40,7 @@ from locret.infer.methods import ANY_BUDGET, Method, check_heard
 from locret.infer.reading import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.loading.options import ScorerOptions
-from locret.loading.plan import plan_weights
+from locret.loading.weights import plan_weights
 from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import Span
 from locret.policy.resolve import check_no_turns, check_used

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from locret import LongContextModel
     from locret.infer.serve.plan import MemoryPlan
     from locret.infer.serve.state import ServerState
-    from locret.loading.plan import WeightPlan
+    from locret.loading.weights import WeightPlan
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, ServeOptions)
 DESCRIPTION = "Serve contexts and answers over HTTP, as OpenAI's clients ask, in memory that is promised at the start."
@@ -104,8 +104,7 @@ def _load(
 ) -> tuple[LongContextModel, WeightPlan]:
     """Load what the options name; return it with the plan of its weights."""
     from locret import LongContextModel, loading
-    from locret.loading.placement import DISK
-    from locret.loading.plan import plan_weights
+    from locret.loading.weights import DISK, plan_weights
     from locret.policy.resolve import resolve_options
     from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 

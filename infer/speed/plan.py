@@ -21,7 +21,7 @@ from locret.infer.speed.bench_options import MOST_PASSES, BenchOptions
 from locret.infer.speed.shapes import Shape, shape_of
 from locret.infer.speed.ways import Way
 from locret.loading.options import BackboneSource, ScorerOptions, WeightOptions
-from locret.loading.plan import plan_weights, sketch_of
+from locret.loading.weights import plan_weights, sketch_of
 from locret.policy.resolve import check_no_turns, check_used, resolve
 from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 

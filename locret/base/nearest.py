@@ -41,7 +41,7 @@ _RETIRED = (
     *("option --ledger", "policy field ledger", "rounding rotated"),
     *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
     *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
-    *("option --devices", "option --host-memory", "option --gate"),
+    *("option --devices", "option --host-memory", "option --gate", "option --offload-folder"),
     *("option --streaming", "option --shuffle-buffer", "option --max-row-bytes"),
     *("task multivalue", "task variable_tracking", "task two_stage"),
     *("task option lookalikes", "option --density", "option --lookalikes"),

@@ -144,7 +144,7 @@ class LongContextModel:
             disk: A new file, or a folder, for the second tiers of all contexts, as in `RetentionCache`.
             **backbone: How the backbone is loaded, as in transformers: device ("cpu", "cuda", "mps", else the best
                 there is), dtype (or torch_dtype), revision, adapter (LoRA of PEFT), device_map, max_memory,
-                offload_folder, load_in_4bit, load_in_8bit, quantization_config, gguf_file, attn_implementation,
+                load_in_4bit, load_in_8bit, quantization_config, gguf_file, attn_implementation,
                 trust_remote_code.
 
         Raises:
@@ -529,7 +529,7 @@ def _source(model: str, given: dict[str, Any]) -> _Backbone:
     older = given.pop("torch_dtype", None)
     if older is not None and given.setdefault("dtype", older) != older:
         raise ValueError(f"dtype={given['dtype']} and torch_dtype={older} are one setting; give dtype alone")
-    for name in ("dtype", "device", "offload_folder"):
+    for name in ("dtype", "device"):
         if name in given:
             given[name] = str(given[name]).removeprefix("torch.")
     return _Backbone(model=model, **given)

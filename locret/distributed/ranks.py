@@ -28,13 +28,8 @@ _NOTICING = 2.0
 _SAME_ROWS = ("tp",)
 """Ways of sharding in which all processes work on the same rows."""
 
-_ENGINES = {
-    "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", ", and add --shard zero3 to spread the backbone over the processes"),
-    "ACCELERATE_USE_FSDP": ("FSDP", ", and add --shard fsdp to spread the backbone over the processes"),
-    "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", ""),
-    "ACCELERATE_USE_PARALLELISM_CONFIG": ("a parallelism config", ", and add --shard fsdp or --shard tp"),
-}
-"""What `accelerate launch` asks for by a variable, and what does it here."""
+_ENGINES = {"DEEPSPEED": "zero3", "FSDP": "fsdp", "MEGATRON_LM": "fsdp", "PARALLELISM_CONFIG": "tp"}
+"""What `accelerate launch` asks for by a variable ACCELERATE_USE_..., and the option that spreads the backbone here."""
 
 _T = TypeVar("_T")
 
@@ -166,11 +161,11 @@ def check_launcher() -> None:
     Raises:
         ValueError: Naming its variable, and the option that does something like it here.
     """
-    for name, (engine, instead) in _ENGINES.items():
+    for name, shard in ((f"ACCELERATE_USE_{engine}", shard) for engine, shard in _ENGINES.items()):
         if os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
             raise ValueError(
-                f"{name}={os.environ[name]}: heads are not trained with {engine}, nor contexts read (the backbone is "
-                f"frozen, and heads are small); launch without it{instead}"
+                f"{name}={os.environ[name]}: heads are small and the backbone is frozen, so neither is wrapped; launch "
+                f"without it, and add --shard {shard} to spread the backbone over the processes"
             )
 
 

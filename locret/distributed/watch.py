@@ -15,6 +15,7 @@ import struct
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import cast
 
 GRACE = 10.0
@@ -135,10 +136,8 @@ class Watch:
     def _tell(self, number: int) -> None:
         with self._lock:
             for peer in self._peers.values():
-                try:
+                with suppress(OSError):
                     peer.sendall(_NUMBER.pack(number))
-                except OSError:
-                    continue
 
 
 def _kept_alive(peer: socket.socket) -> socket.socket:
@@ -152,13 +151,7 @@ def _kept_alive(peer: socket.socket) -> socket.socket:
 
 def _received(peer: socket.socket, size: int) -> bytes | None:
     """Return so many bytes; None if the connection ends before."""
-    found = b""
-    try:
-        while len(found) < size:
-            part = peer.recv(size - len(found))
-            if not part:
-                return None
-            found += part
-    except OSError:
-        return None
-    return found
+    with suppress(OSError):
+        found = peer.recv(size, socket.MSG_WAITALL)
+        return found if len(found) == size else None
+    return None

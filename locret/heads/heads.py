@@ -21,7 +21,7 @@ from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.gates import LOCRET
 from locret.heads.head import RetainingHead
-from locret.loading.quantisation import label_of
+from locret.loading.weights import label_of
 
 _COMPARED: WeakKeyDictionary[RetainingHeads, WeakSet[nn.Module]] = WeakKeyDictionary()
 """Backbones whose weights have been compared with those that heads were trained on."""

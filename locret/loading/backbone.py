@@ -6,9 +6,7 @@ import logging
 import math
 import os
 import re
-import shutil
 import warnings
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -23,24 +21,14 @@ from locret import backbone_names, hub, shipped
 from locret.backbone.adapters import describe
 from locret.base.fields import shown
 from locret.base.files import read_json, shards
-from locret.distributed.sharding import load_sharded, whole
+from locret.distributed.shard import load_sharded, whole
 from locret.heads.fingerprint import sample_sharded, sample_spread
-from locret.loading import placement, quantisation
+from locret.loading import weights
 from locret.loading.options import ADAPTER_CONFIG, CONFIG, BackboneSource
-from locret.loading.plan import plan_weights, sketch_of
 
-_MOST = {
-    "num_hidden_layers": 1000,
-    "num_attention_heads": 2**14,
-    "num_key_value_heads": 2**14,
-    "head_dim": 2**16,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "vocab_size": 2**28,
-    "max_position_embeddings": 2**40,
-}
+_MOST = {"num_hidden_layers": 1000, "num_attention_heads": 2**14, "num_key_value_heads": 2**14, "head_dim": 2**16}
+_MOST |= {"hidden_size": 2**20, "intermediate_size": 2**24, "vocab_size": 2**28, "max_position_embeddings": 2**40}
 """What no backbone exceeds: with more, modules would be made for hours."""
-_MOST_ROPE = 1e15
 _MOST_PER_BYTE = 8
 """Weights per byte: the most that quantisation to one bit gives."""
 
@@ -68,8 +56,8 @@ def device_of_source(options: BackboneSource) -> torch.device:
     Raises:
         ValueError: For a device that PyTorch does not see, or a device map that cannot be read.
     """
-    asked = placement.device_map_of(options)
-    mapped = None if asked is None else placement.main_device(asked)
+    asked = weights.device_map_of(options)
+    mapped = None if asked is None else weights.main_device(asked)
     return mapped or resolve_device(str(getattr(options, "device", "auto")))
 
 
@@ -184,7 +172,7 @@ def load_config(options: BackboneSource) -> Any:
             f"--model {source.model} has a config.json that says too little ({' '.join(str(error).split())[:200]}); "
             "give the folder of a backbone with full attention"
         ) from error
-    quantisation.check(options, config)
+    weights.check_quantisation(options, config)
     return config
 
 
@@ -209,38 +197,35 @@ def _gguf(options: BackboneSource) -> dict[str, str]:
 
 def _check_config(config: Any) -> None:
     """Refuse numbers that no backbone has, before modules are made of them."""
-    text = config.get_text_config()
-    for name, most in _MOST.items():
-        for value in _of_all_layers(text, name):
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-                raise ValueError(f"{name} is {shown(value)} instead of a whole number from 1 to {most:,}")
-    for name in ("rms_norm_eps", "initializer_range", "rope_theta"):
-        for value in _of_all_layers(text, name):
-            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-                raise ValueError(f"{name} is {shown(value)} instead of a finite number of at least 0")
-    for rope in _of_all_layers(text, "rope_parameters"):
-        _check_rope(rope)
-
-
-def _of_all_layers(text: Any, name: str) -> list[Any]:
-    """Return what a text config says under a name: once, or per layer where layers may differ, as in Gemma-4."""
-    layers = text.per_layer_config if name in (getattr(text, "per_layer_attributes", None) or ()) else [text]
-    return [value for layer in layers if (value := getattr(layer, name, None)) is not None]
-
-
-def _check_rope(rope: dict[str, Any]) -> None:
-    """Refuse a rotary embedding that no backbone has."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    for kind in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
-        known = ("default", *ROPE_INIT_FUNCTIONS)
-        if kind.get("rope_type", "default") not in known:
-            raise ValueError(f"rope_type is {shown(kind['rope_type'])}; known are {', '.join(known)}")
-        for name, value in kind.items():
-            numbers = value if isinstance(value, list) else [value]
-            for number in numbers:
-                if isinstance(number, int | float) and not (math.isfinite(number) and abs(number) <= _MOST_ROPE):
-                    raise ValueError(f"{name} of the rotary embedding is {shown(number)}, which is out of range")
+    text = config.get_text_config()
+    # Layers may differ, as in Gemma-4.
+    differing = getattr(text, "per_layer_attributes", None) or ()
+    for name, most in _MOST.items():
+        for layer in text.per_layer_config if name in differing else [text]:
+            value = getattr(layer, name, None)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
+                raise ValueError(f"{name} is {shown(value)} instead of a whole number from 1 to {most:,}")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for name, value in _leaves({name: getattr(text, name, None) for name in _FINITE} | dict(rope)):
+        if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= 1e15):
+            raise ValueError(f"{name} is {shown(value)}, which is out of range")
+        if name == "rope_type" and value not in (known := ("default", *ROPE_INIT_FUNCTIONS)):
+            raise ValueError(f"rope_type is {shown(value)}; known are {', '.join(known)}")
+
+
+_FINITE = ("rms_norm_eps", "initializer_range", "rope_theta")
+
+
+def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield what nested data holds, by the innermost names."""
+    if isinstance(values, Mapping | list):
+        inner = values.items() if isinstance(values, Mapping) else ((name, one) for one in values)
+        for key, one in inner:
+            yield from _leaves(one, key)
+    else:
+        yield name, values
 
 
 def _fetch_config(name: str, options: BackboneSource) -> bool:
@@ -324,9 +309,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             f"--adapter {source.adapter} changes weights that --shard tp splits; merge it into the backbone, or use "
             "--shard fsdp"
         )
-    where = _where(source, options, config, device, dtype)
-    room, repair = where.get("offload_folder"), backbone_names.repair(options.model)
-    with placement.removed_unless_loaded(room), _one_sentence(f"--model {options.model} cannot be loaded", repair):
+    where, repair = _where(source, options, config, device, dtype), backbone_names.repair(options.model)
+    with _one_sentence(f"--model {options.model} cannot be loaded", repair):
         model: nn.Module
         read = partial(
             AutoModelForCausalLM.from_pretrained,
@@ -341,12 +325,10 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
         if options.shard is not None:
             model, found = load_sharded(options, config, device, dtype, read)
         else:
-            with _without_a_warning_of_placement():
-                model, found = read(**where)
+            logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of what was asked for
+            model, found = read(**where)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
-        if room is not None:
-            weakref.finalize(model, shutil.rmtree, room, ignore_errors=True)
     if foreign := sorted(found["unexpected_keys"]):
         warnings.warn(
             f"--model {options.model}: its config.json has no use for {len(foreign)} of its weights, such as "
@@ -355,7 +337,7 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
         )
     _name(model.config, options)
     if options.gguf and not where["quantization_config"].dequantize:
-        quantisation.check_blocks(options, model)
+        weights.check_blocks(options, model)
     if source.adapter:
         model = _with_adapter(model, source)
     if options.shard in ("fsdp", "zero3"):
@@ -363,21 +345,6 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
     elif options.shard == "tp":
         sample_spread(model)
     return model.eval().requires_grad_(False)
-
-
-@contextmanager
-def _without_a_warning_of_placement() -> Iterator[None]:
-    """Keep accelerate from warning of "the meta device": weights go where the user's own device map puts them."""
-
-    def heard(record: logging.LogRecord) -> bool:
-        return "on the meta device" not in record.getMessage()
-
-    logger = logging.getLogger("accelerate.big_modeling")
-    logger.addFilter(heard)
-    try:
-        yield
-    finally:
-        logger.removeFilter(heard)
 
 
 def _where(
@@ -393,25 +360,23 @@ def _where(
     folder, sketch = Path(source.model), None
     if folder.is_dir():
         with _one_sentence(f"--model {options.model} cannot be loaded"):
-            sketch = sketch_of(config, dtype, trust_remote_code=options.trust_remote_code)
+            sketch = weights.sketch_of(config, dtype, trust_remote_code=options.trust_remote_code)
             _check_weights(folder, sketch, options.gguf)
     where: dict[str, Any] = _gguf(options)
-    quantised = quantisation.config_of(options, dtype)
+    quantised = weights.quantisation_of(options, dtype)
     if quantised is not None:
         where["quantization_config"] = quantised
     elif where:
         where["quantization_config"] = GgufConfig(dequantize=True)
     if options.device_map is not None:
-        plan = plan_weights(options, config, device, dtype, sketch)
+        plan = weights.plan_weights(options, config, device, dtype, sketch)
         assert plan.device_map is not None
-        if source.adapter and placement.DISK in plan.device_map.values():
+        if source.adapter and weights.DISK in plan.device_map.values():
             raise ValueError(
                 f"--adapter {source.adapter} cannot be put on weights that --device-map leaves on disk, because PEFT "
                 "would write into the backbone's own files; merge the adapter, or make room with --max-memory"
             )
-        on_disk = placement.DISK in plan.device_map.values()
-        room = placement.offload_room(options.offload_folder) if on_disk and options.offload_folder else None
-        return {**where, "device_map": plan.device_map, "offload_folder": room}
+        return {**where, "device_map": plan.device_map}
     # Straight to the device: the host need not hold the weights.
     return {**where, "device_map": None if device.type == "cpu" and quantised is None else {"": device}}
 
@@ -460,7 +425,7 @@ def _one_sentence(what: str, way_out: str = "check that it is whole and of the r
     # whatever they like.
     except BaseException as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        reason = re.split(r"(?<=[a-z\])'\"])\. ", " ".join(lines[:2]))[0].rstrip(".")[:400]
+        reason = weights.first_sentence(Exception(" ".join(lines[:2])))
         if isinstance(error, (KeyError, IndexError, AttributeError)):
             reason = f"{type(error).__name__}: {reason}"
         reason = "".join(letter if letter.isprintable() else "?" for letter in reason)

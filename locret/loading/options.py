@@ -48,8 +48,6 @@ class WeightOptions:
     then host memory, then the disk; or a mapping of modules to devices, cpu and disk, as JSON or a JSON file."""
     max_memory: dict[int | str, int | str] | None = None
     """The most that --device-map may put in each place, such as {0: 20GiB, cpu: 60GiB}."""
-    offload_folder: str | None = None
-    """Folder for weights that --device-map puts on disk, where the files of the backbone cannot be read in place."""
 
     def check_weights(self) -> None:
         """Refuse what does not go together, as far as the options tell.
@@ -57,11 +55,7 @@ class WeightOptions:
         Raises:
             ValueError: Naming both, and the way out.
         """
-        self._check_quantisation()
-        self._check_places()
-
-    def _check_quantisation(self) -> None:
-        given = self.quantising()
+        given, device = self.quantising(), str(getattr(self, "device", "auto"))
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} exclude each other; drop one of them")
         if given and given != ["--quantization-config"] and self.gguf is not None:
@@ -69,30 +63,15 @@ class WeightOptions:
                 f"{given[0]}: {self.gguf} is quantised already, or not, as it was written; drop it, or load the "
                 "backbone that the file was made from"
             )
+        if self.device_map is not None and device != "auto":
+            raise ValueError(f"--device {device} and --device-map exclude each other; drop one of them")
+        if self.max_memory is not None and self.device_map not in MAPS:
+            raise ValueError(f"--max-memory is for a --device-map that is made here; add one of {', '.join(MAPS)}")
 
     def quantising(self) -> list[str]:
         """Return the flags that were given and quantise weights."""
         names = ("load_in_4bit", "load_in_8bit", "quantization_config")
         return [f"--{name.replace('_', '-')}" for name in names if getattr(self, name) not in (None, False)]
-
-    def _check_places(self) -> None:
-        device = str(getattr(self, "device", "auto"))
-        if self.device_map is None:
-            for name in ("max_memory", "offload_folder"):
-                if getattr(self, name) is not None:
-                    flag = f"--{name.replace('_', '-')}"
-                    raise ValueError(f"{flag} belongs to --device-map, which is not given; add --device-map auto")
-            return
-        if device != "auto":
-            raise ValueError(
-                f"--device {device} and --device-map exclude each other: the map says where weights are; drop one of "
-                "them"
-            )
-        if self.max_memory is not None and not (isinstance(self.device_map, str) and self.device_map in MAPS):
-            raise ValueError(
-                f"--max-memory is for a --device-map that is made here, one of {', '.join(MAPS)}; a mapping says "
-                "itself what goes where, so drop one of them"
-            )
 
     def given(self) -> dict[str, Any]:
         """Return how weights are loaded, as plain data, as far as it was said."""
@@ -181,37 +160,25 @@ class BackboneSource(WeightOptions, _Named):
         Raises:
             ValueError: Naming the option, and the way out.
         """
-        offload, folder = self.shard_offload, self.shard_offload_dir
-        if self.shard is not None and self.device_map is not None:
-            raise ValueError(f"--shard {self.shard} and --device-map both say where weights are; drop one of them")
-        if self.shard is not None and (others := [*self.quantising(), *([self.gguf_flag] if self.gguf else [])]):
+        offload, folder, shard = self.shard_offload, self.shard_offload_dir, self.shard
+        others = [*self.quantising(), *([self.gguf_flag] if self.gguf else [])]
+        others += ["--device-map"] if self.device_map is not None else []
+        if shard is not None and shard not in SHARDS:
+            raise ValueError(f"--shard {shard} is unknown; choose one of {', '.join(SHARDS)}")
+        if shard is not None and others:
+            raise ValueError(f"--shard {shard} spreads weights as they are, and not with {others[0]}; drop one of them")
+        if shard is not None and os.environ.get("WORLD_SIZE", "1") == "1":
             raise ValueError(
-                f"--shard {self.shard} spreads weights as they are stored, and {others[0]} changes them; drop one of "
-                "them"
-            )
-        if self.shard is None:
-            if offload is not None:
-                raise ValueError(f"--shard-offload {offload} is about --shard, which is not given; add --shard fsdp")
-        elif self.shard not in SHARDS:
-            raise ValueError(f"--shard {self.shard} is unknown; choose one of {', '.join(SHARDS)}")
-        elif given := list(self.given()):
-            raise ValueError(
-                f"--shard {self.shard} spreads weights as they are, so it does not go with "
-                f"--{given[0].replace('_', '-')}; drop one of them"
-            )
-        elif os.environ.get("WORLD_SIZE", "1") == "1":
-            raise ValueError(
-                f"--shard {self.shard} spreads the backbone over several processes, but this is the only one; start "
-                "them with torchrun --nproc-per-node N -m locret.train.command ... (or locret.infer.command, "
+                f"--shard {shard} spreads the backbone over several processes, but this is the only one; start them "
+                "with torchrun --nproc-per-node N -m locret.train.command ... (or locret.infer.command, "
                 "locret.infer.evaluation.command)"
             )
-        if offload is not None and offload not in (where := _OFFLOADS.get(self.shard or "", ())):
+        if offload is not None and offload not in (where := _OFFLOADS.get(shard or "", ())):
             kept = f"takes {' or '.join(where)}" if where else "keeps every part on its device"
-            raise ValueError(f"--shard-offload {offload} is not for --shard {self.shard}, which {kept}; change one")
+            about = f"is not for --shard {shard}, which {kept}" if shard else "is about --shard, which is not given"
+            raise ValueError(f"--shard-offload {offload} {about}; change one")
         if (offload == "nvme") != (folder is not None):
-            if folder is None:
-                raise ValueError("--shard-offload nvme needs a folder on that disk; add --shard-offload-dir DIR")
-            raise ValueError(f"--shard-offload-dir {folder} is for --shard-offload nvme, which is not given; add it")
+            raise ValueError("--shard-offload nvme and --shard-offload-dir DIR, a folder on that disk, go together")
 
     @property
     def place(self) -> str:

@@ -16,7 +16,7 @@ from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_n
 from locret.heads.config import base_identity
 from locret.infer.infer_options import ModelOptions
 from locret.loading.options import BackboneSource, ScorerOptions
-from locret.loading.quantisation import label_of
+from locret.loading.weights import label_of
 from locret.scorers.chosen import check_matches
 from locret.train.training_options import BackboneOptions
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,15 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
-from locret import LongContextModel, RetainingHeads, RetentionCache, RetentionPolicy, generate, loading, prefill
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, loading, prefill
 from locret.backbone.adapters import describe
 from locret.heads.fingerprint import weight_fingerprint
 from locret.infer.infer_options import ModelOptions
-from locret.loading.plan import WeightPlan, plan_weights
+from locret.loading.weights import WeightPlan, plan_weights
 from locret.train.step import train_step
 
 TINY = "checkpoints/tiny"
@@ -114,50 +112,40 @@ def test_a_saved_config_whose_layers_differ_is_read_and_checked(tmp_path: Path) 
         loading.load_config(options)
 
 
-def test_a_context_over_weights_on_disk_is_the_one_over_the_whole_model() -> None:
-    mapped, plain = (
-        LongContextModel.from_pretrained(TINY, heads="checkpoints/tiny-heads", device_map=where)
-        for where in ({"": "disk"}, None)
-    )
-    text = "The pass key is 71432. Remember it. " + "The grass is green. " * 60
-    question = "What is the pass key?"
-    answers = [lm.read(text, progress=False).ask(question) for lm in (mapped, plain)]
-    assert answers[0] == answers[1]
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"load_in_4bit": True, "load_in_8bit": True}, "--load-in-4bit and --load-in-8bit exclude each other"),
         ({"load_in_8bit": True, "quantization_config": "{}"}, "--load-in-8bit and --quantization-config exclude"),
         ({"device_map": "auto", "device": "cpu"}, "--device cpu and --device-map exclude each other"),
-        ({"max_memory": {"cpu": "1GiB"}}, "--max-memory belongs to --device-map"),
-        ({"offload_folder": "x"}, "--offload-folder belongs to --device-map"),
+        ({"max_memory": {"cpu": "1GiB"}}, "--max-memory is for a --device-map that is made here"),
         ({"device_map": {"": "cpu"}, "max_memory": {"cpu": "1GiB"}}, "--max-memory is for a --device-map that is made"),
-        ({"device_map": {"": "cpu"}, "offload_folder": "x"}, "--offload-folder x would stay empty"),
-        ({"device_map": {"model.layers.9": "cpu", "": "cpu"}}, "names model.layers.9, which LlamaForCausalLM does not"),
-        ({"device_map": {"model.layers": "cpu"}}, "says nothing of 2 weights, such as model.embed_tokens.weight"),
+        (
+            {"device_map": {"model.layers.9": "cpu", "": "cpu"}},
+            "names 'model.layers.9', which is no module of LlamaForCausalLM",
+        ),
+        ({"device_map": {"model.layers": "cpu"}}, "does not give any device for .*model.embed_tokens.weight"),
         ({"device_map": {}}, "--device-map is empty"),
-        ({"device_map": {"": 7}}, "puts everything on 7, which is not here"),
-        ({"device_map": {"model": "meta", "lm_head": "cpu"}}, "puts model on meta, which is not here"),
-        ({"device_map": "everywhere"}, "--device-map everywhere is neither auto"),
+        ({"device_map": {"": 7}}, "names 7 for everything, which is not here"),
+        ({"device_map": {"model": "meta", "lm_head": "cpu"}}, "names 'meta' for model, which is not here"),
+        ({"device_map": "everywhere"}, "--device-map 'everywhere' is no file that is there, nor auto"),
         ({"device_map": "{'': 1"}, "is no JSON"),
-        ({"device_map": "auto", "max_memory": {"gpu": "1GiB"}}, "--max-memory names gpu"),
-        ({"device_map": "auto", "max_memory": {"cpu": "much"}}, "gives cpu much, which is no amount"),
-        ({"device_map": "auto", "max_memory": {"cpu": "infGiB"}}, "gives cpu infGiB, which is no amount"),
+        ({"device_map": "auto", "max_memory": {"gpu": "1GiB"}}, "names 'gpu' for memory"),
+        ({"device_map": "auto", "max_memory": {"cpu": "much"}}, "gives 'cpu' 'much'; write an amount"),
+        ({"device_map": "auto", "max_memory": {"cpu": "infGiB"}}, "gives 'cpu' 'infGiB'; write an amount"),
         ({"device_map": "auto", "max_memory": {}}, "--max-memory is empty"),
         ({"device_map": "auto", "max_memory": {"disk": "1GiB"}}, "--max-memory does not limit the disk"),
-        ({"device_map": "auto", "max_memory": {99: "1GiB"}}, "--max-memory names 99, which is not here"),
-        ({"device_map": "99"}, "puts everything on 99, which is not here"),
+        ({"device_map": "auto", "max_memory": {99: "1GiB"}}, "names 99 for memory, which is not here"),
+        ({"device_map": "99"}, "names '99' for everything, which is not here"),
         (
             {"device_map": {"model.norm.weight": "disk", "": "cpu"}},
-            "model.norm.weight, which is one weight of a module; name the whole module, model.norm$",
+            "names 'model.norm.weight', which is no module",
         ),
         (
             {"device_map": {"model.embed_tokens": "cpu", "": "disk"}},
-            "lm_head.weight on disk and model.embed_tokens.weight on cpu, which are one weight; give lm_head and",
+            "lm_head.weight on disk and model.embed_tokens.weight on cpu, which are one weight",
         ),
-        ({"quantization_config": "nowhere.json"}, "--quantization-config nowhere.json: there is no such file"),
+        ({"quantization_config": "nowhere.json"}, "--quantization-config 'nowhere.json' is no file that is there"),
         ({"quantization_config": {"bits": 4}}, "names no quant_method"),
         ({"quantization_config": {"quant_method": "nonsense"}}, "Unknown quantization type"),
         ({"quantization_config": {"quant_method": "vptq"}}, "needs the package vptq, .*run pip install vptq"),
@@ -175,45 +163,6 @@ def test_what_cannot_be_is_one_sentence_before_weights_are_read(
         assert "\n" not in str(caught.value)
 
 
-def pickled(folder: Path) -> str:
-    """Write the backbone in a form that is not read in place, so that weights on disk are copied first."""
-    load().save_pretrained(folder)
-    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    return str(folder)
-
-
-def test_weights_are_copied_to_a_room_of_their_own_that_goes_with_the_model(tmp_path: Path) -> None:
-    folder = tmp_path / "offloaded"
-    folder.mkdir()
-    (folder / "model.norm.weight.safetensors").write_text("somebody's")
-    places: dict[str, int | str] = {"model.embed_tokens": "cpu", "lm_head": "cpu", "": "disk"}
-    source = ModelOptions(model=pickled(tmp_path / "old"), device_map=places, offload_folder=str(folder))
-    model = loading.load_model(source, loading.load_config(source), CPU, torch.float32)
-    assert [path.is_dir() for path in sorted(folder.iterdir())] == [True, False]
-    ids = torch.arange(5, 45)[None]
-    assert torch.equal(model(ids).logits, load()(ids).logits)
-    del model
-    gc.collect()
-    assert [path.read_text() for path in folder.iterdir()] == ["somebody's"]
-
-
-def test_nothing_is_left_behind_where_weights_cannot_be_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("transformers.integrations.accelerate.save_file", full)
-    folder = tmp_path / "offloaded"
-    model = pickled(tmp_path / "old")
-    source = ModelOptions(model=model, device_map="disk", offload_folder=str(folder))
-    with pytest.raises(ValueError, match="No space left on device"):
-        loading.load_model(source, loading.load_config(source), CPU, torch.float32)
-    assert list(folder.iterdir()) == []
-    source = ModelOptions(model=model, device_map="disk", offload_folder=f"{model}/config.json")
-    with pytest.raises(ValueError, match=r"--offload-folder .* cannot be written to \(File exists\)"):
-        loading.load_model(source, loading.load_config(source), CPU, torch.float32)
-
-
 def test_several_processes_do_not_share_a_device_map(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="WORLD_SIZE=2 processes were started"):
@@ -223,7 +172,7 @@ def test_several_processes_do_not_share_a_device_map(monkeypatch: pytest.MonkeyP
 def test_a_backbone_that_was_quantised_otherwise_is_not_quantised_again(
     backbone_with: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("locret.loading.quantisation._require", lambda *_: None)
+    monkeypatch.setattr("locret.loading.weights._require", lambda *_: None)
     stored = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
     source = ModelOptions(model=backbone_with(quantization_config=stored), load_in_8bit=True)
     with pytest.raises(ValueError, match=r"quantised already \(bitsandbytes 4 bits, nf4\), and cannot .* 8 bits"):

@@ -21,8 +21,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, loading, prefill
 from locret.infer.infer_options import ModelOptions
-from locret.loading.plan import plan_weights
-from locret.loading.quantisation import label_of
+from locret.loading.weights import label_of, plan_weights
 from locret.train.step import train_step
 
 pytestmark = pytest.mark.engine

@@ -37,7 +37,7 @@ from locret import (
     scorers,
 )
 from locret.backbone.adapters import describe, ranks_of
-from locret.distributed import tensor_parallel
+from locret.distributed.shard import load_split
 from locret.heads.fingerprint import any_fingerprint, weight_fingerprint
 from locret.heads.shard import ShardedHeads, sharded
 from locret.labels import answer_labels
@@ -125,17 +125,12 @@ BLOCKS = {"scorer": "streaming", "budget": 128, "stabilizers": 0, "local_len": 1
 METHODS: dict[str, dict[str, Any]] = {
     "heads": {},
     "heads, at the end": {"when": "prompt_end"},
-    "heads, original positions": {"positions": "original"},
     "heads, bounded answer": {"decode_budget": 40, "decode_interval": 4},
-    "heads, pyramid": {"layer_budgets": "pyramid"},
-    "heads, growing": {"memory": "linear"},
     "heads, adaptive memory": {"memory": "adaptive"},
     "heads, decremental": {"memory": "sqrt", "decremental": True, "min_chunk": 16},
-    "heads, 4 bits": {"key_bits": 4, "value_bits": 4},
     "heads, 8 bits": {"key_bits": 8, "value_bits": 8, "exact_recent": 8},
     "heads, adaptive heads": {"head_budgets": "adaptive"},
     "heads, bounded host": {"host_budget": 64, "recall": 8},
-    "heads, host in codes": {"host_budget": "all", "recall": 8, "key_bits": 8, "value_bits": 8},
     "infllm": {**BLOCKS, "recall_by": "infllm"},
     "infllm, per head": {**BLOCKS, "recall_by": "infllm:per_head=true"},
 }
@@ -156,15 +151,8 @@ def walk(both: Both) -> Any:
     cases = {name: dict(case) for name, case in METHODS.items()}
     for name in scorers.names(bare=True):
         cases[f"scorer {name}"] = {"scorer": name}
-    cases["scorer nacl, official"] = {"scorer": "nacl:group=official,random_share=0.3"}
-    cases["scorer nacl, shared draws"] = {"scorer": "nacl:draws=shared,sampling=uniform"}
-    cases["scorer tova, answering"] = {"scorer": "tova", "decode_budget": 40, "decode_interval": 2}
     for name in sorted({*lookups.names()} - {"infllm"}):
         cases[f"lookup {name}"] = {"host_budget": "all", "recall": 16, "recall_by": name}
-    for selector in ("uniform", "exp", "raw"):
-        window = {} if selector == "raw" else {"local_len": 16}
-        spec = f"omnikv:selector={selector}"
-        cases[f"omnikv {selector}"] = {"host_budget": "all", "recall": 16, "recall_by": spec, **window}
     reading = {"positions": "original", "budget": 1, "stabilizers": 0, "local_len": 1, "host_budget": "all"}
     reading["scorer"] = "streaming:sinks=0"
     cases["omnikv, sparse reading"] = {**reading, "recall": 32, "recall_by": "omnikv:prefill=1"}
@@ -189,7 +177,7 @@ def _of_case(both: Both, case: dict[str, Any]) -> dict[str, Any]:
     return both.compare(None if name in (None, "retaining_heads") else scorers.get(name), **case)
 
 
-FAMILIES = ("llama-mha", "qwen3", "qwen3-moe", "gemma2", "gemma3", "granite", "phi3", "olmo3", "smollm3", "qwen3-next")
+FAMILIES = ("llama-mha", "qwen3-moe", "gemma3", "phi3", "qwen3-next")
 
 
 def backbones(both: Both) -> Any:
@@ -203,26 +191,6 @@ def backbones(both: Both) -> Any:
         heads, ids = RetainingHeads.for_model(whole, 16, seed=0), families.prompt(160)
         policy = {"budget": 24, "chunk_size": 40, "stabilizers": 4, "local_len": 4}
         found[name] = {"split": ranks_of(part) is not None, **compare(whole, part, heads, heads, ids, **policy)}
-    return found
-
-
-def rows(both: Both) -> Any:
-    """Read rows of different length together, and answer with beams."""
-    ids = torch.cat([tokens(300, 3), tokens(300, 4)])
-    mask = torch.ones_like(ids)
-    mask[1, :170] = 0
-    found: dict[str, Any] = {}
-    caches = [RetentionCache(model, both.heads, RetentionPolicy(**POLICY)) for model in (both.whole, both.part)]
-    logits = [
-        prefill(model, ids, cache, attention_mask=mask)
-        for model, cache in zip((both.whole, both.part), caches, strict=True)
-    ]
-    found["logits"] = float((logits[0] - logits[1]).abs().max())
-    found["kept"] = same_units(*caches)
-    found["beams"] = [
-        generate(model, cache=cache, max_new_tokens=NEW, num_beams=2).tolist()
-        for model, cache in zip((both.whole, both.part), caches, strict=True)
-    ]
     return found
 
 
@@ -310,9 +278,9 @@ def refusals(both: Both) -> Any:
         "broken heads": lambda: prefill(both.part, both.ids, RetentionCache(both.part, broken, policy)),
         "unknown scorer": lambda: RetentionCache(both.part, Strange(), policy),
         "no folder": lambda: save_cache(_read(both), FOLDER / "none" / "book.ctx"),
-        "one KV head": lambda: tensor_parallel.load(AutoConfig.from_pretrained(FOLDER / "llama-mqa"), _unread),
+        "one KV head": lambda: load_split(AutoConfig.from_pretrained(FOLDER / "llama-mqa"), _unread),
         "one KV head, loaded": lambda: describe(load(FOLDER / "llama-mqa", split=True)),
-        "no plan": lambda: tensor_parallel.load(GPT2Config(), _unread),
+        "no plan": lambda: load_split(GPT2Config(), _unread),
     }
     for name, act in tries.items():
         try:
@@ -333,7 +301,7 @@ def _unread(**_: Any) -> Any:
 
 
 CHECKS: dict[str, Callable[[Both], Any]] = {
-    check.__name__: check for check in (fingerprints, walk, backbones, rows, files, heads, refusals)
+    check.__name__: check for check in (fingerprints, walk, backbones, files, heads, refusals)
 }
 
 

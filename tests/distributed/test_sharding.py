@@ -1,12 +1,149 @@
-"""A backbone spread over two processes gives exactly what a whole one gives, however unequal their work is."""
+"""Two processes with a part of the backbone each leave what one process with the whole leaves, to the last bit."""
 
 from __future__ import annotations
 
+import json
+import os
+import random
+import re
+import signal
+import time
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
 import pytest
-from launches import assert_equal_to_one_process, found
+import torch
+from launches import ROOT, alone, done, finish, found, start
+from safetensors.torch import load_file
 
 pytestmark = pytest.mark.slow
+MODEL = ("--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads")
+TRAIN, EVAL, INFER = "locret.train.command", "locret.infer.evaluation.command", "locret.infer.command"
+TIMES = ("prefill_seconds", "decode_seconds")
 
 
-def test_slices_of_a_backbone_do_what_the_whole_does() -> None:
-    assert_equal_to_one_process(found("fsdp"))
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return rows whose lengths, and so numbers of chunks, differ by much."""
+    draw, path = random.Random(0), tmp_path_factory.mktemp("rows") / "rows.json"
+    words = ["the", "grass", "is", "green", "and", "sky", "blue", "sun", "yellow"]
+    texts = [" ".join(draw.choice(words) for _ in range(20 + 90 * (n % 3))) for n in range(10)]
+    made = [{"instruction": f"The key is {n}77. {t} The key?", "output": f"{n}77"} for n, t in enumerate(texts)]
+    path.write_text(json.dumps(made))
+    return path
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """Return a pass key in as much text as a test takes."""
+    whole, path = (ROOT / "recipes/infer/pass_key.txt").read_text(), tmp_path / "pass_key.txt"
+    key = whole.index("pass key")
+    path.write_text(whole[:1500] + whole[key - 300 : key + 600])
+    return path
+
+
+@pytest.mark.parametrize("shard", ["fsdp", pytest.param("zero3", marks=pytest.mark.engine)])
+def test_parts_of_a_backbone_do_what_the_whole_does(shard: str) -> None:
+    if shard == "zero3" and find_spec("deepspeed") is None:
+        pytest.skip("deepspeed is not installed")
+    checks = found(shard, DS_ACCELERATOR="cpu")
+    assert all(0.49 < share < 0.52 for share in checks.pop("share"))
+    assert all(value in (0.0, True) for values in checks.values() for value in values), checks
+    assert set(checks) >= {"train_step", "prefill", "generate", "alone"}
+
+
+def test_training_leaves_the_heads_of_one_process(rows: Path, tmp_path: Path) -> None:
+    line = (
+        TRAIN,
+        *MODEL[:2],
+        "--dataset",
+        rows,
+        "--steps",
+        3,
+        "--warmup-steps",
+        1,
+        "--hidden-dim",
+        16,
+        "--log-every",
+        1,
+    )
+    line = (*line, "--eval-rows", 3, "--eval-every", 2, "--policy.budget=48", "--policy.chunk_size=64")  # an odd number
+    alone(*line, "--gradient-accumulation", 2, "--output", tmp_path / "one")
+    done("-m", *line, "--shard", "fsdp", "--output", tmp_path / "two")
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("one", "two"))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("one", "two")]
+    assert configs[0]["base_weights"] == configs[1]["base_weights"] is not None
+
+
+@pytest.mark.parametrize("shard", ["fsdp", "tp"])
+def test_an_evaluation_an_answer_and_a_context_are_those_of_one_process(shard: str, tmp_path: Path, text: Path) -> None:
+    line: tuple[Any, ...] = (EVAL, *MODEL, "--methods", "full,locret", "--tasks", "passkey", "--lengths", "200,500")
+    line = (*line, "--samples", 2, "--budget", 64, "--chunk-size", 64, "--stabilizers", 16, "--figures", "none")
+    alone(*line, "--output", tmp_path / "one")
+    table = done("-m", *line, "--output", tmp_path / "two", "--shard", shard)
+    assert table.count("| method |") == 1
+    records = [(tmp_path / name / "samples.jsonl").read_text().splitlines() for name in ("one", "two")]
+    one, two = ([{k: v for k, v in json.loads(r).items() if k not in TIMES} for r in lines] for lines in records)
+    assert len(one) == 8
+    for ours, theirs in zip(one, two, strict=True):
+        different = {key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)}
+        assert different == ({"cache_bytes", "peak_bytes", "kv_ranks"} if shard == "tp" else set())
+        assert shard == "fsdp" or ours["cache_bytes"] == 2 * theirs["cache_bytes"]
+    ask: tuple[Any, ...] = (INFER, *MODEL, "--question", "What is the pass key?", "--max-new-tokens", 12)
+    ask = (*ask, "--device", "cpu")
+    read = (*ask, "--prompt-file", text, "--budget", 64, "--chunk-size", 128)
+    saved = [tmp_path / "one.ctx", tmp_path / "two.ctx"] if shard == "tp" else [None, None]
+    more = [("--save-context", path) if path else () for path in saved]
+    assert alone(*read, *more[0]) == done("-m", *read, *more[1], "--shard", shard)
+    if shard == "tp":
+        asked = [alone(*ask, "--context", path) for path in saved]
+        assert asked[0] == asked[1] == done("-m", *ask, "--context", saved[0], "--shard", shard)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_dies_ends_the_other_with_one_sentence(victim: int, rows: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    line = ("-m", TRAIN, *MODEL[:2], "--dataset", rows, "--output", out, "--steps", 10000, "--hidden-dim", 16)
+    running = start(*line, "--warmup-steps", 1, "--log-every", 1, "--shard", "fsdp")
+    try:
+        deadline, log = time.monotonic() + 120, out / "log.jsonl"
+        # Once there is a record, both processes save what they have when a launcher interrupts them.
+        while time.monotonic() < deadline and not (log.is_file() and log.stat().st_size) and running.poll() is None:
+            time.sleep(0.1)
+        assert log.stat().st_size
+        children = [one for one in psutil.Process(running.pid).children() if TRAIN in one.cmdline()]
+        os.kill({one.environ()["RANK"]: one for one in children}[str(victim)].pid, signal.SIGKILL)
+        killed = time.monotonic()
+        code, _, err = finish(running, 60)
+        assert time.monotonic() - killed < 60
+        assert code != 0
+        said = f"locret-train: process {victim} of 2 has ended early; --resume goes on from the last checkpoint"
+        # Where torchrun sees the death before the other process waits for the dead one, it ends that one, which leaves
+        # the line to process 0 and the death to torchrun's own report.
+        ended = re.search(rf"rank +: {1 - victim} .*\n +exitcode +: 143 ", err) is not None
+        assert err.count(said) == (not ended), err[-3000:]
+        assert 'train/command.py", line' not in err
+    finally:
+        running.terminate()
+
+
+def test_what_cannot_be_is_one_sentence(rows: Path, tmp_path: Path, text: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\nfrom locret.cli.command import run\nfrom locret.train.command import command\n"
+        "run(command, [*sys.argv[1:], '--alpha', '0.' + os.environ['RANK']], prog='locret-train')\n"
+    )
+    line = (program, *MODEL[:2], "--dataset", rows, "--output", tmp_path / "out", "--shard", "fsdp")
+    code, _, err = finish(start(*line))
+    assert code != 0
+    assert err.count("--alpha is 0.0 in process 0 and 0.1 in process 1; start all processes with the same options") == 1
+    assert not (tmp_path / "out").exists()
+    ask = ("-m", INFER, *MODEL, "--prompt-file", text, "--question", "?", "--budget", 128)
+    code, out, err = finish(start(*ask, "--head-budgets", "adaptive", "--shard", "tp"))
+    assert (code != 0, out) == (True, "")
+    said = [line for line in err.splitlines() if line.startswith("locret-infer: ")]
+    assert said
+    assert all("head" in line and "adaptive" in line for line in said)

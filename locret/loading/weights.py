@@ -1,0 +1,524 @@
+"""How a backbone's weights come into memory: in which numbers, on which devices, and how many bytes that takes.
+
+Counted on the meta device, with the quantiser's own modules, before a weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from locret.backbone.adapters import find_decoder
+from locret.base.fields import shown
+from locret.base.files import read_json
+from locret.loading.options import MAPS, BackboneSource, WeightOptions
+
+DISK, HOST = "disk", "cpu"
+_PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+_PACKAGES = {
+    **{name: name for name in ("bitsandbytes", "torchao", "hqq", "vptq", "auto-round")},
+    **{"quanto": "optimum-quanto", "gptq": "gptqmodel", "awq": "gptqmodel"},
+}
+"""What pip calls the package of a method; of others transformers itself says what is missing."""
+_BLOCK, _NESTED = 64, 256
+"""Weights that share a scale in bitsandbytes' four bits, and scales that share one where they are quantised again."""
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """Bytes of weights by place, and the device map that puts them there."""
+
+    places: dict[str, int]
+    """Bytes by device, such as cuda:0, and on "cpu" and "disk"."""
+    gathered: int
+    """The most that is brought to the device at once of what is elsewhere, or unpacked for one product."""
+    device_map: dict[str, int | str] | None
+    label: str | None
+    """What the weights are quantised with."""
+
+    def on(self, device: torch.device) -> int:
+        """Return the bytes on a device, with room for what is brought there and unpacked."""
+        return self.places.get(name_of(device), 0) + self.gathered
+
+    @property
+    def total(self) -> int:
+        """All bytes, wherever they are."""
+        return sum(self.places.values())
+
+    def elsewhere(self, device: torch.device) -> dict[str, int]:
+        """Return the bytes by place, without those on a device."""
+        return {place: count for place, count in self.places.items() if place != name_of(device)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data."""
+        return {**self.places, **({} if self.label is None else {"quantisation": self.label})}
+
+
+def name_of(device: torch.device) -> str:
+    """Return the name of a device in plans; the first accelerator is the one without a number."""
+    return f"{device.type}:{device.index or 0}" if device.type == "cuda" else device.type
+
+
+def sketch_of(config: Any, dtype: torch.dtype | None = None, *, trust_remote_code: bool = False) -> nn.Module:
+    """Return a backbone without weights, on the meta device; without a dtype, in that of its config."""
+    from transformers import AutoModelForCausalLM
+
+    own = {} if dtype is None else {"dtype": dtype}  # None is PyTorch's default to transformers, and changes the config
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code, **own)
+    return model
+
+
+def plan_weights(
+    source: WeightOptions, config: Any, device: torch.device, dtype: torch.dtype, sketch: nn.Module | None = None
+) -> WeightPlan:
+    """Return where the weights of a backbone will be, and how many bytes they take there.
+
+    Args:
+        source: The options.
+        config: The backbone's.
+        device: Where it runs.
+        dtype: Type of weights that are not quantised.
+        sketch: What `sketch_of` returned; it is changed into what the quantiser makes of it.
+
+    Raises:
+        ValueError: If the options do not go together, or with the backbone.
+    """
+    if sketch is None:
+        sketch = sketch_of(config, dtype, trust_remote_code=getattr(source, "trust_remote_code", False))
+    if (shard := getattr(source, "shard", None)) is not None:
+        return _sharded(sketch, dtype.itemsize, shard, getattr(source, "shard_offload", None), device)
+    wanted = quantisation_of(source, dtype)
+    quantiser = _quantiser(sketch, config, wanted, dtype, device_map_of(source))
+    device_map = _resolved(sketch, source, quantiser)
+    main = device if device_map is None else main_device(device_map) or device
+    places: dict[str, int] = defaultdict(int)
+    leaves: dict[str, int] = defaultdict(int)
+    for name, count in _sizes(sketch, quantiser):
+        place = name_of(device) if device_map is None else _planned_place(name, device_map)
+        places[place] += count
+        if device_map is not None and place in (HOST, DISK) and place != name_of(main):
+            leaves[name.rpartition(".")[0]] += count
+    gathered = max(max(leaves.values(), default=0), _unpacked(sketch, quantiser, dtype))
+    label = label_of(config) if wanted is None else label_of_way(wanted)
+    return WeightPlan(dict(places), gathered, device_map, label)
+
+
+def _planned_place(weight: str, device_map: Mapping[str, int | str]) -> str:
+    place = _place_of(weight, device_map)
+    assert place is not None  # `_resolved` has seen to it
+    return DISK if place == DISK else name_of(as_device(place))
+
+
+def _sizes(sketch: nn.Module, quantiser: Any) -> Iterator[tuple[str, int]]:
+    """Yield every weight and saved buffer with its bytes, as they will be loaded."""
+    saved = sketch.state_dict(keep_vars=True)
+    tensors: dict[str, Tensor] = dict(sketch.named_parameters())
+    tensors |= {name: tensor for name, tensor in sketch.named_buffers() if name in saved}
+    for name, tensor in tensors.items():
+        if quantiser is None:
+            yield name, tensor.nbytes
+        else:
+            size = quantiser.param_element_size(sketch, name, tensor)
+            yield name, int(tensor.numel() * size) + _scales(sketch, name, tensor, quantiser)
+
+
+def _scales(sketch: nn.Module, name: str, weight: Tensor, quantiser: Any) -> int:
+    """Return the bytes of the scales that bitsandbytes keeps beside a weight; those of others are in its rows."""
+    if not quantiser.param_needs_quantization(sketch, name):
+        return 0
+    config = quantiser.quantization_config
+    if getattr(config, "load_in_4bit", False):
+        scales = -(-weight.numel() // _BLOCK)
+        if not config.bnb_4bit_use_double_quant:
+            return 4 * scales + 16 * 4  # and the table of the sixteen values
+        return scales + 4 * (-(-scales // _NESTED)) + 16 * 4 + 256 * 4 + 4
+    rows = weight.shape[0] if weight.ndim > 1 else 0
+    return 4 * rows if getattr(config, "load_in_8bit", False) else weight.element_size() * rows
+
+
+def _unpacked(sketch: nn.Module, quantiser: Any, dtype: torch.dtype) -> int:
+    """Return the bytes of the largest weight of less than a byte, which is unpacked before it is multiplied."""
+    if quantiser is None:
+        return 0
+    sizes = ((weight, quantiser.param_element_size(sketch, name, weight)) for name, weight in sketch.named_parameters())
+    return max((weight.numel() * dtype.itemsize for weight, size in sizes if size < 1), default=0)
+
+
+# -- several processes ------------------------------------------------------------------------------------------------
+
+
+def _sharded(model: nn.Module, size: int, shard: str, offload: str | None, device: torch.device) -> WeightPlan:
+    """Return the plan of one process of several that hold a part each."""
+    ranks, weights = int(os.environ.get("WORLD_SIZE", "1")), list(model.parameters())
+    if shard == "tp":
+        return WeightPlan({name_of(device): size * _split(model, ranks)}, 0, None, None)
+    rows = ((weight.shape[0] if weight.ndim else 1, weight.numel()) for weight in weights)
+    own = size * sum(-(-count // ranks) * (numbers // count) for count, numbers in rows)
+    # What comes together at once: the layer that runs, and what comes before or after it.
+    decoder, embedding = find_decoder(model), model.get_input_embeddings()  # type: ignore[operator]
+    behind = [part for part in decoder.children() if part is not decoder.layers and part is not embedding]
+    output = model.get_output_embeddings()  # type: ignore[operator]
+    layer = max(map(_numbers, decoder.layers))
+    gathered = layer + max(layer, _numbers(embedding), sum(map(_numbers, [output, *behind])))
+    place = {None: name_of(device), "cpu": HOST, "nvme": DISK}[offload]
+    return WeightPlan({place: own}, size * gathered, None, None)
+
+
+def _numbers(module: nn.Module | None) -> int:
+    return 0 if module is None else sum(weight.numel() for weight in module.parameters())
+
+
+def _split(model: nn.Module, ranks: int) -> int:
+    """Return the numbers of one process of `ranks` under transformers' tensor-parallel plan."""
+    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
+    total = 0
+    for name, weight in model.named_parameters():
+        module, _, own = re.sub(r"\.\d+\.", ".*.", name).rpartition(".")
+        style = plan.get(f"{module}.{own}", plan.get(module, ""))
+        across = any(part in style for part in ("colwise", "rowwise", "moe_tp_experts"))
+        divides = across and not ("rowwise" in style and weight.ndim == 1)
+        total += -(-weight.numel() // ranks) if divides else weight.numel()
+    return total
+
+
+# -- devices ----------------------------------------------------------------------------------------------------------
+
+
+def device_map_of(source: WeightOptions) -> str | dict[str, int | str] | None:
+    """Return the device map that is asked for: the name of one, or a mapping; None for one device.
+
+    Raises:
+        ValueError: If it cannot be read, names a device that is not here, or several processes would share it.
+    """
+    given: Any = source.device_map
+    if given is None:
+        return None
+    for name in _PROCESSES:
+        if os.environ.get(name, "1").isdigit() and int(os.environ.get(name, "1")) > 1:
+            raise ValueError(
+                f"--device-map spreads one process's weights, but {name}={os.environ[name]} processes were started, "
+                "each of which would take all devices; start one, or drop it"
+            )
+    if isinstance(given, str) and (given in MAPS or _is_device(given)):
+        return given if given in MAPS else {"": _place("everything", given)}
+    given = _mapping("--device-map", given)
+    if not given:
+        raise ValueError("--device-map is empty; give a name such as auto, or a mapping of modules to devices")
+    return {name: _place(name or "everything", place) for name, place in given.items()}
+
+
+def _is_device(text: str) -> bool:
+    return text in (HOST, DISK) or text.isdigit() or re.fullmatch(r"(cuda|mps)(:\d+)?", text) is not None
+
+
+def _place(what: str, given: Any) -> int | str:
+    """Return a device of this machine as transformers takes it: a number of an accelerator, "cpu" or "disk"."""
+    text = str(given).removeprefix("cuda:")
+    if text in (HOST, DISK):
+        return text
+    counts = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available())}
+    number = int(text) if text.isdigit() else 0
+    kind = "cuda" if text.isdigit() or text == "cuda" else text
+    if isinstance(given, bool) or number >= counts.get(kind, 0):
+        raise ValueError(
+            f"--device-map or --max-memory names {shown(given)} for {what}, which is not here; PyTorch sees "
+            f"{counts['cuda']} cuda devices, cpu and disk"
+        )
+    return kind if kind == "mps" else number
+
+
+def main_device(device_map: str | Mapping[str, int | str]) -> torch.device | None:
+    """Return where a backbone under a device map begins to compute; None where transformers chooses."""
+    if isinstance(device_map, str):
+        return None
+    return as_device(next((place for place in device_map.values() if place not in (HOST, DISK)), HOST))
+
+
+def as_device(place: int | str) -> torch.device:
+    """Return the device that a place of a device map computes on; what is on disk is computed on by others."""
+    return torch.device("cuda", place) if isinstance(place, int) else torch.device(HOST if place == DISK else place)
+
+
+def _most_memory(source: WeightOptions) -> dict[int | str, int] | None:
+    """Return the bytes that each place may hold, as `--max-memory` says."""
+    from accelerate.utils import convert_file_size_to_int
+
+    if source.max_memory is None:
+        return None
+    found: dict[int | str, int] = {}
+    for place, amount in source.max_memory.items():
+        if str(place) == DISK:
+            raise ValueError("--max-memory does not limit the disk, which takes all that is left; drop disk from it")
+        size = -1
+        with suppress(ValueError, OverflowError):
+            size = int(amount) if str(amount).isdigit() else convert_file_size_to_int(str(amount))
+        if size < 0:
+            raise ValueError(f"--max-memory gives {shown(place)} {shown(amount)}; write an amount such as 20GiB")
+        found[_place("memory", place)] = size
+    if not found:
+        raise ValueError("--max-memory is empty; write such as {0: 20GiB, cpu: 60GiB}, or drop it")
+    return found
+
+
+def _resolved(sketch: nn.Module, source: WeightOptions, quantiser: Any) -> dict[str, int | str] | None:
+    """Return the device of every module, of what is asked for and the backbone's modules; None for one device.
+
+    Raises:
+        ValueError: If the map names modules that the backbone lacks, leaves some out, or the quantiser objects.
+    """
+    asked = device_map_of(source)
+    if asked is None:
+        return None
+    try:
+        if isinstance(asked, str):
+            from transformers.integrations.accelerate import _get_device_map as made  # private: none is public
+
+            made_map: dict[str, Any] = made(sketch, asked, _most_memory(source), quantiser)
+            found = {name: at.index or 0 if isinstance(at, torch.device) else at for name, at in made_map.items()}
+        else:
+            _check_modules(sketch, asked)
+            found = _apart(sketch, asked)
+        if quantiser is not None:
+            quantiser.validate_environment(device_map=found)
+    except (ValueError, ImportError, RuntimeError) as error:
+        why = first_sentence(error)
+        raise ValueError(why if why.startswith("--") else f"--device-map {shown(source.device_map)}: {why}") from error
+    return found
+
+
+def _check_modules(sketch: nn.Module, device_map: Mapping[str, int | str]) -> None:
+    from accelerate.utils import check_device_map
+
+    modules = {name for name, _ in sketch.named_modules()}
+    if unknown := [name for name in device_map if name not in modules]:
+        there = ", ".join(sorted(name for name, _ in sketch.named_children()))
+        raise ValueError(
+            f"--device-map names {shown(unknown[0])}, which is no module of {type(sketch).__name__}; its modules begin "
+            f"with {there}"
+        )
+    check_device_map(sketch, dict(device_map))
+    for name, source in getattr(sketch, "all_tied_weights_keys", {}).items():
+        places = [_place_of(weight, device_map) for weight in (name, source)]
+        if DISK in places and places[0] != places[1]:
+            raise ValueError(
+                f"--device-map puts {name} on {places[0]} and {source} on {places[1]}, which are one weight; give "
+                "their modules the same place"
+            )
+
+
+def _apart(module: nn.Module, asked: Mapping[str, int | str], name: str = "", outer: Any = None) -> dict[str, Any]:
+    """Return a map in which no module is within another: hooks of an outer one would take what an inner one holds."""
+    place = asked.get(name, outer)
+    if not any(inner != name and f"{inner}.".startswith(f"{name}." if name else "") for inner in asked):
+        return {} if place is None else {name: place}
+    found: dict[str, Any] = {}
+    for child, part in module.named_children():
+        found |= _apart(part, asked, f"{name}.{child}" if name else child, place)
+    return found
+
+
+def _place_of(weight: str, device_map: Mapping[str, int | str]) -> int | str | None:
+    """Return the place of a weight: that of the innermost module which a device map names; None if it names none."""
+    module = weight
+    while module and module not in device_map:
+        module = module.rpartition(".")[0]
+    return device_map.get(module)
+
+
+# -- quantisation -----------------------------------------------------------------------------------------------------
+
+
+def quantisation_of(source: WeightOptions, dtype: torch.dtype | None = None) -> Any:
+    """Return transformers' quantisation config of what is asked for; None if the weights are taken as they are.
+
+    Args:
+        source: The options.
+        dtype: What products are computed in.
+
+    Raises:
+        ValueError: If it cannot be read, or names no method of transformers.
+    """
+    if source.load_in_8bit or source.load_in_4bit:
+        from transformers import BitsAndBytesConfig
+
+        if source.load_in_8bit:
+            return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype or torch.float32,
+        )
+    given: Any = source.quantization_config
+    if given is None or hasattr(given, "quant_method"):  # made in Python
+        return given
+    values = _mapping("--quantization-config", given)
+    values = values.get("quantization_config", values)  # a whole config.json, say
+    flag, method = f"--quantization-config {shown(given)}", method_of(values)
+    if method == "unknown":
+        raise ValueError(f'{flag} names no quant_method; add one, such as "quant_method": "torchao"')
+    _require(method, flag)
+    known = {
+        name: value.removeprefix("torch.") if "dtype" in name and isinstance(value, str) else value
+        for name, value in values.items()
+    }
+    from transformers.quantizers import AutoQuantizationConfig
+
+    try:
+        return AutoQuantizationConfig.from_dict(known)
+    except Exception as error:  # each method checks its settings in its own way
+        why = first_sentence(error) or type(error).__name__
+        raise ValueError(f"{flag} cannot be used ({why}); check it against transformers' documentation") from error
+
+
+def check_quantisation(source: BackboneSource, config: Any) -> None:
+    """Refuse what transformers could not load, as far as the backbone's config tells, before weights are touched.
+
+    Raises:
+        ValueError: If a package is missing, or the backbone has been quantised in another way.
+    """
+    stored, wanted = _stored(config), quantisation_of(source)
+    flag = next(iter(source.quantising()), "")
+    if stored is not None:
+        _require(method_of(stored), f"--model {source.model}")
+    if wanted is None:
+        return
+    if (method_of(wanted) == "gguf") != (source.gguf is not None):
+        kind = "a GGUF file, which only quant_method gguf" if source.gguf else "no GGUF file, as quant_method gguf"
+        raise ValueError(f"{flag}: --model {source.model} is {kind} is for; drop {flag}")
+    _require(method_of(wanted), flag)
+    if stored is not None and label_of_way(stored) != label_of_way(wanted):
+        raise ValueError(
+            f"{flag}: --model {source.model} is quantised already ({label_of_way(stored)}), and cannot be quantised "
+            f"again ({label_of_way(wanted)}); drop {flag}, or give the backbone that it was made from"
+        )
+
+
+def check_blocks(source: WeightOptions, model: nn.Module) -> None:
+    """Refuse a GGUF file whose blocks were to be kept and were not: transformers decides, by architecture and device.
+
+    Raises:
+        ValueError: With the way out.
+    """
+    if all(weight.dtype.is_floating_point for weight in model.parameters()):
+        raise ValueError(
+            f"--quantization-config: transformers cannot keep the blocks of {source.gguf} here (it has products for a "
+            "few architectures, with the package kernels, on some devices); drop it for plain weights"
+        )
+
+
+def _quantiser(sketch: nn.Module, config: Any, wanted: Any, dtype: torch.dtype, device_map: Any) -> Any:
+    """Return transformers' quantiser after it has put its modules into the sketch; None where nothing is quantised."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    stored = _stored(config)
+    if stored is None and wanted is None:
+        return None
+    try:
+        if stored is not None:
+            wanted = AutoHfQuantizer.merge_quantization_configs(stored, None)
+        quantiser = AutoHfQuantizer.from_config(wanted, pre_quantized=stored is not None)
+        quantiser.validate_environment(device_map=device_map)
+        quantiser.update_dtype(dtype)
+        with torch.device("meta"):
+            quantiser.preprocess_model(model=sketch, dtype=dtype, device_map=device_map, checkpoint_files=None)
+    # Every method has its own checks.
+    except (ValueError, ImportError, RuntimeError, TypeError, AttributeError) as error:
+        why = first_sentence(error)
+        raise ValueError(f"the weights cannot be {label_of_way(wanted)} here: {why}") from error
+    return quantiser
+
+
+def _stored(config: Any) -> Any:
+    """Return the quantisation config that a backbone was saved with, as it was written; None without one."""
+    found = getattr(config, "quantization_config", None)
+    return found or getattr(config.get_text_config(), "quantization_config", None)
+
+
+def method_of(config: Any) -> str:
+    """Return the name of a method, as transformers spells it."""
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    own = "bitsandbytes" if values.get("load_in_4bit") or values.get("load_in_8bit") else "unknown"
+    method = values.get("quant_method") or own
+    return str(getattr(method, "value", method))
+
+
+def label_of_way(config: Any) -> str:
+    """Return how a quantisation config is named in records: the method, and what makes its numbers."""
+    values = config if isinstance(config, Mapping) else config.to_dict()
+    method = method_of(config)
+    if method == "bitsandbytes":
+        kind = f"4 bits, {values.get('bnb_4bit_quant_type', 'fp4')}" if values.get("load_in_4bit") else "8 bits"
+        return f"{method} {kind}"
+    named = []
+    for kind in (values.get(name) for name in ("bits", "nbits", "weights", "quant_type", "fmt")):
+        inner = kind.get("default", kind) if isinstance(kind, Mapping) else kind  # torchao nests its types
+        inner = inner.get("_type", "") if isinstance(inner, Mapping) else inner
+        if kind is not None:
+            named.append(str(inner) if isinstance(inner, str | int) else type(inner).__name__)
+    return " ".join([method, *named])
+
+
+def label_of(model_or_config: Any) -> str | None:
+    """Return the label of what a loaded backbone, or its config, is quantised with; None if it is not.
+
+    Weights that were made whole again while they were loaded count as not quantised.
+    """
+    stored = _stored(getattr(model_or_config, "config", model_or_config))
+    if stored is None or getattr(stored, "dequantize", False):
+        return None
+    return label_of_way(stored)
+
+
+def _require(method: str, flag: str) -> None:
+    package = _PACKAGES.get(method)
+    try:
+        version(package or "torch")
+    except PackageNotFoundError:
+        raise ValueError(
+            f"{flag} needs the package {package}, which is not installed; run pip install {package}"
+        ) from None
+
+
+# -- what both share --------------------------------------------------------------------------------------------------
+
+
+def _mapping(flag: str, given: Any) -> Mapping[str, Any]:
+    """Return what is given as a mapping, as JSON or as a JSON file.
+
+    Raises:
+        ValueError: If it is none of these.
+    """
+    if isinstance(given, str):
+        text = given.strip()
+        path = Path(os.path.expanduser(text))
+        if text.startswith("{"):
+            try:
+                given = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{flag} {shown(text)} is no JSON ({error})") from None
+        elif path.is_file():
+            given = read_json(path, f"what {flag} takes")
+        else:
+            maps = f", nor {', '.join(MAPS)} or a device" if flag == "--device-map" else ""
+            raise ValueError(f"{flag} {shown(text)} is no file that is there{maps}; give one, or JSON")
+    if not isinstance(given, Mapping):
+        raise ValueError(f"{flag} {shown(given)} has no names; give a mapping")
+    return given
+
+
+def first_sentence(error: BaseException) -> str:
+    """Return the first sentence of a message of many."""
+    return re.split(r"(?<=[a-z\])'\"])\. ", " ".join(str(error).split()))[0].rstrip(".")[:400]
