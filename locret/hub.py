@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,8 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, errors, get_to
 
 from locret.publish_options import RepositoryOptions
 
+CARD = "README.md"
+_STAMP = re.compile(r"\n?<!-- locret wrote what is above \(([0-9a-f]{16})\); what stands below stays -->\n")
 _NO_HEADS = (
     "has no config.json or model.safetensors, so it does not hold retaining heads; give a repository that locret-push "
     "made"
@@ -20,6 +24,8 @@ _NO_HEADS = (
 def upload(options: RepositoryOptions, contents: Mapping[str, Path | bytes]) -> dict[str, Any]:
     """Put files into a repository, in one commit; for a dry run only list them.
 
+    A card that is there keeps what somebody has written below ours; one that was edited otherwise is not replaced.
+
     Args:
         options: Which repository, and how. Token and endpoint come from HF_TOKEN and HF_ENDPOINT, as for any Hub tool.
         contents: The files by their names in the repository.
@@ -28,7 +34,7 @@ def upload(options: RepositoryOptions, contents: Mapping[str, Path | bytes]) -> 
         A record with `repo`, `url`, `commit` (None for a dry run) and `files`, a list of `path` and `bytes`.
 
     Raises:
-        ValueError: If the Hub refuses a name or a file.
+        ValueError: If the Hub refuses a name or a file, or its card has been edited.
         OSError: If the Hub refuses or cannot be reached.
     """
     url = f"{constants.ENDPOINT}/{options.repo}" + (f"/tree/{options.revision}" if options.revision else "")
@@ -38,20 +44,64 @@ def upload(options: RepositoryOptions, contents: Mapping[str, Path | bytes]) -> 
         return record
     if get_token() is None:
         raise no_token("push to", options.repo)
-    api = HfApi()
+    api, revision = HfApi(), options.revision
     with one_sentence("push to", options.repo):
         # None leaves the default of the organisation, which may be private.
         api.create_repo(options.repo, private=options.private or None, exist_ok=True)
-        if options.revision not in (None, "main"):
-            api.create_branch(options.repo, branch=options.revision, exist_ok=True)
+        if revision not in (None, "main"):
+            api.create_branch(options.repo, branch=revision, exist_ok=True)
+        # Whoever commits in between makes the Hub refuse this commit.
+        parent = api.repo_info(options.repo, revision=revision).sha
+        if CARD in contents:
+            theirs = None
+            if api.file_exists(options.repo, CARD, revision=parent):
+                file = Path(api.hf_hub_download(options.repo, CARD, revision=parent))
+                theirs = file.read_text(encoding="utf-8", errors="replace")
+            ours = contents[CARD]
+            text = ours.decode() if isinstance(ours, bytes) else ours.read_text(encoding="utf-8")
+            contents = {**contents, CARD: merged_card(text, theirs, options.repo).encode()}
         commit = api.create_commit(
             options.repo,
             [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in contents.items()],
             commit_message=options.commit_message,
-            revision=options.revision,
+            revision=revision,
             create_pr=options.create_pr,
+            parent_commit=parent,
         )
     return {**record, "url": commit.pr_url or url, "commit": commit.oid}
+
+
+def merged_card(ours: str, theirs: str | None, repo: str) -> str:
+    """Return a card with a stamp that tells whether it is as we wrote it, and below it what others have added.
+
+    Args:
+        ours: The card to publish; a stamp in it counts for nothing.
+        theirs: The card that is there.
+        repo: For the message.
+
+    Raises:
+        ValueError: If the card that is there was edited above its stamp, and is not this one.
+    """
+    above, _, below = _parted(ours)
+    if theirs is not None:
+        text, stamp, added = _parted(theirs)
+        if stamp != _digest(text) and text != above:
+            raise ValueError(
+                f"the card of {repo} was edited on the Hub, or is of an earlier release; take it over as {CARD} of the "
+                "folder, whose text is kept, or delete it on the Hub"
+            )
+        below = below or added
+    return f"{above}\n<!-- locret wrote what is above ({_digest(above)}); what stands below stays -->\n{below}"
+
+
+def _parted(card: str) -> tuple[str, str | None, str]:
+    """Return what stands above the stamp of a card, the stamp, and what stands below."""
+    found = _STAMP.search(card)
+    return (card[: found.start()], found[1], card[found.end() :]) if found else (card, None, "")
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.strip().encode()).hexdigest()[:16]
 
 
 def _size(content: Path | bytes) -> int:
@@ -72,22 +122,32 @@ def one_sentence(action: str, repo: str, *, what: str = "folder", lacks: str = _
         ValueError: If the name is not a repository's, or nothing is there to load.
         OSError: If the Hub refuses (PermissionError), cannot be reached (ConnectionError) or fails.
     """
+    cannot = f"cannot {action} {repo}"
     try:
         yield
     except errors.HFValidationError:
         raise ValueError(
             f"'{repo}' is not a repository name; use org/name with letters, digits, '-', '_' and '.'"
         ) from None
-    except (errors.LocalTokenNotFoundError, errors.OfflineModeIsEnabled, errors.EntryNotFoundError) as error:
-        raise _local_problem(error, action, repo, what, lacks) from error
+    except errors.LocalTokenNotFoundError as error:
+        raise no_token(action, repo) from error
+    except errors.OfflineModeIsEnabled as error:
+        raise ConnectionError(f"{cannot} while HF_HUB_OFFLINE is set; unset it, or give a local {what}") from error
+    except errors.LocalEntryNotFoundError as error:
+        raise ConnectionError(
+            f"{cannot}: it is neither a {what} here nor in the download cache, and the Hub at {constants.ENDPOINT} was "
+            "not reached; check the name and the connection"
+        ) from error
+    except errors.EntryNotFoundError as error:
+        raise ValueError(f"{repo} on the Hub {lacks}") from error
     # httpx raises its own family for connections, and the upload threads wrap whatever they meet in a RuntimeError.
     except (errors.HTTPError, RuntimeError) as error:  # type: ignore[attr-defined]
         cause = error.__cause__ if isinstance(error, RuntimeError) else error
         if not isinstance(cause, errors.HTTPError):  # type: ignore[attr-defined]
             raise
-        raise _refusal(cause, action, repo, what) from error
+        raise _refusal(cause, action, cannot, what) from error
     except ValueError as error:  # such as a model card that the Hub refuses, with its reasons on several lines
-        raise ValueError(f"cannot {action} {repo}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{cannot}: {' '.join(str(error).split())}") from error
 
 
 def no_token(action: str, repo: str) -> PermissionError:
@@ -95,45 +155,27 @@ def no_token(action: str, repo: str) -> PermissionError:
     return PermissionError(f"cannot {action} {repo} without a token; set HF_TOKEN or run `hf auth login`")
 
 
-def _local_problem(error: Exception, action: str, repo: str, what: str, lacks: str) -> Exception:
-    if isinstance(error, errors.LocalTokenNotFoundError):
-        return no_token(action, repo)
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return ConnectionError(f"cannot {action} {repo} while HF_HUB_OFFLINE is set; unset it, or give a local {what}")
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        return ConnectionError(
-            f"cannot {action} {repo}: it is neither a {what} here nor in the download cache, and the Hub at "
-            f"{constants.ENDPOINT} was not reached; check the name and the connection"
-        )
-    return ValueError(f"{repo} on the Hub {lacks}")
-
-
-def _refusal(error: Exception, action: str, repo: str, what: str) -> Exception:
-    response = getattr(error, "response", None)
-    where = constants.ENDPOINT
+def _refusal(error: Exception, action: str, cannot: str, what: str) -> Exception:
+    response, where = getattr(error, "response", None), f"the Hub at {constants.ENDPOINT}"
     if response is None:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return ConnectionError(
-            f"cannot {action} {repo}: the Hub at {where} was not reached ({reason}); check the connection"
-        )
+        return ConnectionError(f"{cannot}: {where} was not reached ({reason}); check the connection")
     status = response.status_code
     if isinstance(error, errors.RevisionNotFoundError):
-        return ValueError(f"cannot {action} {repo}: that revision does not exist on the Hub at {where}; check the name")
+        return ValueError(f"{cannot}: that revision does not exist on {where}; check the name")
     # Without a token the Hub answers 401 for what is private and for what does not exist alike.
     unseen = isinstance(error, errors.RepositoryNotFoundError) or (status == 401 and get_token() is None)
     if status == 404 or (action == "load" and unseen):
         return ValueError(
-            f"cannot {action} {repo}: it is neither a {what} here nor a repository that you can see on the Hub "
-            f"at {where} ({status}); check the name, or set HF_TOKEN if it is private"
+            f"{cannot}: it is neither a {what} here nor a repository that you can see on {where} ({status}); check the "
+            "name, or set HF_TOKEN if it is private"
         )
     if status == 401:
-        return PermissionError(
-            f"cannot {action} {repo}: the Hub at {where} does not accept the token (401); renew HF_TOKEN"
-        )
+        return PermissionError(f"{cannot}: {where} does not accept the token (401); renew HF_TOKEN")
     if status == 403:
         return PermissionError(
-            f"cannot {action} {repo}: the token has no write access there (403); use a token with the 'write' role "
-            "of an account that may write to it"
+            f"{cannot}: the token has no write access there (403); use a token with the 'write' role of an account "
+            "that may write to it"
         )
     said = getattr(error, "server_message", None) or response.reason_phrase
-    return OSError(f"cannot {action} {repo}: the Hub at {where} answered {status} ({said}); try again later")
+    return OSError(f"{cannot}: {where} answered {status} ({said}); try again later")

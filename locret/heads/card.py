@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import fields
@@ -19,36 +18,7 @@ from locret.policy.policy import RetentionPolicy
 
 PLACEHOLDER = "path/to/these-heads"
 """What the card's example loads while the heads are in no repository; `locret-push` puts the repository there."""
-
-_TITLES = {
-    "budget": "Budget (cache units per layer and KV head)",
-    "chunk_size": "Chunk size (tokens)",
-    "local_len": "Local tokens",
-    "positions": "Rotary positions",
-    "decode_budget": "Budget while generating",
-    "when": "Evicts",
-    "memory": "Growth of memory",
-    "pyramid_beta": "Beta of the pyramid",
-    "layer_shares": "Shares of the layers, for layer budgets by shares",
-    "head_floor": "Least share of a KV head",
-    "decremental": "Shrinking chunks",
-    "min_chunk": "Smallest chunk (tokens)",
-    "dataset": "Data",
-    "dataset_revision": "Commit of the data",
-    "dataset_rows": "Rows of the data",
-    "rows": "Rows read",
-    "tokens": "Tokens read",
-    "max_prompt_tokens": "Longest prompt (tokens)",
-    "went_on_from": "Went on from the heads",
-    "alpha": "Weight of smoothness (alpha)",
-    "final_total": "Loss at the end",
-    "final_ranking": "Ranking loss at the end",
-    "final_regression": "Regression loss at the end",
-    "final_smoothness": "Smoothness loss at the end",
-    "final_overlap": "Overlap with the best units at the end",
-    "include_last_prompt_token": "The prompt's last token asks too",
-}
-"""Names of facts as people write them; of others the underscores go."""
+_SIZES = ("budget", "chunk_size", "stabilizers", "local_len")
 
 TEMPLATE = """\
 ---
@@ -64,20 +34,11 @@ each chunk every layer keeps only the best `budget` cache units per KV head. The
 ## How to use
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate
+from locret import LongContextModel
 
-model = AutoModelForCausalLM.from_pretrained("{{ base_id }}"{{ base_revision }}, dtype="auto")
-tokenizer = AutoTokenizer.from_pretrained("{{ base_id }}"{{ base_revision }})
-heads = RetainingHeads.from_pretrained("{{ repo_id }}")
-policy = RetentionPolicy({{ policy_arguments }})
-cache = RetentionCache(model, scorer=heads, policy=policy)
-
-text = open("long.txt").read() + "\\n\\nWhat is the text about?"
-chat = [{"role": "user", "content": text}]
-prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-output = generate(model, prompt["input_ids"], cache=cache, max_new_tokens=64)
-print(tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True))
+lm = LongContextModel.from_pretrained("{{ base_id }}"{{ base_revision }}, heads="{{ repo_id }}")
+context = lm.read("long.txt")
+print(context.ask("What is the text about?"))
 ```
 
 ## Dimensions
@@ -130,7 +91,7 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
         The card, front matter included.
     """
     card: ModelCard = ModelCard.from_template(
-        card_data=front_matter(info, config, repo_id),
+        card_data=_front_matter(info, config, repo_id),
         template_str=info.model_card_template,
         **{
             "paper_url": info.paper_url,
@@ -138,13 +99,10 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
             "base_name": config.base_name,
             "base_id": config.base_model or "path/to/the-backbone",
             "base_revision": f', revision="{config.base_model_revision}"' if config.base_model_revision else "",
-            "policy_arguments": _arguments(_differing(_shared_out(config.policy or {}))),
             "dimensions": _table(_dimensions(config)),
             "training": _training(config.training) if config.training else "Not trained: the weights are random.",
             "label": _label(config.label),
-            "policy": _table({**config.policy, "head_shares": None})
-            if config.policy
-            else "None recorded; the defaults of `RetentionPolicy` apply.",
+            "policy": _policy(config.policy),
             "evaluation": _evaluation(config.evaluation) if config.evaluation else "No results recorded.",
             "toolkit_version": config.toolkit_version,
             **values,
@@ -153,14 +111,13 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
     return card
 
 
-def front_matter(info: Any, config: HeadsConfig, repo_id: str | None = None) -> ModelCardData:
+def _front_matter(info: Any, config: HeadsConfig, repo_id: str | None) -> ModelCardData:
     """Return the YAML block by which the Hub indexes the repository; keys without a value are left out."""
     dataset = str((config.training or {}).get("dataset", ""))
-    known = info.model_card_data.to_dict()
     results = evaluation.model_index(config.evaluation)
     return ModelCardData(
         **{
-            **known,
+            **info.model_card_data.to_dict(),
             "base_model": config.base_model,
             "base_model_relation": "adapter" if config.base_model else None,
             # The Hub refuses a card whose data set is not a repository of its own, such as a local file.
@@ -176,22 +133,19 @@ def front_matter(info: Any, config: HeadsConfig, repo_id: str | None = None) -> 
 
 def _dimensions(config: HeadsConfig) -> dict[str, Any]:
     return {
-        "Backbone": f"{config.base_name} ({config.base_architecture or config.base_model_type})",
-        "Backbone revision": config.base_model_revision or "not recorded",
-        **({"Backbone weights": f"fingerprint {config.base_weights[:12]}"} if config.base_weights else {}),
-        "Layers with a head": f"{len(config.layers)} of {config.num_hidden_layers}",
-        "Query heads": config.num_attention_heads,
-        "KV heads": config.num_key_value_heads,
-        "Head dim": config.head_dim,
-        "Input width": config.feature_dim,
-        "Hidden width (d_R)": config.hidden_dim,
-        **(
-            {"Activation": config.hidden_act}
-            if config.gate is None
-            else {"Architecture": f"{GATES[config.gate['name']].about}; {GATES[config.gate['name']].paper}"}
-        ),
-        **({"Neighbours (tokens before each one)": config.neighbours} if config.neighbours else {}),
-        "Weights": f"{config.num_weights:,} in float32",
+        "backbone": f"{config.base_name} ({config.base_architecture or config.base_model_type})",
+        "backbone_revision": config.base_model_revision or "not recorded",
+        "backbone_weights": f"fingerprint {config.base_weights[:12]}" if config.base_weights else None,
+        "layers_with_a_head": f"{len(config.layers)} of {config.num_hidden_layers}",
+        "query_heads": config.num_attention_heads,
+        "KV_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "input_width": config.feature_dim,
+        "hidden_width": config.hidden_dim,
+        "activation": config.hidden_act if config.gate is None else None,
+        "architecture": GATES[config.gate["name"]].about if config.gate else None,
+        "neighbours": config.neighbours or None,
+        "weights": f"{config.num_weights:,} in float32",
     }
 
 
@@ -202,28 +156,29 @@ def _training(notes: Mapping[str, Any]) -> str:
     return f"{table}\n\n### Before that\n\n{_training(earlier)}" if isinstance(earlier, Mapping) else table
 
 
+def _policy(policy: Mapping[str, Any] | None) -> str:
+    """Return a table of what is not the default; shares of KV heads are too many to write down."""
+    if not policy:
+        return "None recorded; the defaults of `RetentionPolicy` apply."
+    usual = {field.name: field.default for field in fields(RetentionPolicy)}
+    shown = {name: value for name, value in policy.items() if name in _SIZES or value != usual.get(name)}
+    return _table({**shown, "head_shares": "as measured, in config.json" if policy.get("head_shares") else None})
+
+
 def _evaluation(notes: Mapping[str, Any]) -> str:
     results = evaluation.rows(notes)
     if not results:
         return _table(notes)
-    apart = evaluation.varied(results)
-    lines = [
-        (
-            row["task"],
-            _written(row["tokens"]) if row["tokens"] else "",
-            row["method"],
-            evaluation.amount(row),
-            *("" if row[name] is None else _written(row[name]) for name in apart),
-            f"{row['score']:.1f}" + (f" \u00b1 {row['standard_error']:.1f}" if row["standard_error"] else ""),
-            row["n"],
-        )
-        for row in results
-    ]
-    heads = ("Task", "Prompt tokens", "Method", "Budget", *map(_title, apart), "Score", "Samples")
+    lines = []
+    for row in results:
+        error = f" \u00b1 {row['standard_error']:.1f}" if row["standard_error"] else ""
+        tokens = f"{row['tokens']:,}" if row["tokens"] else ""
+        amount = evaluation.amount(row)
+        lines.append((row["task"], tokens, row["method"], amount, f"{row['score']:.1f}{error}", row["n"]))
+    heads = ("Task", "Prompt tokens", "Method", "Budget", "Score", "Samples")
     version = f" of locret {notes['toolkit_version']}" if notes.get("toolkit_version") else ""
-    share = ", or its share of the prompt" if any(row["budget_share"] for row in results) else ""
     said = f"Scores out of 100 \u00b1 standard error, by `locret-eval`{version}; the budget is cache units per KV head"
-    return f"{said}{share}.\n\n" + "\n".join(markdown(heads, lines, numbers=False))
+    return f"{said}, or its share of the prompt.\n\n" + "\n".join(markdown(heads, lines, numbers=False))
 
 
 def _label(label: Mapping[str, Any] | None) -> str:
@@ -244,7 +199,7 @@ def _table(values: Mapping[str, Any]) -> str:
 
 
 def _title(name: str) -> str:
-    return _TITLES.get(name) or (name.capitalize().replace("_", " ") if re.fullmatch("[a-z0-9_]+", name) else name)
+    return (name[:1].upper() + name[1:]).replace("_", " ") if re.fullmatch("[A-Za-z0-9_]+", name) else name
 
 
 def _written(value: Any) -> str:
@@ -257,30 +212,4 @@ def _written(value: Any) -> str:
         return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
     if isinstance(value, Mapping):
         return ", ".join(f"{_title(name).lower()} {_written(one)}" for name, one in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(_written, value))
-    return str(value)
-
-
-def _shared_out(policy: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a policy whose shares, if it has any, are used: by themselves they change nothing.
-
-    Those of KV heads are too many to write down; the heads bring them along.
-    """
-    if policy.get("head_shares"):
-        rest = {name: value for name, value in policy.items() if name != "head_shares"}
-        return {**rest, "head_budgets": "shares"}
-    return {**policy, "layer_budgets": "shares"} if policy.get("layer_shares") else policy
-
-
-def _differing(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a reader has to write: the four sizes, and what is not the default."""
-    usual = {field.name: field.default for field in fields(RetentionPolicy)}
-    sizes = ("budget", "chunk_size", "stabilizers", "local_len")
-    return {name: value for name, value in values.items() if name in sizes or value != usual.get(name)}
-
-
-def _arguments(values: Mapping[str, Any]) -> str:
-    """Return keyword arguments as a formatter writes them: each on a line of its own."""
-    lines = [f"    {name}={json.dumps(value) if isinstance(value, str) else value}," for name, value in values.items()]
-    return "\n" + "\n".join(lines) + "\n" if lines else ""
+    return ", ".join(map(_written, value)) if isinstance(value, list | tuple) else str(value)

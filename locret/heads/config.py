@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
+from itertools import pairwise
 from math import isfinite, prod
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from locret.backbone.chunk import PROJECTIONS
 from locret.base.fields import check_fields, checked, checked_values, shown
 from locret.base.nearest import nearest
 from locret.heads import gates
-from locret.heads.gates import Gate, GateSize
+from locret.heads.gates import Gate
 from locret.heads.head import RetainingHead
 from locret.policy.policy import RetentionPolicy, without_retired
 
@@ -109,18 +110,13 @@ class HeadsConfig:
                     f"{name}={value!r} is not a number of at least 1; retaining heads need a positive {name}"
                 )
         check_fields(self)
-        layers = self.layers
-        if (
-            not layers
-            or list(layers) != sorted(set(layers))
-            or not 0 <= layers[0] <= layers[-1] < self.num_hidden_layers
-        ):
+        last = self.num_hidden_layers
+        if not self.layers or not all(a < b for a, b in pairwise((-1, *self.layers, last))):
             raise ValueError(
-                f"layers={shown(list(layers))} must be ascending indices below "
-                f"num_hidden_layers={self.num_hidden_layers}; "
+                f"layers={shown(list(self.layers))} must be ascending indices below num_hidden_layers={last}; "
                 "list the full-attention layers"
             )
-        if not 0 <= self.neighbours <= MOST_NEIGHBOURS:
+        if not 0 <= self.neighbours <= (0 if self.gate else MOST_NEIGHBOURS):
             raise ValueError(
                 f"neighbours={self.neighbours} is out of range; give 0 for heads that look at one token, or up to "
                 f"{MOST_NEIGHBOURS}"
@@ -133,16 +129,22 @@ class HeadsConfig:
                 raise ValueError(
                     f"{name}={shown(value)} is not a name; use letters, digits, '-', '_', '.', '+' and '/'"
                 )
-        self._check_shapes()
-        self._check_gate()
-        for name in ("label", "training", "evaluation"):
-            if not _is_plain(getattr(self, name)):
+            if name in ("label", "training", "evaluation") and not _is_plain(value):
                 raise ValueError(
                     f"{name} has values that are not plain (finite numbers, texts, lists, mappings by name)"
                 )
+        if self.shapes is not None and list(self.shapes) != [str(layer) for layer in self.layers]:
+            raise ValueError(f"shapes={shown(list(self.shapes))} are not those of layers={shown(list(self.layers))}")
+        for layer in self.layers if self.shapes is not None else ():
+            if min(asdict(shape := self.shape(layer)).values()) < 1:
+                raise ValueError(f"shapes has {shown(shape)} for layer {layer}; its numbers must be at least 1")
+        self._check_gate()
+        self._check_policy()
+
+    def _check_policy(self) -> None:
+        """Whether the numbers agree is known only with those that the user gives; whether they are bounds, now."""
         if self.policy is not None:
             object.__setattr__(self, "policy", without_retired(self.policy))
-        # Whether the numbers agree is known only with those that the user gives.
         for name, value in checked_values(RetentionPolicy, self.policy or {}, "policy").items():
             if type(value) is int and value > MOST_RECOMMENDED:
                 raise ValueError(
@@ -154,21 +156,9 @@ class HeadsConfig:
                     f"policy: {name}={shown(value)} names a file, which heads may not recommend; give it yourself"
                 )
 
-    def _check_shapes(self) -> None:
-        if self.shapes is None:
-            return
-        if list(self.shapes) != [str(layer) for layer in self.layers]:
-            raise ValueError(f"shapes={shown(list(self.shapes))} are not those of layers={shown(list(self.layers))}")
-        for layer in self.layers:
-            shape = self.shape(layer)
-            if min(asdict(shape).values()) < 1:
-                raise ValueError(f"shapes has {shown(shape)} for layer {layer}; its numbers must be at least 1")
-
     def _check_gate(self) -> None:
         if self.gate is None:
             return
-        if self.neighbours:
-            raise ValueError(f"neighbours={self.neighbours} of a gate, which looks at one token; leave it out")
         kind = gates.get(str(self.gate.get("name")))
         wanted = {"hidden_size": 1, **kind.numbers}
         if sorted(self.gate) != sorted(["name", *wanted]):
@@ -176,10 +166,9 @@ class HeadsConfig:
         for name, usual in wanted.items():
             if not gates.is_number(self.gate[name], usual, name):
                 raise ValueError(f"gate has {name}={shown(self.gate[name])}; give one such as {usual}")
-        if self.hidden_dim > gates.WIDEST:
-            raise ValueError(f"hidden_dim={shown(self.hidden_dim)} of a gate; give at most {gates.WIDEST:,}")
-        if kind.width is None and self.hidden_dim != 1:
-            raise ValueError(f"hidden_dim={self.hidden_dim} of a gate {kind.name}, which has no hidden layer; give 1")
+        most = 1 if kind.width is None else gates.WIDEST
+        if self.hidden_dim > most:
+            raise ValueError(f"hidden_dim={shown(self.hidden_dim)} of a gate {kind.name}; give at most {most:,}")
 
     @property
     def reads(self) -> str:
@@ -193,19 +182,18 @@ class HeadsConfig:
     def make(self, layer: int, generator: torch.Generator | None = None) -> RetainingHead | Gate:
         """Return a layer's head with fresh weights."""
         shape = self.shape(layer)
-        if self.gate is None:
-            return RetainingHead(
-                shape.feature_dim,
-                self.hidden_dim,
-                shape.num_kv_heads,
-                self.hidden_act,
-                initializer_range=self.initializer_range,
-                generator=generator,
-                neighbours=self.neighbours,
-            )
-        numbers = {name: value for name, value in self.gate.items() if name not in ("name", "hidden_size")}
-        size = GateSize(hidden_size=self.gate["hidden_size"], width=self.hidden_dim, numbers=numbers)
-        return gates.get(self.gate["name"])(shape, size, self.initializer_range, generator)
+        if self.gate is not None:
+            numbers = {name: value for name, value in self.gate.items() if name not in ("name", "hidden_size")}
+            return gates.get(self.gate["name"])(shape, self.gate["hidden_size"], self.hidden_dim, numbers)
+        return RetainingHead(
+            shape.feature_dim,
+            self.hidden_dim,
+            shape.num_kv_heads,
+            self.hidden_act,
+            initializer_range=self.initializer_range,
+            generator=generator,
+            neighbours=self.neighbours,
+        )
 
     def shape(self, layer: int) -> LayerShape:
         """Return the shape of the attention of one of `layers`."""
@@ -221,23 +209,19 @@ class HeadsConfig:
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight by name, without making any."""
-        if self.gate is not None:
-            with torch.device("meta"):
-                made = {layer: self.make(layer) for layer in self.layers}
-            return {
-                f"heads.{layer}.{name}": tuple(weight.shape)
-                for layer, head in made.items()
-                for name, weight in head.named_parameters()
-            }
-        return {
-            f"heads.{layer}.{name}.weight": shape
-            for layer in self.layers
-            for name, shape in (
-                ("fc1", (self.hidden_dim, self.shape(layer).feature_dim)),
-                ("fc2", (self.shape(layer).num_kv_heads, self.hidden_dim)),
-                *([("mix", (self.hidden_dim, 1, self.neighbours + 1))] if self.neighbours else []),
-            )
-        }
+        shapes: dict[str, tuple[int, ...]] = {}
+        for layer in self.layers:
+            if self.gate is not None:
+                with torch.device("meta"):
+                    made = self.make(layer).named_parameters()
+                shapes |= {f"heads.{layer}.{name}": tuple(weight.shape) for name, weight in made}
+                continue
+            shape, width = self.shape(layer), self.hidden_dim
+            shapes[f"heads.{layer}.fc1.weight"] = (width, shape.feature_dim)
+            shapes[f"heads.{layer}.fc2.weight"] = (shape.num_kv_heads, width)
+            if self.neighbours:
+                shapes[f"heads.{layer}.mix.weight"] = (width, 1, self.neighbours + 1)
+        return shapes
 
     @property
     def num_weights(self) -> int:
@@ -269,25 +253,23 @@ class HeadsConfig:
             numbers: The gate's own, where they are others than usual.
 
         Raises:
-            ValueError: For a backbone that retaining heads cannot work on, `hidden_dim` below 1 or without effect, or a
-                gate that there is not.
+            ValueError: For a backbone that retaining heads cannot work on, `hidden_dim` below 1, or a gate that there
+                is not.
         """
-        backbone = describe_whole(model_or_config)
-        kind = None if gate == gates.LOCRET else gates.get(gate)
-        if kind is not None and kind.width is None and hidden_dim is not None:
-            raise ValueError(f"hidden_dim={hidden_dim} changes nothing of a gate {gate}, which has no hidden layer")
-        if hidden_dim is None:
-            hidden_dim = usual_width(model_or_config) if kind is None else kind.width or 1
-        made = None
-        if kind is not None:
+        backbone, made = describe_whole(model_or_config), None
+        if gate == gates.LOCRET:
+            width = usual_width(model_or_config) if hidden_dim is None else hidden_dim
+        else:
+            kind = gates.get(gate)
             made = {"name": gate, "hidden_size": hidden_size(model_or_config), **kind.numbers, **numbers}
+            width = hidden_dim or kind.width or 1
         name, revision = base_identity(model_or_config)
         config = _config_of(model_or_config)
         return cls(
             base_model=name,
             base_model_revision=revision,
             base_architecture=(getattr(config, "architectures", None) or [None])[0],
-            hidden_dim=hidden_dim,
+            hidden_dim=width,
             neighbours=neighbours,
             gate=made,
             initializer_range=backbone.initializer_range,

@@ -1,7 +1,7 @@
 """Heads of other architectures than Locret's: gates that others published, as modules that run alike.
 
 A gate takes the place of the retaining head of a layer: it rates a token once, by itself, with one score per KV head.
-Weights are float32 always, and so is the arithmetic. Files in the forms of their authors: `locret.heads.gate_files`.
+Weights are float32 always, and so is the arithmetic. They are read (`locret.heads.gate_files`), not trained.
 """
 # K KV heads, G query heads of a group, E hidden size, R hidden width of a gate, M sink keys
 
@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import skip_init
 
 from locret.backbone.chunk import HIDDEN, RESIDUAL
 from locret.base.nearest import nearest
@@ -31,33 +29,20 @@ _LARGEST = 1e30
 """What no other number does: the arithmetic is float32."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class GateSize:
-    """What a gate is made of, besides the shape of its layer's attention; `HeadsConfig.gate` holds the same."""
-
-    hidden_size: int
-    """E of the backbone."""
-    width: int
-    """R, where the gate has a width of its own."""
-    numbers: Mapping[str, Any]
-    """Further numbers, as `Gate.numbers` names them."""
-
-
 class Gate(nn.Module):
     """A gate of one layer: (..., E) hidden states to (..., K) float32 scores; larger means keep.
 
     Args:
         shape: Of the layer's attention.
-        size: Its own.
-        initializer_range: Standard deviation of fresh matrices, the backbone's own.
-        generator: Source of the fresh weights; torch's global one if None.
+        hidden_size: E of the backbone.
+        width: R, where the gate has a width of its own.
+        numbers: Further numbers, as `Gate.numbers` names them.
     """
 
     name: ClassVar[str]
     """What config.json calls it."""
     about: ClassVar[str]
     """The same for the model card."""
-    paper: ClassVar[str]
     source: ClassVar[str] = HIDDEN
     """Which hidden states it reads, of `locret.backbone.chunk.SOURCES`."""
     width: ClassVar[int | None] = None
@@ -65,20 +50,13 @@ class Gate(nn.Module):
     numbers: ClassVar[Mapping[str, Any]] = {}
     """Further numbers with what they are unless they are given; their types are these values'."""
 
-    def __init__(
-        self, shape: LayerShape, size: GateSize, initializer_range: float, generator: torch.Generator | None
-    ) -> None:
+    def __init__(self, shape: LayerShape, hidden_size: int, width: int, numbers: Mapping[str, Any]) -> None:
         super().__init__()
-        self._range = initializer_range
-        self.build(shape, size)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim > 1:
-                nn.init.normal_(parameter, std=self._range, generator=generator)
-            else:
-                nn.init.constant_(parameter, 1.0 if "norm" in name else 0.0)
+        self.build(shape, hidden_size, width, **numbers)
+        self.float()
 
-    def build(self, shape: LayerShape, size: GateSize) -> None:
-        """Make the parameters; those of one dimension begin as zeros, or ones where they scale a norm."""
+    def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
+        """Make the parameters."""
         raise NotImplementedError
 
     def scores(self, states: Tensor) -> Tensor:
@@ -94,19 +72,9 @@ class Gate(nn.Module):
 
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+            return moved if moved.dtype == torch.float32 else tensor.to(moved.device, torch.float32)
 
         return super()._apply(keep_dtype, recurse)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _linear(inputs: int, outputs: int, *, bias: bool) -> nn.Linear:
-    device = "meta" if torch.get_default_device().type == "meta" else "cpu"
-    made: nn.Linear = skip_init(nn.Linear, inputs, outputs, bias=bias, dtype=torch.float32, device=device)
-    return made
-
-
-def _empty(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.empty(*shape, dtype=torch.float32))
 
 
 def _normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -114,15 +82,14 @@ def _normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
 
 
 class KVzapLinear(Gate):
-    """s = W h + b, the log of the KVzip+ score."""
+    """s = W h + b, the log of the KVzip+ score (KVzap, arXiv 2601.07891)."""
 
     name = "kvzap-linear"
-    about = "a linear map of the hidden states (KVzap)"
-    paper = "KVzap, arXiv 2601.07891"
+    about = "a linear map of the hidden states (KVzap, arXiv 2601.07891)"
 
-    def build(self, shape: LayerShape, size: GateSize) -> None:
+    def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
         """Make (K, E) and (K,)."""
-        self.out = _linear(size.hidden_size, shape.num_kv_heads, bias=True)
+        self.out = nn.Linear(hidden_size, shape.num_kv_heads)
 
     def scores(self, states: Tensor) -> Tensor:
         """See `Gate`."""
@@ -133,14 +100,12 @@ class KVzapMLP(Gate):
     """s = W2 gelu(W1 h + b1) + b2, the log of the KVzip+ score."""
 
     name = "kvzap-mlp"
-    about = "an MLP of two layers on the hidden states (KVzap)"
-    paper = "KVzap, arXiv 2601.07891"
+    about = "an MLP of two layers on the hidden states (KVzap, arXiv 2601.07891)"
     width = 512
 
-    def build(self, shape: LayerShape, size: GateSize) -> None:
+    def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
         """Make (R, E), (R,), (K, R) and (K,)."""
-        self.inner = _linear(size.hidden_size, size.width, bias=True)
-        self.out = _linear(size.width, shape.num_kv_heads, bias=True)
+        self.inner, self.out = nn.Linear(hidden_size, width), nn.Linear(width, shape.num_kv_heads)
 
     def scores(self, states: Tensor) -> Tensor:
         """See `Gate`."""
@@ -155,20 +120,19 @@ class FastKVzip(Gate):
     """
 
     name = "fast-kvzip"
-    about = "low-rank attention to the token itself and to sink keys (Fast KVzip)"
-    paper = "Fast KVzip, arXiv 2601.17668"
+    about = "low-rank attention to the token itself and to sink keys (Fast KVzip, arXiv 2601.17668)"
     width = 16
     numbers: ClassVar[Mapping[str, Any]] = {"sinks": 16, "epsilon": 1e-6}
 
-    def build(self, shape: LayerShape, size: GateSize) -> None:
+    def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
         """Make projections, norms, sink keys (K, 1, M, R) and biases (K, 1, G)."""
         kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
-        self.epsilon = size.numbers["epsilon"]
-        self.q_proj = _linear(size.hidden_size, kv_heads * group * size.width, bias=True)
-        self.k_proj = _linear(size.hidden_size, kv_heads * size.width, bias=False)
-        self.q_norm, self.k_norm = _empty(size.width), _empty(size.width)
-        self.k_base = _empty(kv_heads, 1, size.numbers["sinks"], size.width)
-        self.b = _empty(kv_heads, 1, group)
+        self.epsilon = numbers["epsilon"]
+        self.q_proj = nn.Linear(hidden_size, kv_heads * group * width)
+        self.k_proj = nn.Linear(hidden_size, kv_heads * width, bias=False)
+        self.q_norm, self.k_norm = (nn.Parameter(torch.ones(width)) for _ in range(2))
+        self.k_base = nn.Parameter(torch.zeros(kv_heads, 1, numbers["sinks"], width))
+        self.b = nn.Parameter(torch.zeros(kv_heads, 1, group))
 
     def scores(self, states: Tensor) -> Tensor:
         """See `Gate`."""
@@ -191,20 +155,18 @@ class DMSAlpha(Gate):
     """
 
     name = "dms"
-    about = "a normed linear map of the residual stream (DMS, dms_separate_alpha)"
-    paper = "DMS, arXiv 2506.05345"
+    about = "a normed linear map of the residual stream (DMS, arXiv 2506.05345, dms_separate_alpha)"
     source = RESIDUAL
     numbers: ClassVar[Mapping[str, Any]] = {
         "scale": 100.0, "offset": 5.0, "window": 512, "epsilon": 1e-6, "bias": False, "per_layer": False,
     }  # fmt: skip
 
-    def build(self, shape: LayerShape, size: GateSize) -> None:
+    def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
         """Make (E,), (K, E) and, with a bias, (K,)."""
-        numbers = size.numbers
         self.scale, self.offset, self.epsilon = (float(numbers[name]) for name in ("scale", "offset", "epsilon"))
-        self.per_layer, self._range = bool(numbers["per_layer"]), self._range / abs(self.scale)
-        self.norm = _empty(size.hidden_size)
-        self.out = _linear(size.hidden_size, shape.num_kv_heads, bias=bool(numbers["bias"]))
+        self.per_layer = bool(numbers["per_layer"])
+        self.norm = nn.Parameter(torch.ones(hidden_size))
+        self.out = nn.Linear(hidden_size, shape.num_kv_heads, bias=bool(numbers["bias"]))
 
     def scores(self, states: Tensor) -> Tensor:
         """See `Gate`."""
@@ -232,6 +194,6 @@ def get(name: str) -> type[Gate]:
         ValueError: If there is none; the message lists the nearest names.
     """
     if name not in GATES:
-        near = nearest(name, [LOCRET, *GATES]) or [LOCRET, *GATES]
+        near = nearest(name, GATES) or GATES
         raise ValueError(f'gate "{name}" is unknown; did you mean {" or ".join(near)}?')
     return GATES[name]

@@ -19,7 +19,6 @@ from locret.heads import card as model_card
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import weight_fingerprint
-from locret.heads.gates import LOCRET
 from locret.heads.head import RetainingHead
 from locret.loading.weights import label_of
 
@@ -64,23 +63,13 @@ class RetainingHeads(
 
     @classmethod
     def for_model(
-        cls,
-        model_or_config: Any,
-        hidden_dim: int | None = None,
-        seed: int | None = None,
-        gate: str = LOCRET,
-        *,
-        neighbours: int = 0,
-        **numbers: Any,
+        cls, model_or_config: Any, hidden_dim: int | None = None, seed: int | None = None, *, neighbours: int = 0
     ) -> RetainingHeads:
         """Make untrained heads for a backbone: normal weights with the backbone's own `initializer_range`.
 
         Args:
             model_or_config: A transformers causal LM or its config.
-            hidden_dim: d_R; None: half the backbone's width as a power of two, at most the paper's 1,024; of a gate,
-                that of its paper.
-            gate: Architecture: "locret", or one of `locret.heads.gates.GATES`.
-            numbers: The gate's own, where they are others than usual.
+            hidden_dim: d_R; None: half the backbone's width as a power of two, at most the paper's 1,024.
             seed: Seed of the weights, which leaves torch's global generator untouched; None draws from the global one.
             neighbours: Tokens before each one that a head looks at too (paper: none).
 
@@ -93,8 +82,7 @@ class RetainingHeads(
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         # Weights made under inference mode could never be trained, and their changes are not counted.
         with torch.inference_mode(False):
-            config = HeadsConfig.for_model(model_or_config, hidden_dim, gate, neighbours=neighbours, **numbers)
-            return cls(config, generator)
+            return cls(HeadsConfig.for_model(model_or_config, hidden_dim, neighbours=neighbours), generator)
 
     def fresh(self, seed: int) -> RetainingHeads:
         """Return untrained heads of the same architecture and size, on the CPU."""
@@ -185,7 +173,17 @@ class RetainingHeads(
         if not isinstance(model_or_config, nn.Module) or model_or_config in known:
             return
         known.add(model_or_config)
-        self._warn_of_other_numbers(model_or_config)
+        precision = (self.config.training or {}).get("precision")
+        recorded = re.fullmatch(r"backbone \w+(?:, (.+))?, autocast \w+", precision or "")
+        label = label_of(unwrap(model_or_config))
+        # Half precisions round so little that scores order the same units; quantised numbers do not.
+        if recorded is not None and recorded[1] != label:
+            warnings.warn(
+                f"the retaining heads were trained on a backbone that was {_numbers(recorded[1])}, and this one is "
+                f"{_numbers(label)}; some of the units that stay will be others (of NF4 about one in ten), so load it "
+                "alike, or train heads for this one",
+                stacklevel=3,
+            )
         found = weight_fingerprint(model_or_config) if expected else None
         if expected and found and found != expected:
             warnings.warn(
@@ -194,23 +192,6 @@ class RetainingHeads(
                 "on, or train heads for this one",
                 stacklevel=3,
             )
-
-    def _warn_of_other_numbers(self, model: nn.Module) -> None:
-        """Say so if the backbone is quantised otherwise than the one these heads were trained on, where that is known.
-
-        Half precisions round so little that scores order the same units.
-        """
-        precision = (self.config.training or {}).get("precision")
-        recorded = re.fullmatch(r"backbone \w+(?:, (.+))?, autocast \w+", precision or "")
-        found = label_of(unwrap(model))
-        if recorded is None or recorded[1] == found:
-            return
-        warnings.warn(
-            f"the retaining heads were trained on a backbone that was {_numbers(recorded[1])}, and this one is "
-            f"{_numbers(found)}; some of the units that stay will be others (of NF4 about one in ten), so load it "
-            "alike, or train heads for this one",
-            stacklevel=4,
-        )
 
     def follow(self, model: nn.Module) -> RetainingHeads:
         """Put every head where its layer computes, and return these heads."""

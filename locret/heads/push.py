@@ -115,10 +115,8 @@ def _card(file: Path, heads: RetainingHeads, before: str, repo: str) -> str:
     from locret.heads import card as model_card
 
     made = str(heads.generate_model_card(repo_id=repo))
-    if not file.is_file():
-        return made
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8") if file.is_file() else before
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not text in UTF-8; write it again, or remove it for one that is made") from None
     if text in (before, made):
@@ -126,8 +124,7 @@ def _card(file: Path, heads: RetainingHeads, before: str, repo: str) -> str:
     edited = text.replace(model_card.PLACEHOLDER, repo)
     if str(heads.generate_model_card()) == before:
         return edited
-    card = ModelCard(edited, ignore_metadata_errors=True)
-    new = ModelCard(made).data
+    card, new = ModelCard(edited, ignore_metadata_errors=True), ModelCard(made).data
     for name in ("license", "eval_results", "model_name", "metrics"):
         if getattr(new, name, None) is not None:
             setattr(card.data, name, getattr(new, name))

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import oracle as reference
@@ -22,7 +17,6 @@ if find_spec("triton") is None:
     pytest.skip(
         "triton is not installed; `pip install triton` runs these tests, without a GPU too", allow_module_level=True
     )
-ROOT = Path(__file__).parents[2]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BFLOAT16 = pytest.param(
     {"dtype": torch.bfloat16},
@@ -57,7 +51,7 @@ def chunk(heads: int, kv_heads: int, tokens: int, dim: int, **changes: Any) -> A
 @pytest.mark.parametrize("kind", ["logit", "log_attention"])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "prompt", "answer", "dim"),
-    [(1, 1, 1, 1, 16), (4, 2, 63, 5, 8), (6, 2, 65, 67, 16), (3, 1, 130, 1, 24), (8, 8, 17, 33, 96)],
+    [(1, 1, 1, 1, 16), (6, 2, 65, 67, 16), (3, 1, 130, 1, 24)],
 )
 def test_labels_are_those_of_the_plain_path_and_of_the_oracle(
     heads: int, kv_heads: int, prompt: int, answer: int, dim: int, kind: str, include_last: bool
@@ -102,16 +96,3 @@ def test_kernels_that_fail_are_named_once_and_left_alone(monkeypatch: pytest.Mon
     monkeypatch.undo()
     assert not label_kernel.works(torch.device(DEVICE), torch.float32, 32)  # nor tried again
     label_kernel.works.cache_clear()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("capability", "dtype", "dim"), [(90, "bf16", 128), (89, "fp32", 96), (80, "fp16", 256)])
-def test_kernels_compile_for_cards_that_are_not_here(capability: int, dtype: str, dim: int) -> None:
-    # From the checkout, where locret need not be installed.
-    line = [sys.executable, "-m", "tests.core.build_label_kernels", str(capability), dtype, str(dim)]
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    run = subprocess.run(line, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-    assert run.returncode == 0, run.stderr
-    for kernel in json.loads(run.stdout):
-        assert kernel["shared"] <= 99 * 1024
-        assert kernel["tensor_cores"] == (dtype != "fp32")  # float32 is exact, so it cannot use them

@@ -43,6 +43,7 @@ def test_layers_have_as_many_units_together_as_uniform_ones(
     for own, share in zip(scored, shares, strict=True):
         assert abs(own - 1 - (total - 3) * share / sum(shares)) < 1 or not total
     assert shared_budgets(budget, 3, None, window) == (budget,) * 3
+    assert shared_budgets(64, 2, (1e308, 1e308), 8) == shared_budgets(64, 2, (5e-324, 5e-324), 8) == (64, 64)
 
 
 def test_a_cache_takes_given_shares_or_those_of_its_heads(model: nn.Module, tmp_path: Path) -> None:
@@ -70,18 +71,15 @@ def test_a_cache_takes_given_shares_or_those_of_its_heads(model: nn.Module, tmp_
     assert again.policy.layer_shares == given
 
 
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        ({"layer_shares": (0.0, 1.0)}, "are no shares; give a number above 0 for every full-attention layer"),
-        ({"layer_shares": ()}, "are no shares"),
-        ({"layer_shares": (float("inf"), 1.0)}, "layer_shares="),
-        ({"layer_shares": "half"}, "is not a list of finite numbers"),
-    ],
-)
-def test_shares_that_are_none_are_refused(more: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RetentionPolicy(**NUMBERS, layer_budgets="shares", **more)
+def test_shares_that_are_none_are_refused() -> None:
+    for shares, message in [
+        ((0.0, 1.0), "are no shares; give a number above 0 for every full-attention layer"),
+        ((), "are no shares"),
+        ((float("inf"), 1.0), "layer_shares="),
+        ("half", "is not a list of finite numbers"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            RetentionPolicy(**NUMBERS, layer_budgets="shares", layer_shares=shares)
 
 
 def test_another_number_of_layers_is_refused(model: nn.Module) -> None:
@@ -103,7 +101,7 @@ def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
         assert all(own <= most for own, most in zip(quotas, (11, 5, 7, 9), strict=True))
 
 
-@pytest.mark.parametrize("chunk_size", [7, 16, 90])
+@pytest.mark.parametrize("chunk_size", [7, 90])
 def test_heads_keep_their_own_best_units_by_shares(model: nn.Module, tmp_path: Path, chunk_size: int) -> None:
     """The oracle chooses, in one go at the end of the text, what each head rates best among what chunks left."""
     shares = (0.5, 1.5, 3.0, 1.0)
@@ -124,16 +122,6 @@ def test_heads_keep_their_own_best_units_by_shares(model: nn.Module, tmp_path: P
     again = load_cache(tmp_path / "kept.safetensors", model, scorer=OracleScorer(labels=labels))
     assert again.policy.head_shares == shares
     assert again.kept_positions(1).equal(cache.kept_positions(1))
-
-
-def test_newest_units_of_a_small_head_leave_room_for_its_best(model: nn.Module) -> None:
-    shares = (0.2, 1.8, 1.0, 1.0)
-    policy = RetentionPolicy(**{**NUMBERS, "stabilizers": 12}, head_budgets="shares", head_shares=shares)
-    labels = torch.zeros(2, 2, 86)
-    labels[..., 0] = 1.0  # the first token is what all heads look at
-    cache = RetentionCache(model, OracleScorer(labels=labels), policy)
-    prefill(model, ids_of(90), cache)
-    assert (cache.kept_positions(0)[0] == 0).sum(dim=-1).tolist() == [1, 1]
 
 
 def test_head_shares_come_from_the_heads_or_are_asked_for(model: nn.Module) -> None:
@@ -165,8 +153,3 @@ def test_heads_that_are_looked_at_most_are_counted_with_a_floor_for_all() -> Non
     assert shares[1, 0] == shares.max() == pytest.approx(4 - 3 * 0.2, abs=0.2)
     labels[0, 1] = -torch.inf  # a layer with one head
     assert counted(labels)[0, 1] == 0
-
-
-@pytest.mark.parametrize("size", [1e308, 5e-324])
-def test_only_the_ratio_of_shares_counts(size: float) -> None:
-    assert shared_budgets(64, 2, (size, size), 8) == (64, 64)

@@ -1,0 +1,323 @@
+"""Files of retaining heads, ours and the authors': read strictly, with both sides in every refusal, written whole."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mutations
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save, save_file
+from transformers import AutoConfig, LlamaConfig
+
+from locret import RetainingHeads, RetentionPolicy
+from locret.heads import checkpoint
+
+CONFIG = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
+
+
+def made(hidden_dim: int = 12, seed: int = 3) -> RetainingHeads:
+    return RetainingHeads.for_model(CONFIG, hidden_dim, seed=seed)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    heads = made().annotate(
+        label={"kind": "logit", "include_last_prompt_token": False},
+        policy={"budget": 64, "chunk_size": 32, "stabilizers": 4},
+        training={"steps": 3, "earlier": {"steps": 2}},
+        evaluation={"passkey": 50.0},
+    )
+    heads.save_pretrained(tmp_path_factory.mktemp("heads") / "deep" / "heads")
+    return tmp_path_factory.getbasetemp() / "heads0" / "deep" / "heads"
+
+
+@pytest.fixture
+def saved(whole: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(whole, tmp_path / "heads"))
+
+
+def same_weights(one: RetainingHeads, other: RetainingHeads) -> bool:
+    mine, theirs = one.state_dict(), other.state_dict()
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_saved_heads_load_identically_with_their_notes_and_can_be_trained(saved: Path, whole: Path) -> None:
+    with torch.inference_mode():
+        loaded = RetainingHeads.from_pretrained(saved)
+    assert same_weights(made(), loaded)
+    assert loaded.config.policy == {"budget": 64, "chunk_size": 32, "stabilizers": 4}
+    assert not loaded.training
+    assert sorted(os.listdir(whole)) == ["README.md", "config.json", "model.safetensors"]
+    assert len({path.stat().st_mode & 0o777 for path in whole.iterdir()}) == 1
+    loaded[0](torch.ones(1, 64)).sum().backward()
+    assert loaded[0].fc1.weight.grad is not None
+    before = loaded[0].fc1.weight.clone()
+    (saved / "model.safetensors").write_bytes(b"\xff" * (saved / "model.safetensors").stat().st_size)
+    assert torch.equal(loaded[0].fc1.weight, before)
+
+
+CONFIGS = [
+    ({"hidden_dim": None}, "is not the config of retaining heads .*give a folder written by locret-train"),
+    ({"head_dim": None}, "lacks head_dim; the file is incomplete"),
+    ({"hiden_act": "silu"}, "has an unknown key 'hiden_act'; did you mean 'hidden_act'"),
+    ({"format_version": 9}, "has format_version 9, this toolkit .* reads 1; use the toolkit version that wrote it"),
+    ({"head_dim": "8"}, "has head_dim='8', which is not of type int"),
+    ({"layers": [0, "1"]}, r"has layers=\[0, '1'\]"),
+    ({"layers": [1, 0]}, r"layers=\[1, 0\] must be ascending indices below num_hidden_layers=2"),
+    ({"layers": [0, 2]}, r"layers=\[0, 2\] must be ascending indices below num_hidden_layers=2"),
+    ({"policy": "small"}, "has policy='small', which is not of type dict"),
+    ({"policy": {"budget": 10**15}}, "policy: budget=1000000000000000 is no bound that heads may recommend"),
+    ({"policy": {"budgt": 5}}, "policy has an unknown key 'budgt'; the keys are those of RetentionPolicy: budget, "),
+    ({"hidden_dim": float("inf")}, "has hidden_dim=inf, which is not of type int"),
+    ({"hidden_dim": 0}, "hidden_dim=0 is not a number of at least 1"),
+    ({"hidden_dim": 10**12}, r"fc1.weight is \[12, 64\] in .* but \[1000000000000, 64\] by its config.json"),
+    ({"initializer_range": -0.1}, "initializer_range=-0.1 is negative; give one such as 0.02"),
+    ({"hidden_act": "sulu"}, "activation 'sulu' is unknown to transformers"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), CONFIGS, ids=[str(changes) for changes, _ in CONFIGS])
+def test_a_config_that_is_not_exactly_right_is_refused(saved: Path, changes: Any, message: str) -> None:
+    values = {**json.loads((saved / "config.json").read_text()), **changes}
+    removed = [name for name, value in changes.items() if value is None]
+    (saved / "config.json").write_text(json.dumps({name: values[name] for name in values if name not in removed}))
+    with pytest.raises(ValueError, match=message):
+        RetainingHeads.from_pretrained(saved)
+
+
+WEIGHTS = [
+    (lambda w: w.pop("heads.1.fc2.weight"), r"3 weights but its config.json says 4 \(missing: heads.1.fc2.weight;"),
+    (lambda w: w.update(other=torch.zeros(1)), r"5 weights but its config.json says 4 \(missing: none; unexpected: o"),
+    (lambda w: w.update({"heads.2.fc1.weight": torch.zeros(1)}), r"for 3 layers \(layers 0, 1, 2\) but its config"),
+    (lambda w: w.update({"heads.0.fc1.weight": torch.zeros(12, 60)}), r"is \[12, 60\] in .* but \[12, 64\] by its"),
+    (lambda w: w["heads.0.fc2.weight"].fill_(float("nan")), "heads.0.fc2.weight in .* values that are not finite"),
+    (lambda w: w.update({n: v.to(torch.float8_e4m3fn) for n, v in w.items()}), "is of float8_e4m3fn; give float32"),
+]
+
+
+@pytest.mark.parametrize(("edit", "message"), WEIGHTS)
+def test_weights_that_do_not_fit_their_config_are_refused_with_both_sides(saved: Path, edit: Any, message: str) -> None:
+    weights = load_file(saved / "model.safetensors")
+    edit(weights)
+    save_file(weights, saved / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        RetainingHeads.from_pretrained(saved)
+
+
+def test_folders_that_are_missing_or_not_of_heads_are_named(tmp_path: Path, golden_case: Path, saved: Path) -> None:
+    torch.save(load_file(saved / "model.safetensors"), saved / "pytorch_model.bin")
+    (saved / "model.safetensors").unlink()
+    mutations.put(tmp_path / "run" / "checkpoint-2", "x", b"")
+    mutations.put(tmp_path / "run", "run.json", b"{}")
+    for folder, message in [
+        (saved, r"has no model.safetensors \(it has .*pytorch_model.bin\); .* safetensors only"),
+        ("./nowhere", "there is no folder './nowhere'; give a folder of retaining heads, or org/name"),
+        (tmp_path, "has no config.json, so it does not hold retaining heads"),
+        (tmp_path / "run", "training in .*run has not finished; go on with locret-train --resume .*run"),
+        (saved / "config.json", "is a file; give the folder"),
+        (golden_case, "is not the config of retaining heads .*model_type is (llama|phi3)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            RetainingHeads.from_pretrained(folder)
+
+
+@settings(max_examples=80)
+@given(data=st.data())
+def test_damaged_heads_are_refused_or_work(whole: Path, data: st.DataObject) -> None:
+    folder = whole.parent / "damaged"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(whole, folder)
+    kind = data.draw(st.sampled_from(("config", "config", "weights", "gone")))
+    if kind == "config":
+        values = json.loads((whole / "config.json").read_text())
+        mutations.put(folder, "config.json", mutations.json_text_of(data.draw, values))
+    elif kind == "weights":
+        tensors = load_file(whole / "model.safetensors")
+        mutations.put(folder, "model.safetensors", mutations.safetensors_of(data.draw, tensors, {"format": "pt"}))
+    else:
+        (folder / data.draw(st.sampled_from(("config.json", "model.safetensors", "README.md")))).unlink()
+    heads = mutations.loaded_or_refused(lambda: RetainingHeads.from_pretrained(folder))
+    if heads is not None:
+        assert heads.generate_model_card()
+        mutations.loaded_or_refused(lambda: heads.check_matches(CONFIG))
+        mutations.loaded_or_refused(lambda: RetentionPolicy.from_dict(heads.config.policy or {}, "policy"))
+
+
+@pytest.mark.parametrize("value", [float("nan"), {1: 2}, object(), mutations.DEEP])
+def test_notes_that_json_cannot_hold_or_that_nobody_knows_are_refused_at_once(value: Any) -> None:
+    with pytest.raises(ValueError, match="training .*plain"):
+        made().annotate(training={"a": value})
+    with pytest.raises(ValueError, match="'polcy' cannot be noted on retaining heads; the choices are .*policy"):
+        made().annotate(polcy={})
+
+
+# -- writing ---------------------------------------------------------------------------------------------------------
+
+
+def test_saving_again_replaces_our_files_and_no_others(saved: Path, golden_case: Path, tmp_path: Path) -> None:
+    (saved / "notes.txt").write_text("mine")
+    made(6, seed=9).save_pretrained(saved, dtype="bfloat16")
+    loaded = RetainingHeads.from_pretrained(saved)
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.float32}
+    assert loaded.config.hidden_dim == 6
+    assert sorted(os.listdir(saved)) == ["README.md", "config.json", "model.safetensors", "notes.txt"]
+    target = Path(shutil.copytree(golden_case, tmp_path / "model"))
+    with pytest.raises(ValueError, match="holds something else than retaining heads, which would be overwritten"):
+        made().save_pretrained(target)
+    (target / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"holds another model's model\.safetensors"):
+        made().save_pretrained(target)
+    with pytest.raises(ValueError, match="is a file; choose a folder"):
+        made().save_pretrained(saved / "notes.txt")
+
+
+@pytest.fixture
+def small_files_only() -> Iterator[None]:
+    """Let the operating system refuse to write more than 1,000 bytes to a file, as a full disk or a quota does."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_without_room_nothing_is_left_behind_and_the_folder_is_named(
+    saved: Path, tmp_path: Path, small_files_only: None, exists: bool
+) -> None:
+    target = saved if exists else tmp_path / "new"
+    before = {path.name: path.read_bytes() for path in saved.iterdir()}
+    with pytest.raises(OSError, match=f"cannot write {target}: File too large; choose another folder or make room"):
+        made().save_pretrained(target)
+    assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
+    assert os.listdir(tmp_path) == ["heads"]
+
+
+def test_an_interruption_while_writing_leaves_the_old_heads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        made(seed=4).save_pretrained(saved)
+    assert same_weights(RetainingHeads.from_pretrained(saved), made())
+
+
+# -- weights published by the authors --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["bin", "old bin", "safetensors", "folder", "whole model", "shards"])
+def test_every_published_layout_is_read_exactly(golden_case: Path, tmp_path: Path, form: str) -> None:
+    theirs, config = load_file(golden_case / "heads.safetensors"), AutoConfig.from_pretrained(golden_case)
+    prefix = "module.model." if form == "bin" else "" if form == "shards" else "model."
+    weights, path = {prefix + name.removeprefix("model."): value for name, value in theirs.items()}, tmp_path
+    foreign = {
+        "model.layers.0.mlp.fc1.weight": torch.zeros(2),
+        "model.vision.layers.0.self_attn.fc1.weight": torch.ones(2),
+    }
+    if form in ("bin", "old bin"):
+        path = tmp_path / "heads.bin"
+        torch.save({**foreign, **weights}, path, _use_new_zipfile_serialization=form == "bin")
+    elif form == "shards":
+        save_file(dict(list(weights.items())[::2]), tmp_path / "a.safetensors")
+        save_file(dict(list(weights.items())[1::2]), tmp_path / "b.safetensors")  # c, without heads, is not there
+        places = {name: f"{'ab'[nth % 2]}.safetensors" for nth, name in enumerate(weights)}
+        places |= dict.fromkeys(load_file(golden_case / "model.safetensors"), "c.safetensors")
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    else:
+        backbone = load_file(golden_case / "model.safetensors") if form == "whole model" else {}
+        save_file({**weights, **backbone}, tmp_path / "model.safetensors")
+        path = tmp_path if form == "folder" else tmp_path / "model.safetensors"
+    heads = RetainingHeads.from_official(path, config)
+    assert 2 * len(heads) == len(theirs)
+    for layer in heads:
+        for name in ("fc1", "fc2"):
+            expected = theirs[f"model.layers.{layer}.self_attn.{name}.weight"]
+            assert torch.equal(getattr(heads[layer], name).weight, expected)
+    heads.check_matches(config)
+    assert heads.config.label == {"kind": "logit", "include_last_prompt_token": False}
+
+
+def published(**shapes: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    shapes = {"fc1": (4, 64), "fc2": (2, 4), **shapes}
+    names = [(layer, name) for layer in range(2) for name in ("fc1", "fc2")]
+    return {f"model.layers.{layer}.self_attn.{name}.weight": torch.ones(shapes[name]) for layer, name in names}
+
+
+NAME = "model.layers.0.self_attn.fc1.weight"
+
+
+class Payload:
+    """An object whose loading runs code."""
+
+    def __reduce__(self) -> Any:
+        return (pytest.fail, ("the pickle was run",))
+
+
+OFFICIAL: list[tuple[Any, str]] = [
+    (
+        {**published(), NAME.replace("0", "2"): torch.ones(4, 64)},
+        r"for 3 layers \(layers 0, 1, 2\) but the co",
+    ),
+    (published(fc1=(4, 48)), r"heads.0.fc1.weight is \[4, 48\] in .* but \[4, 64\] by the config of a llama model"),
+    ({**published(), NAME.replace("weight", "bias"): torch.ones(4)}, "fc1.bias, but retaining heads have no biases"),
+    ({**published(), NAME.removeprefix("model."): torch.ones(4, 64)}, "has 0.fc1.weight of a layer twice"),
+    ({**published(), NAME: torch.full((4, 64), float("inf"))}, "that are not finite"),
+    ({name: value for name, value in published().items() if name != NAME}, "missing: heads.0.fc1.weight"),
+    ({"a": torch.zeros(2)}, "has no retaining heads: no entry like .* among its 1"),
+    ({NAME: Payload()}, "holds more than tensors, and loading it could run code; convert it to safetensors"),
+    ({**published(), NAME: "a text"}, "no plain tensor"),
+    ({**published(), NAME: torch.zeros(4, 64).to_sparse()}, "no plain tensor"),
+    (torch.zeros(3), "holds a Tensor and not weights by name"),
+    (b"just a text, no weights", "not a file that torch.save wrote"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), OFFICIAL, ids=[said[:30] for _, said in OFFICIAL])
+def test_published_weights_that_do_not_fit_are_refused_in_a_sentence(tmp_path: Path, content: Any, said: str) -> None:
+    if isinstance(content, bytes):
+        (tmp_path / "h.bin").write_bytes(content)
+    else:
+        torch.save(content, tmp_path / "h.bin")
+    for path in (tmp_path / "h.bin", tmp_path):
+        with pytest.raises(ValueError, match=said) as refused:
+            RetainingHeads.from_official(path, CONFIG)
+        assert "\n" not in str(refused.value)
+
+
+def test_places_of_published_weights_that_are_none_are_named(tmp_path: Path) -> None:
+    mutations.put(tmp_path, "a.safetensors", save(published()))
+    for place in ("../a.safetensors", "/etc/passwd", 5):
+        index = {"weight_map": {**dict.fromkeys(published(), "a.safetensors"), NAME: place}}
+        mutations.put(tmp_path / "heads", "model.safetensors.index.json", json.dumps(index).encode())
+        with pytest.raises(ValueError, match="is not the name of a file of its folder"):
+            RetainingHeads.from_official(tmp_path / "heads", CONFIG)
+    with pytest.raises(ValueError, match="there is no file or folder '.*nowhere'; download the published heads first"):
+        RetainingHeads.from_official(tmp_path / "nowhere", CONFIG)
+    for name in ("a.bin", "b.bin"):
+        mutations.put(tmp_path / "two", name, b"")
+    with pytest.raises(ValueError, match=r"has several \.bin files \(a\.bin, b\.bin\); name one of them"):
+        RetainingHeads.from_official(tmp_path / "two", CONFIG)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_damaged_published_weights_are_refused_or_work(tmp_path_factory: Any, data: st.DataObject) -> None:
+    folder = tmp_path_factory.getbasetemp() / "official"
+    shutil.rmtree(folder, ignore_errors=True)
+    if data.draw(st.booleans()):
+        mutations.put(folder, "heads.safetensors", mutations.safetensors_of(data.draw, published(), {}))
+    else:
+        buffer = io.BytesIO()
+        torch.save(mutations.tensors_of(data.draw, published()), buffer)
+        content = mutations.bytes_of(data.draw, buffer.getvalue()) if data.draw(st.booleans()) else buffer.getvalue()
+        mutations.put(folder, "heads.bin", content)
+    mutations.loaded_or_refused(lambda: RetainingHeads.from_official(folder, CONFIG))
