@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -64,7 +65,7 @@ def prefill(
     """
     prompt = checked(model, cache, input_ids, attention_mask)
     feed_held_back(model, cache)
-    logits = read_prompt(model, prompt, cache, new_tokens=new_tokens, progress=progress, on_chunk=on_chunk)
+    logits = read_prompt(model, prompt, cache, Way(new_tokens=new_tokens, progress=progress, on_chunk=on_chunk))
     assert logits is not None
     return logits
 
@@ -76,7 +77,7 @@ def read_turn(model: nn.Module, input_ids: Tensor, cache: RetentionCache, *, new
     """Read what follows a text, such as a question, as the policy's `turns` says; arguments as for `prefill`."""
     prompt = checked(model, cache, input_ids)
     feed_held_back(model, cache)
-    read_prompt(model, prompt, cache, new_tokens=new_tokens, turn=True)
+    read_prompt(model, prompt, cache, Way(new_tokens=new_tokens, turn=True))
 
 
 def checked(
@@ -115,38 +116,27 @@ def check_usable(model: nn.Module, cache: RetentionCache) -> None:
         )
 
 
-def read_prompt(
-    model: nn.Module,
-    prompt: Prompt,
-    cache: RetentionCache,
-    *,
-    new_tokens: int = 0,
-    progress: bool = False,
-    hold_last: bool = False,
-    turn: bool = False,
-    on_chunk: Callable[[RetentionCache], None] | None = None,
-) -> Tensor | None:
-    """Do what `prefill` says.
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """How a prompt is read; see `prefill` for what is not said here."""
 
-    Args:
-        model: As for `prefill`, like all that is not named here.
-        prompt: What was checked.
-        cache: Filled in place.
-        new_tokens: As for `prefill`.
-        progress: As for `prefill`.
-        hold_last: Leave the last token for the caller to feed.
-        turn: It is a turn about what has been read: nothing is evicted for it where the policy and its length allow.
-        on_chunk: As for `prefill`.
+    new_tokens: int = 0
+    progress: bool = False
+    hold_last: bool = False
+    """Leave the last token for the caller to feed."""
+    turn: bool = False
+    """It is a turn about what has been read: nothing is evicted for it where the policy and its length allow."""
+    on_chunk: Callable[[RetentionCache], None] | None = None
 
-    Returns:
-        (B, vocabulary) logits of the last prompt token; None with `hold_last`, or where nothing was evicted for a turn.
-    """
+
+def read_prompt(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Way) -> Tensor | None:
+    """Do what `prefill` says; without logits where the last token is held back, or nothing was evicted for a turn."""
     cache.check_whole()
     device, known = input_device(model), vocabulary(model)
     if not isinstance(prompt.ids, Tensor):
         stream, of_last = Stream(prompt.ids, device, known), None
-        if not (turn and _add_turn(model, stream, cache, new_tokens, hold_last)):
-            of_last = _read(model, stream, cache, new_tokens, progress, hold_last, on_chunk)
+        if not _add_turn(model, stream, cache, way):
+            of_last = _read(model, stream, cache, way)
         _check_inside(cache, [cache.seen])
         return of_last
     ids, mask = prompt.ids, prompt.mask
@@ -156,29 +146,29 @@ def read_prompt(
         _check_inside(cache, [read + tokens for read, tokens in zip(before, own, strict=True)])
     # Layers that share memory by what they retain do so for each row on its own.
     apart = cache.policy.memory == "adaptive" and ids.shape[0] > 1
-    if turn and mask is None and _add_turn(model, Stream(ids, device, known), cache, new_tokens, hold_last):
+    if mask is None and _add_turn(model, Stream(ids, device, known), cache, way):
         return None
     if cache.pad is None and not apart and mask is None:
-        return _read(model, Stream(ids, device, known), cache, new_tokens, progress, hold_last, on_chunk)
-    cache.reserve_disk(ids.shape[1], new_tokens, 2 * ids.shape[0])  # one by one, and all of them once more
+        return _read(model, Stream(ids, device, known), cache, way)
+    cache.reserve_disk(ids.shape[1], way.new_tokens, 2 * ids.shape[0])  # one by one, and all of them once more
     width = cache.seen + ids.shape[1]
     texts = [row[None] if mask is None else row[None, len(row) - int(mask[i].sum()) :] for i, row in enumerate(ids)]
     # Before the first text nothing is a turn.
-    if cache.pad is None and not apart and not (turn and cache.seen):
-        rows, logits = _read_together(model, texts, cache, progress)
+    if cache.pad is None and not apart and not (way.turn and cache.seen):
+        rows, logits = _read_together(model, texts, cache, way.progress)
     else:
         rows, logits = cache.split(len(texts)), []
         for text, row in zip(texts, rows, strict=True):
             stream = Stream(text, device, known)
-            if not (turn and _add_turn(model, stream, row, 0, hold_last=False)):
-                last = _read(model, stream, row, 0, progress, hold_last=False)
+            if not _add_turn(model, stream, row, Way(turn=way.turn)):
+                last = _read(model, stream, row, Way())
                 assert last is not None
                 logits.append(last)
-    cache.join(rows, width, new_tokens)
-    if hold_last:
+    cache.join(rows, width, way.new_tokens)
+    if way.hold_last:
         cache.take_back()
         return None
-    return torch.cat(logits) if logits and not turn else None
+    return torch.cat(logits) if logits and not way.turn else None
 
 
 def _check_inside(cache: RetentionCache, tokens: Sequence[int]) -> None:
@@ -198,55 +188,40 @@ def feed_held_back(model: nn.Module, cache: RetentionCache) -> None:
             run_decoder(model, cache.last_tokens, cache)
 
 
-def _add_turn(model: nn.Module, stream: Stream, cache: RetentionCache, new_tokens: int, hold_last: bool) -> bool:
-    """Feed a turn after what is held, evicting nothing for it; return whether there was room for that."""
-    room = cache.turn_room
-    length = stream.available(room + 1)
+def _add_turn(model: nn.Module, stream: Stream, cache: RetentionCache, way: Way) -> bool:
+    """Feed a turn after what is held, evicting nothing for it; return whether it is one, and there was room for it."""
+    room = cache.turn_room if way.turn else 0
+    length = stream.available(room + 1) if way.turn else 0
     if not 0 < length <= room:
         return False
-    tokens = stream.take(length)
-    cache.check_reach(max(layer.held for layer in cache.governed) + length + new_tokens, length + new_tokens)
-    cache.reserve(0, length + new_tokens)
-    fed = tokens[:, :-1] if hold_last else tokens
+    tokens, coming = stream.take(length), length + way.new_tokens
+    cache.check_reach(max(layer.held for layer in cache.governed) + coming, coming)
+    cache.reserve(0, coming)
+    fed = tokens[:, :-1] if way.hold_last else tokens
     if fed.shape[1]:
         with answering(model, cache):
             run_decoder(model, fed, cache)
-    cache.last_tokens = None if hold_last else tokens[:, -1:].clone()
+    cache.last_tokens = None if way.hold_last else tokens[:, -1:].clone()
     return True
 
 
-def _read(
-    model: nn.Module,
-    stream: Stream,
-    cache: RetentionCache,
-    new_tokens: int,
-    progress: bool,
-    hold_last: bool,
-    on_chunk: Callable[[RetentionCache], None] | None = None,
-) -> Tensor | None:
+def _read(model: nn.Module, stream: Stream, cache: RetentionCache, way: Way) -> Tensor | None:
     policy = cache.policy
     if not stream.available(1):
         raise ValueError("input_ids is empty; a prompt needs at least one token")
     length = stream.length
     if length is None and (enough := lookahead(policy)) > (available := stream.available(enough)):
         length = available
-    cache.reserve_disk(length, new_tokens, stream.rows)
-    with reading(model, cache, length, new_tokens) as reader, _bar(stream.length, progress) as bar:
-        return _read_on(model, reader, stream, bar, hold_last, on_chunk)
+    cache.reserve_disk(length, way.new_tokens, stream.rows)
+    with reading(model, cache, length, way.new_tokens) as reader, _bar(stream.length, way.progress) as bar:
+        return _read_on(model, reader, stream, bar, way)
 
 
 def _bar(tokens: int | None, progress: bool) -> tqdm[Any]:
     return tqdm(total=tokens, unit="token", unit_scale=True, desc="reading", disable=not progress or None)
 
 
-def _read_on(
-    model: nn.Module,
-    reader: Reader,
-    stream: Stream,
-    bar: tqdm[Any],
-    hold_last: bool = False,
-    on_chunk: Callable[[RetentionCache], None] | None = None,
-) -> Tensor | None:
+def _read_on(model: nn.Module, reader: Reader, stream: Stream, bar: tqdm[Any], way: Way) -> Tensor | None:
     """Read the chunks that are left, and the local tokens."""
     cache, logits = reader.cache, None
     at_end = cache.policy.when == "prompt_end"
@@ -256,8 +231,8 @@ def _read_on(
         tokens = stream.take(min(size, left - tail))
         run_decoder(model, tokens, cache)
         bar.update(tokens.numel())
-        if on_chunk is not None:
-            on_chunk(cache)
+        if way.on_chunk is not None:
+            way.on_chunk(cache)
     reader.begin_local()
     # Nothing is evicted before the last token, so the local tokens may go in pieces, the last one longest; only the
     # last token needs logits.
@@ -269,16 +244,16 @@ def _read_on(
         bar.update(tokens.numel())
         if last:
             reader.begin_last()
-        if last and not hold_last:
+        if last and not way.hold_last:
             logits = unwrap(model)(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         elif last and not at_end:
             if tokens.shape[1] > 1:
                 run_decoder(model, tokens[:, :-1], cache)
         else:
             run_decoder(model, tokens, cache)
-    cache.held_back = hold_last and not at_end
+    cache.held_back = way.hold_last and not at_end
     reader.end()
-    if hold_last and at_end:  # it had to be read for the selection; it is fed once more for its logits
+    if way.hold_last and at_end:  # it had to be read for the selection; it is fed once more for its logits
         cache.take_back()
     return None if logits is None else logits[:, -1]
 
@@ -290,12 +265,6 @@ def _read_together(
 
     A row is cut into chunks and evicted as if it were alone, so nothing is padded, and the results are the same.
 
-    Args:
-        model: The backbone.
-        texts: (1, n) ids of each row.
-        cache: What all rows have read before; it is not changed.
-        progress: Show a progress bar over the tokens of all rows.
-
     Returns:
         A cache of each row, and its (1, vocabulary) logits.
     """
@@ -306,7 +275,7 @@ def _read_together(
     caches, logits = [cache] * len(texts), [torch.empty(0)] * len(texts)
 
     def finish(length: int, reader: Reader) -> None:
-        last = _read_on(model, reader, streams[length], bar)
+        last = _read_on(model, reader, streams[length], bar, Way())
         assert last is not None
         parts = [reader.cache] if len(last) == 1 else reader.cache.split(len(last))
         for row, one, its in zip(of_length[length], parts, last.split(1), strict=True):

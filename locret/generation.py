@@ -20,7 +20,7 @@ from locret.cache.captured_step import capturing, obstacle
 from locret.cache.digest import digest_of
 from locret.cache.reader import answering
 from locret.cache.whole import ASSISTED
-from locret.chunked_prefill import check_usable, checked, feed_held_back, read_prompt
+from locret.chunked_prefill import Way, check_usable, checked, feed_held_back, read_prompt
 from locret.token_ids import Prompt
 
 _MODES = {
@@ -90,10 +90,12 @@ def generate(
         prompt = checked(model, cache, input_ids, attention_mask, seen=cache.seen)
         if isinstance(prompt.ids, Tensor):
             full = prompt.ids.to(input_device(model), torch.long)
-            _read_rest(model, prompt, cache, new_tokens, progress, hold_last=copies == 1)
+            _read_rest(
+                model, prompt, cache, Way(new_tokens=new_tokens, progress=progress, hold_last=copies == 1, turn=True)
+            )
         else:
             feed_held_back(model, cache)
-            read_prompt(model, prompt, cache, new_tokens=new_tokens, progress=progress, turn=True)
+            read_prompt(model, prompt, cache, Way(new_tokens=new_tokens, progress=progress, turn=True))
     given = cache
     if copies > 1:
         cache = cache.copy()
@@ -106,11 +108,7 @@ def generate(
     fed = 1 + new_tokens  # the prompt's last token comes first
     cache.check_reach(cache.next_position + fed, fed)  # evictions while answering do not turn positions back
     cache.reserve(0, fed)
-    if full is not None:
-        tokens = full
-    else:
-        assert last_tokens is not None
-        tokens = last_tokens[::copies]
+    tokens = full if full is not None else cast(Tensor, last_tokens)[::copies]
     # transformers slices off what the cache has seen if the mask is as long as the ids; a mask of another length says
     # that only the new token is given.
     width = tokens.shape[1] + (full is None)
@@ -161,9 +159,7 @@ def _most_new_tokens(config: GenerationConfig, input_ids: Any) -> int:
     return max(config.max_length - ids.shape[-1], 0) if isinstance(ids, Tensor) else 0
 
 
-def _read_rest(
-    model: nn.Module, prompt: Prompt, cache: RetentionCache, new_tokens: int, progress: bool, hold_last: bool
-) -> None:
+def _read_rest(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Way) -> None:
     """Read all of a prompt's ids that the cache has not seen, but for the last token if it is to be held back."""
     ids, mask, seen = prompt.ids, prompt.mask, cache.seen
     assert isinstance(ids, Tensor)
@@ -183,17 +179,9 @@ def _read_rest(
                 f"the first {seen} tokens of input_ids are not those that the cache has read; give the same "
                 "conversation, or a new cache"
             )
-    if missing > (1 if hold_last and seen else 0):
+    if missing > (1 if way.hold_last and seen else 0):
         rest = None if mask is None or mask[:, seen:].all() else mask[:, seen:]
-        read_prompt(
-            model,
-            Prompt(ids[:, seen:], rest),
-            cache,
-            new_tokens=new_tokens,
-            progress=progress,
-            hold_last=hold_last,
-            turn=True,
-        )
+        read_prompt(model, Prompt(ids[:, seen:], rest), cache, way)
 
 
 _INSTEAD = {
@@ -218,12 +206,7 @@ _TAKEN = ("logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn", "
 
 
 def checked_options(base: Any, options: dict[str, Any]) -> GenerationConfig:
-    """Return the settings of `base.generate` that options come to, before anything is read.
-
-    Args:
-        base: The transformers model.
-        options: As given; what says what is so anyway is taken out.
-    """
+    """Return the settings of `base.generate` that options come to, before anything is read."""
     given = options.get("generation_config") or base.generation_config
     if not isinstance(given, GenerationConfig):
         raise ValueError(f"generation_config is a {type(given).__name__}; give a transformers.GenerationConfig")

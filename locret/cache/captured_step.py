@@ -48,29 +48,26 @@ def obstacle(
     """Return why an answer of at most `new_tokens` is written by steps as written; None: they may be captured."""
     base, decoder, backbone, policy = unwrap(model), find_decoder(model), cache.backbone, cache.policy
     places = {tensor.device for tensor in (*decoder.parameters(), *decoder.buffers())}
-    if len(places) != 1 or next(iter(places)).type not in DEVICES:
-        return "the decoder is not on one CUDA device"
-    if decoder in _FAILED:
-        return "it has failed before"
-    if cache.ranks is not None or gathering_root(model) is not None:
-        return "processes share the backbone"
-    if new_tokens < LEAST:
-        return f"an answer of {new_tokens} tokens is shorter than a capture, or its length is unknown"
-    if copies > 1:
-        return "beams or answers change places between steps"
-    if config.output_hidden_states or getattr(base.config, "output_hidden_states", False):
-        return "hidden states of every step are asked for"
-    if cache.watch is not None or not cache.scorer.by_features or cache.scorer.columns:
-        return "every step's attention is looked at"
-    if backbone.recurrent or backbone.sources or not backbone.uniform or lends_neuron(model):
-        return "not all layers attend to units of their own, and to all of them"
-    if any(shape.latent for shape in backbone.full_shapes):
-        return "layers hold latents"
-    if policy.decode_budget is not None or policy.recall:
-        return "units go or come at every step"
-    if not cache.seen or any(type(layer.store) not in (DenseStore, RaggedStore) for layer in cache.governed):
-        return "there are no slots of its own for every unit"
-    return None
+    stores = [type(layer.store) for layer in cache.governed]
+    hidden = config.output_hidden_states or getattr(base.config, "output_hidden_states", False)
+    own = backbone.uniform and not (backbone.recurrent or backbone.sources or lends_neuron(model))
+    obstacles = (
+        (len(places) != 1 or any(one.type not in DEVICES for one in places), "the decoder is not on one CUDA device"),
+        (decoder in _FAILED, "it has failed before"),
+        (cache.ranks is not None or gathering_root(model) is not None, "processes share the backbone"),
+        (new_tokens < LEAST, f"an answer of {new_tokens} tokens is shorter than a capture, or its length is unknown"),
+        (copies > 1, "beams or answers change places between steps"),
+        (hidden, "hidden states of every step are asked for"),
+        (
+            cache.watch is not None or not cache.scorer.by_features or cache.scorer.columns,
+            "every step's attention is looked at",
+        ),
+        (not own, "not all layers attend to units of their own, and to all of them"),
+        (any(shape.latent for shape in backbone.full_shapes), "layers hold latents"),
+        (policy.decode_budget is not None or policy.recall, "units go or come at every step"),
+        (not cache.seen or not {*stores} <= {DenseStore, RaggedStore}, "there are no slots of its own for every unit"),
+    )
+    return next((why for met, why in obstacles if met), None)
 
 
 @contextmanager
@@ -237,20 +234,9 @@ def attend_slots(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend from one token to the slots that a mask leaves.
+    """Attend from one token, (B, N, 1, D), to the slots that a mask leaves, (B or 1, K or 1, 1, S) of 0 or -inf.
 
-    Args:
-        query: (B, N, 1, D).
-        key: (B, K, S, D); or (B, 1, S, D), the slots of all heads back to back.
-        value: The same.
-        mask: 0 or -inf, (B or 1, K or 1, 1, S).
-        kv_heads: K.
-        scaling: See `locret.backbone.attention.attend`, as what follows.
-        softcap: Bound of the logits.
-        sinks: (N,) learned logits.
-
-    Returns:
-        (B, N, 1, D).
+    Keys and values are (B, K, S, D); or (B, 1, S, D), the slots of all heads back to back.
     """
     batch, heads, _, dim = query.shape
     # No kernel of PyTorch for masked attention splits the slots of one token; products of matrices do.

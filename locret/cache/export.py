@@ -60,16 +60,7 @@ def check_prefix(
     host: bool,
     states: bool = False,
 ) -> None:
-    """Refuse a policy that leaves no prefix, and numbers of `units` in layers that make none.
-
-    Args:
-        policy: The cache's.
-        backbone: The cache's.
-        units: Units per KV head of each layer.
-        rotary: How the backbone rotates keys, as its config says it.
-        host: Whether those of the second tier are among them.
-        states: Whether the prefix has room for recurrent states.
-    """
+    """Refuse a policy that leaves no prefix, and numbers of `units` in layers that make none."""
     if policy.recalls_blocks:
         raise ValueError(f"recall_by={policy.recall_by} gives far units one position, which no ordinary prefix has")
     if host and policy.host_budget is None:
@@ -127,13 +118,7 @@ def _units(layer: RetentionLayer, rotary: Rotary, base: int, host: bool) -> tupl
 
 
 def positions_now(positions: Tensor, others: Tensor | None, base: int) -> Tensor:
-    """Return the (B, K, S) rotary positions of units: their ranks among all, the newest of which is before `base`.
-
-    Args:
-        positions: (B, K, S) original positions of the units.
-        others: Those of the units of a second tier, if there is one.
-        base: Position of the next token.
-    """
+    """Return the (B, K, S) rotary positions of units: their ranks among all, the newest of which is before `base`."""
     units = positions.shape[-1]
     if others is None:
         return torch.arange(base - units, base, device=positions.device).expand(positions.shape)

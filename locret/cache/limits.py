@@ -55,13 +55,7 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
 
 
 def with_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -> RetentionPolicy:
-    """Return a policy that says the share of every layer, and of every KV head, where those have shares.
-
-    Args:
-        policy: What may leave them to the scorer.
-        scorer: What may recommend some.
-        heads: KV heads of each full-attention layer.
-    """
+    """Return a policy that says the share of every layer, and of every KV head, where those have shares."""
     of, whose = ("head", "KV head") if policy.head_budgets == "shares" else ("layer", "layer")
     if "shares" not in (policy.head_budgets, policy.layer_budgets):
         return policy

@@ -36,12 +36,7 @@ if TYPE_CHECKING:
 
 
 class Reader:
-    """Fills a cache: observes its forward passes, and scores and evicts as its policy says.
-
-    Args:
-        cache: What is being read into, or answered from.
-        answering: Whether tokens are generated, or a prompt is read.
-    """
+    """Fills a cache: observes its forward passes, and scores and evicts as its policy says."""
 
     def __init__(self, cache: RetentionCache, *, answering: bool) -> None:
         self.cache, self.policy, self.scorer = cache, cache.policy, cache.scorer
@@ -132,11 +127,7 @@ class Reader:
         self._align()
 
     def _align(self, *, final: bool = False) -> None:
-        """Choose the rotary position of the coming token, and make room where a prompt's length is unknown.
-
-        Args:
-            final: Whether nothing more is evicted, so that units of a second tier count too.
-        """
+        """Choose the rotary position of the coming token, and make room where a prompt's length is unknown."""
         if self.limits.unbounded:
             for layer in self.layers:
                 if layer.fill + self.policy.chunk_size > layer.capacity:

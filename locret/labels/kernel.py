@@ -30,18 +30,7 @@ def raise_labels(
     softcap: float | None,
     relative: bool,
 ) -> None:
-    """Raise each label, in place, to the largest that the queries at positions `start` to `end` - 1 give its token.
-
-    Args:
-        query_NSD: (N, S, D) post-rotary queries, any strides.
-        key_KSD: (K, S, D) post-rotary keys, any strides.
-        labels_KT: (K, T) float32, T <= `start` + 1, so that every query sees every labelled token; may be a view.
-        start: First query.
-        end: Past the last query.
-        scaling: Factor of the logits.
-        softcap: Bound of the logits, as in Gemma-2.
-        relative: Subtract each query's log-sum-exp over all tokens it sees.
-    """
+    """Raise each label, in place, to the largest that the queries at positions `start` to `end` - 1 give its token."""
     heads, rows, dim = query_NSD.shape[0], end - start, query_NSD.shape[2]
     kv_heads, labelled = labels_KT.shape
     if not labelled or rows <= 0:
@@ -63,13 +52,7 @@ def raise_labels(
 
 @cache
 def works(device: torch.device, dtype: torch.dtype, dim: int) -> bool:
-    """Return whether the kernels compile and run here; if not, warn once and say why.
-
-    Args:
-        device: Where the tensors are.
-        dtype: Theirs.
-        dim: D.
-    """
+    """Return whether the kernels compile and run here; if not, warn once and say why."""
     query, labels = torch.zeros(1, 2, dim, dtype=dtype, device=device), torch.zeros(1, 1, device=device)
     try:
         for relative in (False, True):
@@ -84,10 +67,6 @@ def tiles(dim: int, itemsize: int) -> dict[str, int]:
     """Return the sizes that kernels are compiled for.
 
     A tile of keys and those of queries that are on their way fit in the 99 KiB of a consumer card.
-
-    Args:
-        dim: D.
-        itemsize: Bytes of one number of queries and keys.
     """
     dim_block = max(16, triton.next_power_of_2(dim))
     row = dim_block * itemsize

@@ -214,13 +214,7 @@ def _logits(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Attended) -> Tensor:
 
 
 def logit_bytes(heads: int, head_dim: int, tokens: int) -> int:
-    """Return the most bytes that the blocks of `layer_labels` take: the logits, and two temporaries of their sums.
-
-    Args:
-        heads: N.
-        head_dim: D.
-        tokens: S.
-    """
+    """Return the most bytes that the blocks of `layer_labels` take: the logits, and two temporaries of their sums."""
     return 3 * 4 * min(_BLOCK_ELEMENTS, heads * head_dim * tokens)
 
 

@@ -32,13 +32,7 @@ _LOGITS = 1 << 23
 
 
 class CodedKeys:
-    """Keys of a second tier in a few bits per channel.
-
-    Args:
-        keys: (B, K, H, D).
-        there: (B, K, H) which of them are units.
-        bits: Bits of a code: 2, 4 or 8.
-    """
+    """Keys of a second tier in a few bits per channel."""
 
     def __init__(self, keys: Keys, there: Tensor, bits: int) -> None:
         self.bits, self.dim = bits, keys.shape[-1]

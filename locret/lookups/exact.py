@@ -36,12 +36,6 @@ class ExactLookup(Lookup):
 def best_of(query: Tensor, keys: Keys, count: int, positions: Tensor | None = None) -> Tensor:
     """Return the units with the largest logits.
 
-    Args:
-        query: (B, N, L, D).
-        keys: (B, K, H, D).
-        count: Units for each query and KV head, at most H.
-        positions: (B, K, H); those with a negative one are no units. None: all are.
-
     Returns:
         (B, K, L, count) int64 ranks.
     """

@@ -100,11 +100,7 @@ class InfLLM(Chosen):
                 self.refuse(f"{small}={least} is above {large}={most}, but {why}; raise {large}, or lower {small}")
 
     def completed(self, budget: int) -> InfLLM:
-        """Return the same with all numbers: those not given follow from `local`, and that from the budget.
-
-        Args:
-            budget: Units per KV head that may lie on the device, blocks in use included.
-        """
+        """Return the same with all numbers: those not given follow from `local`, and that from the budget."""
         made = self._around(self.local or 1)
         if self.local is None:
             fitting = (self._around(local) for local in range(min(budget, 4096), 0, -1))

@@ -220,14 +220,7 @@ def _positions(ask: Ask) -> Tensor:
 
 
 def _by_token(shares: Tensor, positions: Tensor, weights: Tensor, ranks: HeadRanks | None) -> Tensor:
-    """Return (B, T): the largest share of any head, weighed and summed over queries.
-
-    Args:
-        shares: (B, K, W, H).
-        positions: (B, K or 1, H), one row of them where all heads hold the same tokens; -1 is none.
-        weights: (W,).
-        ranks: The processes that share the heads; then all of them have the result.
-    """
+    """Return (B, T): the largest share of any head, weighed and summed over queries."""
     last = positions.max()
     if positions.shape[1] == 1 and ranks is None:  # alike for all heads, so weighed before they are put in their places
         shares = (shares.amax(1, keepdim=True) * weights[:, None]).sum(2, keepdim=True)

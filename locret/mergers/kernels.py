@@ -95,10 +95,6 @@ class MergingKernels(
 ):
     """One convolution for every full-attention layer of a backbone: `kernels[layer_idx]`.
 
-    Args:
-        config: Shape and provenance; see `for_model`, which fills it in.
-        generator: Source of the fresh weights; torch's global one if None.
-
     Examples:
         >>> kernels = MergingKernels.for_model(model, slots=8, seed=0)
         >>> kernels.save_pretrained("untrained-kernels")

@@ -102,12 +102,6 @@ def largest_budget(planned_bytes: Callable[[int], int], memory: int, least: int,
     """Return the largest budget whose planned bytes fit in `memory`, or None if the least does not fit.
 
     Bytes grow with the budget, but for the rounding of pyramids and chunks, where the result fits all the same.
-
-    Args:
-        planned_bytes: Bytes of the cache with a given budget.
-        memory: Bytes there are.
-        least: Smallest budget that makes sense.
-        most: Largest one, such as the tokens of the prompt.
     """
     if planned_bytes(least) > memory:
         return None

@@ -61,12 +61,6 @@ def check_share_count(shares: Sequence[float], layers: int) -> None:
 def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None, window: int = 0) -> tuple[int, ...]:
     """Return units per layer in proportion to shares, in all exactly `layers * budget`.
 
-    Args:
-        budget: Mean units per KV head, window included.
-        layers: Number of layers.
-        shares: Of each layer in the units besides the window; None: not known yet, all alike.
-        window: Units that every layer keeps whatever their score.
-
     Returns:
         Units of each layer, window included; at least one of them competes where the budget leaves any.
     """
@@ -87,12 +81,6 @@ def divided(units: int, shares: Sequence[float], held: Sequence[int], least: int
     """Divide units among heads, or texts, in proportion to shares, and none more than it holds.
 
     What one has no use for goes to the others, in the same proportion.
-
-    Args:
-        units: Units of all together.
-        shares: Of each.
-        held: Units that each holds.
-        least: Units that each has first, if it holds any and there are as many.
 
     Returns:
         Units of each, in all min(units, sum of held).
@@ -115,14 +103,7 @@ def divided(units: int, shares: Sequence[float], held: Sequence[int], least: int
 
 
 def memory_sizes(growth: str, steps: int, most: int, first: int | None = None) -> tuple[int, ...]:
-    """Return the units kept after each of `steps` chunks, from `first` (`most / steps` if None) up to `most`.
-
-    Args:
-        growth: "fixed" (always `most`), "linear", "sqrt" (fast, then slow) or "square" (slow, then fast).
-        steps: Number of chunks, n.
-        most: Budget, m_max.
-        first: Units after the first chunk, m_0.
-    """
+    """Return the units kept after each of `steps` chunks, from `first` (`most / steps` if None) up to `most`."""
     if growth == "fixed" or steps == 1:
         return (most,) * steps
     first = max(1, most // steps) if first is None else min(first, most)

@@ -233,11 +233,6 @@ class RetentionPolicy:
         """Return the policy that a file holds under the name `where`; what it leaves out has its default.
 
         What an earlier version has written of features that are retired is left out: it says how a text was read.
-
-        Args:
-            values: The numbers, by name.
-            where: What messages call them.
-            following: Names of numbers that nobody gave, which stay what they are; see `following`.
         """
         given = checked_values(cls, without_retired(values), where)
         if not isinstance(following, (list, tuple)) or not all(name in FOLLOWING for name in following):
@@ -400,12 +395,7 @@ _RETIRED: dict[str, Any] = {"ledger": 0, "refit": False}
 
 
 def without_retired(values: Any, *, keep_used: bool = False) -> Any:
-    """Return the fields of a policy in a file of any version, less those of features that are retired.
-
-    Args:
-        values: The fields by name; anything else comes back as it is.
-        keep_used: Whether a field stays that did change something, so that policies can be compared.
-    """
+    """Return the fields of a policy in a file of any version, less those of features that are retired."""
     if not isinstance(values, Mapping):
         return values
     kept = {

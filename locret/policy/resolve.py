@@ -52,12 +52,7 @@ def resolve(
 
 
 def check_used(own: Mapping[str, Any], policies: Collection[RetentionPolicy]) -> None:
-    """Refuse a number that the user chose and that changes nothing in any of the policies it is for.
-
-    Args:
-        own: Numbers that the user chose; one that is the default, as in a recipe that states everything, may stay.
-        policies: What they came to; without any there is nothing to say.
-    """
+    """Refuse a number that the user chose and that changes nothing in any of the policies it is for."""
     for field in fields(RetentionPolicy):
         value = own.get(field.name)
         missing = [policy.idle().get(field.name) for policy in policies]
@@ -75,14 +70,7 @@ def check_no_turns(own: Mapping[str, Any]) -> None:
 def resolve_options(
     options: Any, chosen: Collection[str], recommended: Mapping[str, Any], budget: int | None = None
 ) -> RetentionPolicy:
-    """Return the policy of a command's options.
-
-    Args:
-        options: The options, which have fields of the policy's names.
-        chosen: Names that the user set.
-        recommended: Numbers of the heads or a preset; may be empty.
-        budget: Budget that follows from something else, such as bytes or a share.
-    """
+    """Return the policy of a command's options."""
     own = {field.name: getattr(options, field.name) for field in fields(RetentionPolicy) if field.name in chosen}
     if budget is not None:
         own["budget"] = budget

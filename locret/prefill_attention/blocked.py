@@ -37,13 +37,6 @@ class SparseAttention:
     ) -> Tensor:
         """Attend causally, as `locret.backbone.attention.attend` does, to what the patterns choose.
 
-        Args:
-            query: (B, N, L, D), post-rotary.
-            view: What there is to attend to, dense, padded or ragged.
-            scaling: Factor of the logits.
-            softcap: Bound of the logits, as in Gemma-2.
-            sinks: (N,) logits of learned sinks, as in gpt-oss; patterns are chosen without them.
-
         Returns:
             (B, N, L, D).
         """
@@ -177,14 +170,7 @@ def _flex(*, compiled: bool) -> Callable[..., Any]:
 
 
 def block_mask(chosen: Tensor, rows: int, new: int, seen: Callable[..., Tensor]) -> Any:
-    """Return FlexAttention's mask of (G, Q, S) chosen slots, without ever making one of queries by slots.
-
-    Args:
-        chosen: What each block of queries sees.
-        rows: Queries of such a block.
-        new: Queries.
-        seen: Whether a query sees a slot, for the blocks of the mask that are neither empty nor whole.
-    """
+    """Return FlexAttention's mask of (G, Q, S) chosen slots, without ever making one of queries by slots."""
     from torch.nn.attention.flex_attention import BlockMask
 
     heads, _, slots = chosen.shape

@@ -18,12 +18,7 @@ EVERY_UNIT = 1 << 40
 
 
 def chosen_heads(heads: str | None, model: str | None) -> str | None:
-    """Return the heads that `--heads` means: `auto` looks for some, and a warning says which it takes and why.
-
-    Args:
-        heads: What the user typed.
-        model: The backbone's folder or Hub id.
-    """
+    """Return the heads that `--heads` means: `auto` looks for some, and a warning says which it takes and why."""
     if heads != AUTO_HEADS:
         return heads
     if model is None:

@@ -97,12 +97,7 @@ def is_press(found: Any) -> bool:
 
 
 def press_scorer(press: type, name: str) -> type[Scorer]:
-    """Return a class of presses as a class of scorers.
-
-    Args:
-        press: The class.
-        name: What messages call it, such as "kvpress:SnapKVPress".
-    """
+    """Return a class of presses as a class of scorers."""
     if not callable(getattr(press, "score", None)):
         raise ValueError(f"scorer {name} is a press without a score of units; take one that defines score")
     for method in _OWN_SELECTION:

@@ -67,18 +67,9 @@ class RandomAnswerScorer(RandomScorer):
 def uniform_draw(
     positions: Tensor, seed: int, layer_idx: int, kv_heads: int, shared: bool = False, first: int = 0
 ) -> Tensor:
-    """Draw one number per unit from U(0, 1): a function of seed, layer, KV head and original position alone.
+    """Draw (B, K, S) float64 numbers from [0, 1): a function of seed, layer, KV head and original position alone.
 
-    Args:
-        positions: (B, 1 or K, S) original positions.
-        seed: Of the draw.
-        layer_idx: Layer.
-        kv_heads: K.
-        shared: Let all KV heads have the draw of the first.
-        first: KV heads of the layer before these.
-
-    Returns:
-        (B, K, S) float64, in [0, 1).
+    `shared` heads have the draw of the first; the first of these is the layer's KV head number `first`.
     """
     heads = torch.arange(first, first + kv_heads, device=positions.device)[:, None] * (not shared)
     # Two rounds of a multiplicative integer hash in 31 bits; products stay below 2**62.
