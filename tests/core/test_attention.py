@@ -71,14 +71,6 @@ def test_masks_cut_from_a_larger_one_equal_those_made_for_their_size(
         torch.testing.assert_close(mask, torch.zeros(new, slots).masked_fill(hidden, -torch.inf), rtol=0, atol=0)
 
 
-def test_layers_and_blocks_of_one_pass_share_a_mask() -> None:
-    memo, like = MaskMemo(), torch.zeros(1)
-    mask = memo.causal(3, 9, None, like)
-    shared = {memo.causal(*size, None, like).untyped_storage().data_ptr() for size in ((3, 9), (3, 10), (2, 5))}
-    assert shared == {mask.untyped_storage().data_ptr()}
-    assert memo.causal(3, 9, None, like.double()).dtype == torch.float64
-
-
 @pytest.mark.parametrize("row_start", [None, torch.tensor([0, 20])])
 @pytest.mark.parametrize("window", [None, 30])
 def test_a_chunk_in_blocks_of_rows_attends_as_one(

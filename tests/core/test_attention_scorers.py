@@ -130,23 +130,6 @@ def test_blocks_of_rows_equal_the_slow_sums_where_rows_of_the_batch_differ(rows:
     assert torch.equal(3 * seen - counts[1].unflatten(0, (2, 3)).sum(1)[:, 5:], low[:, 5:])
 
 
-def test_queries_that_see_all_see_later_ones() -> None:
-    query, key = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 9, 8)
-    chunk = make_chunk(query, key, 0.4)
-    sums = attention_rows.attention_sums(chunk, 3, see_all=True, rows=1)
-    expected = (query[0, :, 3:] @ key[0].transpose(-1, -2) * 0.4).softmax(-1).sum(1)
-    torch.testing.assert_close(sums[0], expected)
-
-
-def test_the_workspace_is_one_block_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes, logits = [], attention_rows._logits
-    monkeypatch.setattr(attention_rows, "_LOGITS_CPU", 1)
-    monkeypatch.setattr(attention_rows, "_logits", lambda *a: sizes.append(logits(*a).numel()) or logits(*a))
-    query, key = torch.randn(1, 4, 100, 8), torch.randn(1, 2, 150, 8)
-    attention_rows.attention_sums(make_chunk(query, key, 0.4))
-    assert max(sizes) == 4 * 16 * (150 - 100 + 96)  # heads x block x units seen; the last block has 4 rows only
-
-
 def test_half_precision_is_scored_in_float32() -> None:
     query, key = torch.randn(1, 4, 9, 8).bfloat16(), torch.randn(1, 2, 15, 8).bfloat16()
     chunk = make_chunk(query, key, 0.3)
@@ -154,18 +137,6 @@ def test_half_precision_is_scored_in_float32() -> None:
     assert sums.dtype == torch.float32
     torch.testing.assert_close(sums[0], reference.attention(query[0], key[0], 0.3).sum(1), atol=0.1, rtol=0)
     assert (sums.sum(-1) - 9).abs().max() < 1e-4  # every row of weights sums to one, unrounded
-
-
-@pytest.mark.parametrize("how", ["mean", "max", "sum"])
-def test_reductions_agree_where_a_group_has_one_head_or_equal_heads(how: str) -> None:
-    scores = torch.rand(2, 3, 10)
-    assert torch.equal(attention_rows.reduce_group(scores, 3, how), scores)
-    alike = attention_rows.reduce_group(scores.repeat_interleave(4, dim=1), 3, how)
-    torch.testing.assert_close(alike, scores * (4 if how == "sum" else 1))
-    mixed = torch.rand(6, 10)
-    torch.testing.assert_close(
-        attention_rows.reduce_group(mixed[None], 2, how)[0], reference.reduce_group(mixed, 2, how)
-    )
 
 
 # -- H2O --------------------------------------------------------------------------------------------------------------
@@ -192,42 +163,7 @@ def test_h2o_accumulates_over_chunks_and_answers_to_the_dense_column_sums(
     torch.testing.assert_close(cache.kept_scores(0)[0], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
-def test_a_token_fed_again_for_its_logits_is_counted_once(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    model = build("llama")
-    cache = RetentionCache(model, "h2o", policy(when, budget=200))
-    prefill(model, prompt(61), cache)
-    generate(model, None, cache=cache, max_new_tokens=1, **GREEDY)
-    sums = columns(monkeypatch, model, prompt(61)).unflatten(0, (2, 2)).mean(1)
-    torch.testing.assert_close(cache.kept_scores(0)[0], sums, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize(("share", "newest"), [(0.5, 12), (0.25, 6), (0.0, 0)])
-def test_h2o_gives_its_share_of_the_budget_to_the_newest_units(share: float, newest: int) -> None:
-    model, seen = build("llama"), []
-    cache = RetentionCache(model, scorers.get("h2o", recent_share=share), policy(stabilizers=0))
-    prefill(model, prompt(83), cache, on_chunk=lambda cache: seen.append(cache.kept_positions(0)[0]))
-    for index, kept in enumerate(seen[2:]):
-        end = min(33 + 11 * index, 77)
-        assert (kept[:, kept.shape[1] - newest :] == torch.arange(end - newest, end)).all()
-    # Without that share, accumulation favours old units so much that the last token of the last chunk goes.
-    assert share or (seen[-1][:, -1] != 76).any()
-
-
 # -- SnapKV -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
-def test_snapkv_keeps_its_window(when: str) -> None:
-    model = build("llama")
-    cache = RetentionCache(model, scorers.get("snapkv", window=9), policy(when, stabilizers=0))
-    kept = []
-    prefill(model, prompt(83), cache, on_chunk=lambda cache: kept.append(cache.kept_positions(0)[0]))
-    if when == "prompt_end":
-        assert cache.kept_positions(0).shape[-1] == 30
-        assert (cache.kept_positions(0)[..., -9:] == torch.arange(74, 83)).all()
-    else:
-        assert (kept[-1][:, -9:] == torch.arange(68, 77)).all()
 
 
 def test_snapkv_is_refused_where_answers_are_evicted_or_its_window_is_longer_than_a_pass() -> None:
@@ -238,21 +174,3 @@ def test_snapkv_is_refused_where_answers_are_evicted_or_its_window_is_longer_tha
 
 
 # -- options ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("h2o", {"reduce": "median"}, 'scorer h2o: reduce="median" is unknown; choose one of mean, max, sum'),
-        ("h2o", {"recent_share": 1.5}, "scorer h2o: recent_share=1.5 is not a share; it must lie between 0 and 1"),
-        ("snapkv", {"kernel": 4}, "scorer snapkv: kernel=4 has no middle slot; choose an odd number"),
-        ("snapkv", {"window": 0}, "scorer snapkv: window=0 is too small; it must be 1 or more"),
-        ("snapkv", {"pooling": "min"}, 'pooling="min" is unknown; choose one of avg, max'),
-        ("scissorhands", {"keep_recent": -1}, "scorer scissorhands: keep_recent=-1 is too small; it must be 0 or more"),
-        ("nacl", {"random_share": -0.1}, "scorer nacl: random_share=-0.1 is not a share"),
-        ("nacl", {"group": "mean"}, 'scorer nacl: group="mean" is unknown; choose one of sum, official'),
-    ],
-)
-def test_a_wrong_option_is_refused(name: str, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        scorers.get(name, **options)

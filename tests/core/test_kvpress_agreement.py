@@ -15,7 +15,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from locret import RetentionCache, RetentionPolicy, prefill, scorers
-from locret.policy.growth import pyramid_budgets
 from locret.policy.selectors import select_kept, select_over_heads
 
 RECORD = Path(__file__).parents[1] / "peers" / "kvpress"
@@ -82,15 +81,6 @@ def test_scores_and_kept_units_are_those_of_kvpress(monkeypatch: pytest.MonkeyPa
     same_units(ours, name, case, newest)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_streaming_keeps_what_kvpress_keeps(monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    # kvpress scores 1 and 0, for the ratio at hand; ours are positions, for any budget.
-    theirs = load(case)[2]["streaming_llm.scores"]
-    assert set(theirs.unique().tolist()) == {0.0, 1.0}
-    ours = rate_once(monkeypatch, case, "streaming", {}).expand_as(theirs)
-    same_units(ours, "streaming_llm", case, 0)
-
-
 @pytest.mark.parametrize("name", ["snapkv", "snapkv_narrow", "tova"])
 def test_a_prompt_read_in_chunks_ends_with_the_units_that_kvpress_keeps(name: str) -> None:
     model, ids, recorded = load("A_llama_gqa")
@@ -129,36 +119,6 @@ def test_heads_that_compete_keep_what_kvpress_keeps(
         assert torch.equal(counts, theirs_KS.sum(1))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_a_ragged_cache_frees_what_kvpress_masks(case: str) -> None:
-    model, ids, _ = load(case)
-    theirs = load_file(RECORD / f"{case}_heads.safetensors")["snapkv.kept"].bool()
-    policy = RetentionPolicy(
-        budget=ids.shape[1] // 2 - 1,
-        chunk_size=70,
-        stabilizers=0,
-        local_len=1,
-        positions="original",
-        when="prompt_end",
-        head_budgets="adaptive",
-    )
-    cache = RetentionCache(model, scorers.get("snapkv", window=16, kernel=7), policy)
-    prefill(model, ids, cache)
-    unequal = 0
-    for layer, theirs_KS in enumerate(theirs):
-        for held, stays in zip(cache.kept_positions(layer)[0], theirs_KS, strict=True):
-            assert held[held >= 0].tolist() == stays.nonzero()[:, 0].tolist()
-        unequal += len(set(theirs_KS.sum(1).tolist())) > 1
-    assert unequal
-    assert cache.memory().units == ids.shape[1] // 2
-
-
-def ours_for(pyramid: dict[str, Any]) -> tuple[int, ...]:
-    """Return our budgets for the same mean; kvpress counts the window in, so none is set apart."""
-    mean = round(pyramid["tokens"] * (1 - pyramid["ratio"]))
-    return pyramid_budgets(mean, pyramid["layers"], pyramid["tokens"], 0, pyramid["beta"])
-
-
 def kind_of(pyramid: dict[str, Any]) -> str:
     mean, layers = round(pyramid["tokens"] * (1 - pyramid["ratio"])), pyramid["layers"]
     least, rest = divmod(mean, pyramid["beta"])
@@ -178,30 +138,3 @@ def pyramids(kind: str) -> list[dict[str, Any]]:
     found = [pyramid for pyramid in ABOUT["pyramids"] if kind_of(pyramid) == kind]
     assert found
     return found
-
-
-def test_pyramid_budgets_are_those_of_kvpress_where_everything_divides() -> None:
-    for pyramid in pyramids("exact"):
-        assert list(ours_for(pyramid)) == pyramid["budgets"]
-
-
-def test_pyramid_budgets_differ_from_kvpress_by_rounding_the_slope_once() -> None:
-    for pyramid in pyramids("fraction"):
-        above = [ours - theirs for ours, theirs in zip(ours_for(pyramid), pyramid["budgets"], strict=True)]
-        assert all(-1 <= more <= layer + 1 for layer, more in enumerate(above))
-        assert above != [0] * len(above)
-
-
-def test_pyramid_budgets_differ_from_kvpress_where_the_readme_says() -> None:
-    for pyramid in pyramids("bound"):  # kvpress holds the window back from what the first layer may choose from
-        room = pyramid["tokens"] - pyramid["window_size"]
-        assert pyramid["budgets"][0] == room < ours_for(pyramid)[0] <= pyramid["tokens"]
-    for pyramid in pyramids("short"):  # PyramidKV's own code, and ours, gives up the pyramid
-        assert pyramid["budgets"][0] == pyramid["tokens"] - pyramid["window_size"]
-        assert len(set(ours_for(pyramid))) == 1
-    for pyramid in pyramids("narrow"):  # kvpress gives up the pyramid
-        assert len(set(pyramid["budgets"])) == 1
-        assert ours_for(pyramid)[-1] < pyramid["window_size"]
-    for pyramid in pyramids("single"):  # kvpress gives the only layer what the first of many gets
-        (mean,) = ours_for(pyramid)
-        assert pyramid["budgets"] == [2 * mean - mean // pyramid["beta"]]

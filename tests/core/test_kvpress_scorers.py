@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from chunks import make_chunk
 from families import build, prompt
-from scorer_passes import GREEDY, policy, watch
+from scorer_passes import GREEDY, policy
 from test_kvpress_agreement import CASES, load, rate_once
 from torch import Tensor
 
 from locret import RetentionCache, generate, prefill, scorers
-from locret.backbone.chunk import Chunk
 
 
 def kept(spec: str, how: Any = None, model: Any = None, length: int = 61) -> list[Tensor]:
@@ -41,55 +39,6 @@ def test_a_press_keeps_what_the_same_scorer_keeps(press: str, ours: str, positio
         how = policy(positions=positions, stabilizers=0, chunk_size=11)
         pairs = zip(kept(press, how, build(family), length), kept(ours, how, build(family), length), strict=True)
         assert all(torch.equal(theirs, own) for theirs, own in pairs)
-
-
-def test_a_window_as_long_as_the_chunk_is_cut_and_a_single_token_changes_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    scorer, before = scorers.get("presses:WindowPress:window_size=30"), []
-
-    def see(chunk: Chunk, scores: Tensor) -> None:
-        if chunk.layer_idx == 0 and not chunk.generating and chunk.selects:
-            window = int((scores[0, 0] == scores[0, 0, -1]).sum())
-            before.append((chunk.new_tokens, window))
-            if chunk.new_tokens == 1:
-                assert torch.equal(scores[..., :-1], chunk.stored_scores)
-
-    watch(monkeypatch, scorer, see)
-    cache = RetentionCache(build("llama"), scorer, policy(chunk_size=9))
-    prefill(cache.model, prompt(61), cache)
-    assert before[0] == (9, 8)
-    assert before[-1][0] == 1
-
-
-def test_a_press_learns_what_the_budget_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    held = kept("presses:RatioPress", policy(stabilizers=0))
-    assert held[0][0, 0, :24].tolist() == list(range(24))
-
-
-def test_a_press_that_rates_hidden_states_rates_each_token_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    given: dict[int, float] = {}
-    cache = RetentionCache(build("llama"), "presses:HiddenPress", policy())
-
-    def look(cache: RetentionCache) -> None:
-        pairs = zip(cache.kept_positions(1)[0, 0].tolist(), cache.kept_scores(1)[0, 0].tolist(), strict=True)
-        assert all(given.setdefault(position, score) == score for position, score in pairs)
-
-    prefill(cache.model, prompt(61), cache, on_chunk=look)
-    assert len(given) > 30
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3"])  # one table, and one for each type of layer
-def test_rotations_are_asked_for_from_the_chunk_on(monkeypatch: pytest.MonkeyPatch, family: str) -> None:
-    model, seen = build(family), []
-    scorer = scorers.get("presses:RotaryPress")
-    watch(monkeypatch, scorer, lambda chunk, scores: seen.append((chunk.next_position, scores, chunk.generating)))
-    prefill(model, prompt(40), RetentionCache(model, scorer, policy()))
-    for position, scores, generating in seen:
-        kind = ["full_attention"] if family == "gemma3" else []
-        cos, _ = model.model.rotary_emb(torch.zeros(1), torch.tensor([[position]]), *kind)
-        assert generating or (scores == cos[0, 0, 0]).all()
-    assert len({position for position, _, _ in seen}) >= 4
 
 
 def test_rows_of_a_batch_are_rated_apart() -> None:
@@ -138,14 +87,6 @@ def test_a_press_that_does_not_only_rate_is_refused(spec: str, sentence: str) ->
 def test_a_press_that_needs_all_attention_weights_is_refused_when_it_asks() -> None:
     with pytest.raises(ValueError, match=r"scorer presses:NeedyPress cannot rate 11 new .* needs no attention weights"):
         kept("presses:NeedyPress")
-
-
-def test_generated_tokens_are_not_rated() -> None:
-    with pytest.raises(ValueError, match="decode_budget=36 .* scorer presses:NormPress is not defined for generated"):
-        RetentionCache(build("llama"), "presses:NormPress", policy(decode_budget=36, decode_interval=7))
-    scorer = scorers.get("presses:NormPress")
-    chunk = make_chunk(torch.randn(1, 4, 1, 8), torch.randn(1, 2, 7, 8), 0.4, generating=True)
-    assert (scorer.score(chunk) == 0).all()
 
 
 # -- kvpress itself, where it is installed beside this package; tests/peers/README.md ---------------------------------

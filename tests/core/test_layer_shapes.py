@@ -24,7 +24,6 @@ from transformers import (
     Gemma3nTextConfig,
     Gemma4TextConfig,
     Glm4MoeLiteConfig,
-    LongcatFlashConfig,
     MiniCPM3Config,
     PreTrainedConfig,
     PreTrainedModel,
@@ -33,10 +32,8 @@ from transformers import (
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.backbone.adapters import attention_modules, describe
-from locret.cache.layers import check_latent
 from locret.cache.limits import planned_bytes
 from locret.labels import answer_labels
-from locret.train.step import train_step
 
 MHA = {**SHAPE, "num_key_value_heads": 4}
 EXPERTS = {
@@ -153,17 +150,6 @@ def hide_by_layer(model: PreTrainedModel, seen: dict[int, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_both_position_modes_agree_where_the_newest_units_stay(family: str) -> None:
-    model, ids, logits = build(family), prompt(90), []
-    for positions in ("compact", "original"):
-        rules = policy(40, positions, chunk_size=10, stabilizers=39, local_len=1)
-        cache = RetentionCache(model, scorers.get("streaming", sinks=0), rules)
-        logits.append(prefill(model, ids, cache))
-        assert cache.kept_positions(describe(model).layers[0])[0, 0].tolist() == list(range(49, 90))
-    torch.testing.assert_close(*logits, atol=2e-4, rtol=0)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_heads_are_as_wide_as_their_layer_and_keep_what_they_choose(family: str, tmp_path: Path) -> None:
     model, ids = build(family), prompt(60)
     heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
@@ -210,91 +196,12 @@ def test_planned_bytes_are_those_that_are_counted(family: str, positions: str, s
     assert fresh == read.memory().planned
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"host_budget": 8, "recall": 2}, "host_budget=8 takes keys and values apart"),
-        ({"host_budget": "all", "recall": 2}, "host_budget=all takes keys and values apart"),
-    ],
-)
-def test_what_takes_latents_apart_is_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RetentionCache(build("deepseek_v3"), "random", policy(20, **settings))
-    with pytest.raises(ValueError, match="merge=loco takes keys and values apart"):
-        check_latent(policy(20, merge="loco"), "deepseek_v3")
-
-
-def test_layers_with_nobody_to_borrow_from_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"layer 0 of gemma3n_text has no keys of its own \(num_kv_shared_layers=15\)"):
-        describe(Gemma3nTextConfig(**{**GEMMA3N, "num_kv_shared_layers": 15}))
-
-
-def test_two_attentions_in_a_layer_are_refused() -> None:
-    numbers = {**MHA, **MLA, "num_layers": 1, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 16, "moe_topk": 2}
-    numbers |= {"n_routed_experts": 4, "zero_expert_num": 2}
-    model = AutoModelForCausalLM.from_config(LongcatFlashConfig(**numbers))
-    with pytest.raises(ValueError, match="layer 0 of LongcatFlashForCausalLM attends 2 times"):
-        describe(model)
-
-
-def test_an_ordinary_prefix_has_one_shape() -> None:
-    for family, message in (("deepseek_v3", "are 8 and 16 wide"), ("gemma4-moe", "slide over a window")):
-        model = build(family)
-        cache = RetentionCache(model, "random", policy(20))
-        prefill(model, prompt(40), cache)
-        with pytest.raises(ValueError, match=message):
-            cache.to_dynamic_cache()
-
-
-@pytest.mark.parametrize(
-    ("scorer", "settings"),
-    [
-        ("snapkv", {"head_budgets": "adaptive"}),
-        ("sirllm", {}),
-        ("h2o", {"positions": "original", "when": "prompt_end", "chunk_size": 64}),
-        ("streaming", {"prefill_attention": "minference"}),
-    ],
-)
-@pytest.mark.parametrize("family", ["gemma4-shared", "deepseek_v3"])
-@torch.no_grad()
-def test_other_ways_of_reading_see_all_of_a_prompt_that_fits(
-    family: str, scorer: str, settings: dict[str, Any]
-) -> None:
-    model, ids = build(family), prompt(60)
-    cache = RetentionCache(model, scorer, policy(64, **{"positions": "compact", **settings}))
-    torch.testing.assert_close(prefill(model, ids, cache), model(ids).logits[:, -1], atol=1e-4, rtol=0)
-    ours = generate(model, ids, cache=cache.fresh(), max_new_tokens=6, num_beams=2, do_sample=False)
-    assert ours.tolist() == model.generate(ids, max_new_tokens=6, num_beams=2, do_sample=False).tolist()
-
-
-@torch.no_grad()
-def test_codes_of_lent_units_are_seen_alike_by_all_layers() -> None:
-    model, ids = build("gemma4-shared"), prompt(60)
-    exact = model(ids).logits[:, -1]
-    cache = RetentionCache(model, "snapkv", policy(64, key_bits=8, value_bits=8))
-    assert float((prefill(model, ids, cache) - exact).abs().max()) < 0.05 * float(exact.abs().max())
-
-
 def test_lent_units_are_not_chosen_by_the_queries_of_one_layer() -> None:
     model = build("gemma4-shared")
     with pytest.raises(
         ValueError, match="host_budget=8 goes by the queries of one layer, but the last layers of gemma4"
     ):
         RetentionCache(model, "random", policy(20, host_budget=8, recall=2))
-
-
-@pytest.mark.parametrize("family", ["deepseek_v3", "gemma4-shared"])
-def test_heads_learn_from_such_layers(family: str) -> None:
-    model, ids = build(family), prompt(60)
-    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
-    before = {index: heads[index].fc1.weight.clone() for index in heads}
-    optimizer, losses = torch.optim.Adam(heads.parameters(), lr=1e-2), []
-    for _ in range(3):
-        losses.append(train_step(model, heads, ids[:, :50], ids[:, 50:]).total)
-        optimizer.step()
-        optimizer.zero_grad()
-    assert losses[-1] < losses[0]
-    assert all(not torch.equal(heads[index].fc1.weight, before[index]) for index in heads)
 
 
 def test_values_narrower_than_keys_and_windows_with_more_heads_are_planned_and_saved(tmp_path: Path) -> None:

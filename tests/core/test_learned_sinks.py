@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import types
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import oracle as reference
@@ -14,13 +13,11 @@ import torch
 from chunks import make_chunk
 from families import build, prompt
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret import RetentionPolicy
 from locret.backbone.attention import MaskMemo, Recalled, View, attend
 from locret.backbone.chunk import Attended
 from locret.labels.labels import layer_labels, observe
-from locret.prefill_attention.blocked import SparseAttention
 from locret.scorers.attention_rows import attention_sums
-from locret.train.step import train_step
 
 SINKS = torch.tensor([0.7, -1.2, 2.5, 0.1])
 POLICY = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6)
@@ -84,29 +81,6 @@ def test_recalled_units_share_one_softmax_with_the_sink(shared: bool, heads: int
             torch.testing.assert_close(out[0, n, i], alone[0, 0], atol=1e-5, rtol=0)
 
 
-def test_a_sparse_pattern_that_covers_everything_is_dense_attention() -> None:
-    query, key, value = tensors(40, 90)
-    out = with_sinks(query, View(key, value, sparse=_Everything()))
-    torch.testing.assert_close(out, with_sinks(query, View(key, value)), atol=1e-5, rtol=0)
-
-
-class _Everything(SparseAttention):
-    """Chooses every slot, and still attends block by block."""
-
-    def __init__(self) -> None:
-        super().__init__([_Pattern()] * 4)
-
-
-class _Pattern:
-    rows = 16
-
-    def covers(self, slots: int) -> bool:
-        return False
-
-    def choose(self, query: torch.Tensor, key: torch.Tensor, *_: Any) -> torch.Tensor:
-        return torch.ones(len(query), -(-query.shape[1] // self.rows), len(key), dtype=torch.bool)
-
-
 def test_flash_attn_gives_the_log_sum_exp_that_the_sink_is_weighed_against(monkeypatch: pytest.MonkeyPatch) -> None:
     """The package needs a GPU; a stand-in that computes its documented formula checks what it is asked for."""
 
@@ -157,17 +131,3 @@ def test_labels_of_gpt_oss_equal_the_oracle(kind: str) -> None:
     observe(model, ids, on_layer)
     assert list(found) == [1]
     assert max(found.values()) < 1e-4
-
-
-def test_gpt_oss_trains_saves_and_goes_on(tmp_path: Path) -> None:
-    model, ids = build("gpt-oss"), prompt(70)
-    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
-    result = train_step(model, heads, ids[:, :50], ids[:, 50:])
-    assert result.tokens
-    assert all(parameter.grad is not None for parameter in heads.parameters())
-    cache = RetentionCache(model, heads, POLICY)
-    prefill(model, ids, cache)
-    save_cache(cache, tmp_path / "cache.safetensors")
-    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    loaded = load_cache(tmp_path / "cache.safetensors", model, heads)
-    assert torch.equal(generate(model, cache=loaded, **options), generate(model, cache=cache, **options))

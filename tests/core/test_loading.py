@@ -78,13 +78,6 @@ def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, 
         assert torch.equal(found, expected)
 
 
-def test_a_device_map_is_not_warned_of_in_words_of_accelerate(caplog: pytest.LogCaptureFixture) -> None:
-    options = ModelOptions(model="checkpoints/tiny", device_map={"": "disk"})
-    config = loading.load_config(options)
-    loading.load_model(options, config, torch.device("cpu"), torch.float32)
-    assert not [record.getMessage() for record in caplog.records if record.name.startswith("accelerate")]
-
-
 def test_a_saved_config_whose_layers_differ_is_read_and_checked(tmp_path: Path) -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     config = Gemma4TextConfig(

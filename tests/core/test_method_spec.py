@@ -168,10 +168,6 @@ def test_a_modifier_passes_options_on_to_what_it_names(monkeypatch: pytest.Monke
         parse("a+4named:positions=pages:page=16,page=8")
 
 
-def _hashable(value: Any) -> bool:
-    return not isinstance(value, list | dict)
-
-
 @given(text=st.text(alphabet="snapkv:=,+.pymid1 -_\n{é", max_size=25) | st.text(max_size=10))
 def test_any_text_is_a_method_or_refused_in_one_sentence(text: str) -> None:
     for one in split(text):
@@ -182,24 +178,3 @@ def test_any_text_is_a_method_or_refused_in_one_sentence(text: str) -> None:
         assert "\n" not in refusal
         if spec is not None:
             assert str(parse(str(spec))) == str(spec)
-
-
-@given(
-    method=st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just("snapkv"),
-        lambda inner: (
-            st.lists(inner, max_size=2)
-            | st.dictionaries(st.just("snapkv") | inner.filter(_hashable), inner, max_size=2)
-        ),
-        max_leaves=5,
-    )
-)
-def test_any_value_of_a_recipe_is_a_method_or_refused_in_one_sentence(method: Any) -> None:
-    for one in split(method if isinstance(method, list) else [method]):
-        try:
-            parse(one)
-            refusal = ""
-        except ValueError as error:
-            refusal = str(error)
-        assert "\n" not in refusal
-        assert len(refusal) < 300

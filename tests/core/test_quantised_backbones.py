@@ -8,7 +8,6 @@ bitsandbytes, torchao and optimum-quanto are not in the test environment; to run
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, loading, prefill
 from locret.infer.infer_options import ModelOptions
@@ -91,26 +89,6 @@ def test_a_quantised_backbone_trains_reads_and_answers(way: str) -> None:
     assert sum(len(ours & theirs) / len(theirs) for ours, theirs in pairs) / 20 > least
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_random_llama_is_quantised_and_written_with(way: str, tmp_path: Path) -> None:
-    package, options, _ = WAYS[way]
-    pytest.importorskip(package, reason=f"{package} is not installed")
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = load(str(tmp_path), **options)
-    ids = torch.randint(5, 60, (1, 90))
-    cache = RetentionCache(model, "streaming", RetentionPolicy(budget=24, chunk_size=16, stabilizers=4, local_len=4))
-    assert prefill(model, ids, cache).isfinite().all()
-    assert generate(model, cache=cache, max_new_tokens=3).shape == (1, 3)
-
-
 @pytest.mark.parametrize("named", [False, True])
 def test_a_gguf_file_holds_the_weights_that_were_written(named: bool, tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="gguf is not installed")
@@ -130,16 +108,3 @@ def test_a_gguf_file_holds_the_weights_that_were_written(named: bool, tmp_path: 
     tokenizers = [loading.load_tokenizer(one) for one in (source, ModelOptions(model=TINY))]
     ids, expected_ids = (tokenizer("The pass key is 43600.").input_ids for tokenizer in tokenizers)
     assert ids == expected_ids
-
-
-def test_a_backbone_that_was_saved_quantised_is_loaded_as_it_is(tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    load(TINY, load_in_4bit=True).save_pretrained(tmp_path)
-    assert json.loads((tmp_path / "config.json").read_text())["quantization_config"]["load_in_4bit"]
-    source = ModelOptions(model=str(tmp_path))
-    model = load(str(tmp_path))
-    assert label_of(model) == "bitsandbytes 4 bits, nf4"
-    planned = plan_weights(source, loading.load_config(source), CPU, torch.float32)
-    assert planned.total == pytest.approx(counted_bytes(model), rel=0.01)
-    with pytest.raises(ValueError, match="quantised already"):
-        load(str(tmp_path), load_in_8bit=True)

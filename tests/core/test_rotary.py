@@ -42,11 +42,3 @@ def test_rotation_equals_the_formula() -> None:
     inv_freq = 10000.0 ** -(torch.arange(0, 8, 2).float() / 8)
     expected = torch.stack([reference.rotate(keys[i], 7 + i, inv_freq) for i in range(5)])
     torch.testing.assert_close(rotate(keys, cos, sin), expected, atol=1e-5, rtol=0)
-
-
-def test_dims_beyond_a_partial_rotation_pass_through() -> None:
-    cos, sin = table("phi3-partial", 3, 4)
-    keys = torch.randn(1, 1, 4, 8)
-    rotated = rotate(keys, cos, sin)
-    assert torch.equal(rotated[..., 4:], keys[..., 4:])
-    assert not torch.equal(rotated[..., :4], keys[..., :4])

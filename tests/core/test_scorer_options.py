@@ -13,10 +13,10 @@ from chunks import make_chunk
 from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scorer_passes import GREEDY, dense, policy, watch
+from scorer_passes import policy, watch
 from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, generate, prefill, scorers
+from locret import RetentionCache, RetentionPolicy, prefill, scorers
 from locret.backbone.chunk import Chunk
 
 OPTIONS = [
@@ -69,13 +69,6 @@ def test_an_unfit_option_is_named_as_it_was_typed(spec: str, sentence: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_a_scorer_made_by_hand_checks_its_options_too() -> None:
-    with pytest.raises(ValueError, match=r"scorer snapkv: kernel=1\.5 is not a whole number"):
-        scorers.SnapKVScorer(kernel=1.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="scorer random: seed=None is not a whole number"):
-        scorers.RandomScorer(seed=None)  # type: ignore[arg-type]
-
-
 @pytest.mark.slow
 @given(
     which=st.sampled_from(OPTIONS),
@@ -121,62 +114,6 @@ def test_options_are_given_in_any_of_three_ways() -> None:
 # -- options of the papers' own settings ------------------------------------------------------------------------------
 
 
-def compare(monkeypatch: pytest.MonkeyPatch, spec: str, slow: Any, **changes: Any) -> RetentionCache:
-    """Compare a scorer with its slow version on every pass of a read and an answer."""
-    scorer, passes = scorers.get(spec), []
-
-    def see(chunk: Chunk, scores: Tensor) -> None:
-        torch.testing.assert_close(scores[0], slow(chunk, dense(chunk)), atol=1e-5, rtol=1e-5)
-        passes.append(chunk.new_tokens)
-
-    watch(monkeypatch, scorer, see)
-    decode = {"decode_budget": 33, "decode_interval": 3} if scorer.rates_answers else {}
-    cache = RetentionCache(build("llama"), scorer, policy(**{**decode, **changes}))
-    generate(cache.model, prompt(61), cache=cache, max_new_tokens=5, **GREEDY)
-    assert len(set(passes)) >= 3
-    return cache
-
-
-@pytest.mark.parametrize("normalise", ["false", "true"])
-def test_h2o_without_accumulation_counts_the_last_chunk_alone(monkeypatch: pytest.MonkeyPatch, normalise: str) -> None:
-    def slow(chunk: Chunk, weights: Tensor) -> Tensor:
-        new, units = weights.shape[1:]
-        sums = reference.h2o(weights, torch.zeros(2, units - new), "mean")
-        if normalise == "true":
-            for j in range(units):
-                sums[:, j] /= sum(1 for i in range(new) if units - new + i >= j)
-        return sums
-
-    compare(monkeypatch, f"h2o:accumulate=false,normalise={normalise}", slow)
-
-
-def test_tova_keeps_its_newest_units_only_if_asked() -> None:
-    # One chunk of 30 tokens, of which 29 stay; what its last query looks at least is the newest unit itself.
-    torch.manual_seed(0)
-    query, key = torch.randn(1, 4, 30, 8), torch.randn(1, 2, 30, 8)
-    query[:, :, -1], key[:, :, -1] = 1.0, -10.0
-    chunk = make_chunk(query, key, 1.0)
-    assert (scorers.get("tova").score(chunk).argmin(-1) == 29).all()
-    assert scorers.get("tova").recent(29) == 0
-    assert scorers.get("tova:keep_recent=1").recent(29) == 1
-
-
-def test_streaming_takes_a_share_of_the_budget_for_sinks() -> None:
-    cache = RetentionCache(
-        build("llama"),
-        "streaming:sink_share=0.25",
-        RetentionPolicy(budget=24, chunk_size=11, stabilizers=0, local_len=6),
-    )
-    prefill(cache.model, prompt(61), cache)
-    assert cache.kept_positions(0)[0, 0].tolist() == [*range(6), *range(37, 61)]
-
-
-def test_snapkv_keeps_the_sinks_of_imdc() -> None:
-    cache = RetentionCache(build("llama"), "snapkv:queries=chunk,reduce=sum,sinks=4", policy(stabilizers=0))
-    prefill(cache.model, prompt(61), cache)
-    assert (cache.kept_positions(1)[0, :, :4] == torch.arange(4)).all()
-
-
 def test_sirllm_fades_what_it_holds_with_every_further_text() -> None:
     model, held = build("llama"), {}
     for decay in (1.0, 0.5):
@@ -187,38 +124,6 @@ def test_sirllm_fades_what_it_holds_with_every_further_text() -> None:
         held[decay] = cache.kept_scores(0)[0, 0]
     turns = torch.tensor([0.25, 0.5, 1.0]).repeat_interleave(20)
     torch.testing.assert_close(held[0.5], held[1.0] * turns)
-
-
-def test_sirllm_fades_units_of_heads_of_different_sizes_too() -> None:
-    model, held = build("llama"), {}
-    for decay in (1.0, 0.5):
-        cache = RetentionCache(model, f"sirllm:decay={decay}", policy(budget=200, head_budgets="adaptive"))
-        for seed in range(2):
-            prefill(model, prompt(20, seed=seed), cache)
-        held[decay] = cache.kept_scores(0)[0, 0]
-    torch.testing.assert_close(held[0.5], held[1.0] * torch.tensor([0.5, 1.0]).repeat_interleave(20))
-
-
-def test_nacl_says_that_its_proxies_are_bounded() -> None:
-    chunk = make_chunk(torch.randn(1, 4, 40, 8), torch.randn(1, 2, 40, 8), 0.4)
-    with pytest.warns(UserWarning, match="proxy_share=0.5 asks for more than most_proxies=8 queries, and gets so many"):
-        few = scorers.get("nacl:proxy_share=0.5,most_proxies=8").score(chunk)
-    torch.testing.assert_close(few, scorers.get("nacl:proxy_share=0.2").score(chunk))
-    many = scorers.get("nacl:proxy_share=0.5,most_proxies=20").score(chunk)
-    weights = reference.attention(chunk.query[0], chunk.key[0], 0.4)
-    torch.testing.assert_close(many[0], reference.reduce_group(weights[:, -20:].sum(1), 2, "sum"), atol=1e-5, rtol=1e-5)
-
-
-def test_nacl_may_share_one_draw_among_the_heads_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = {}
-    for draws in ("by_head", "shared"):
-        spec = f"nacl:draws={draws},random_share=1,sampling=uniform,protect_share=0"
-        cache = RetentionCache(build("llama"), spec, policy(chunk_size=60, stabilizers=0, local_len=1))
-        prefill(cache.model, prompt(61), cache)
-        kept[draws] = [cache.kept_positions(layer)[0] for layer in (0, 1)]
-    assert all(torch.equal(layer[0], layer[1]) for layer in kept["shared"])
-    assert not any(torch.equal(layer[0], layer[1]) for layer in kept["by_head"])
-    assert not torch.equal(*kept["shared"])
 
 
 @pytest.mark.parametrize(

@@ -71,16 +71,6 @@ def test_nacl_keeps_what_the_slow_version_keeps(
             assert set(kept[0, head].tolist()) == expected
 
 
-def test_nacl_with_all_queries_as_proxies_scores_like_h2o_and_with_one_like_tova_head_by_head() -> None:
-    torch.manual_seed(0)
-    chunk = make_chunk(torch.randn(1, 4, 20, 8), torch.randn(1, 2, 20, 8), 0.4)
-    everyone = scorers.get("nacl", proxy_share=1.0).score(chunk)
-    torch.testing.assert_close(everyone, scorers.get("h2o", reduce="sum").score(chunk))
-    nobody = scorers.get("nacl", proxy_share=0.0).score(chunk)
-    torch.testing.assert_close(nobody.mean(1) / 2, scorers.get("tova").score(chunk)[:, 0])
-    assert not torch.allclose(nobody[:, 0], nobody[:, 1])
-
-
 def test_nacl_draws_exactly_its_share_and_never_what_was_chosen_by_score(monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = scorers.get("nacl", random_share=0.5, protect_share=0.25)
     (chunk, _, kept), *_ = selections(monkeypatch, scorer, policy(chunk_size=77, stabilizers=0))
@@ -116,27 +106,6 @@ def test_nacl_draws_with_the_odds_of_its_attention() -> None:
     drawn = (raised[0, :, :4] > sums.max()).float()
     assert (drawn.sum(-1) == 2).all()
     assert (drawn.mean(0) - expected).abs().max() < 4 * 0.5 / runs**0.5
-
-
-def test_nacl_seeds_heads_and_layers_draw_differently(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = []
-    for seed in (0, 1):
-        scorer = scorers.get("nacl", seed=seed, random_share=1.0, sampling="uniform")
-        runs = selections(monkeypatch, scorer, policy(chunk_size=77, stabilizers=0))
-        kept += [tuple(run[2][0, head].tolist()) for run in runs[:2] for head in range(2)]
-    assert len(set(kept)) == 8
-
-
-def test_nacl_offers_the_official_group_and_mask() -> None:
-    torch.manual_seed(0)
-    query, key = torch.randn(1, 4, 10, 8), torch.randn(1, 2, 10, 8)
-    chunk = make_chunk(query, key, 0.4)
-    rows = reference.attention(query[0], key[0], 0.4)[:, 5:].sum(1)
-    official = scorers.get("nacl", group="official", proxy_share=0.5).score(chunk)
-    torch.testing.assert_close(official[0], rows[:2])
-    seeing = scorers.get("nacl", proxy_mask="full", proxy_share=0.5).score(chunk)
-    full = (query[0, :, 5:] @ key[0].repeat_interleave(2, 0).transpose(-1, -2) * 0.4).softmax(-1).sum(1)
-    torch.testing.assert_close(seeing[0], full.unflatten(0, (2, 2)).sum(1))
 
 
 # -- SAGE-KV ----------------------------------------------------------------------------------------------------------
