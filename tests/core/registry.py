@@ -33,89 +33,56 @@ FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 LAYERS = 4
 VOCABULARY = 97
 _SIZES: dict[str, Any] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
-    **dict.fromkeys(
-        ("hidden_size", "n_embd", "d_model", "dim_model_base", "embedding_size", "word_embed_proj_dim"), 32
-    ),
-    **dict.fromkeys(
-        ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), LAYERS
-    ),
-    **dict.fromkeys(
-        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "swa_num_attention_heads"),
-        4,
-    ),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "kv_n_heads", "swa_num_key_value_heads"), 2),
-    **dict.fromkeys(("head_dim", "kv_channels", "swa_head_dim", "attention_head_dim", "dim_head"), 8),
-    **dict.fromkeys(("global_head_dim", "mamba_d_head", "mamba_head_dim"), 16),
-    **dict.fromkeys(
+    name: value
+    for value, names in (
+        (VOCABULARY, "vocab_size vocab_size_per_layer_input unpadded_vocab_size"),
+        (32, "hidden_size n_embd d_model dim_model_base embedding_size word_embed_proj_dim"),
         (
-            "intermediate_size",
-            "ffn_hidden_size",
-            "n_inner",
-            "ffn_dim",
-            "decoder_ffn_dim",
-            "encoder_ffn_dim",
-            "dff",
-            "moe_intermediate_size",
-            "shared_expert_intermediate_size",
-            "shared_intermediate_size",
-            "dim_ff",
-            "intermediate_size_mlp",
-            "dense_intermediate_size",
-            "moe_shared_expert_intermediate_size",
-            "expert_ffn_hidden_size",
-            "prefix_dense_intermediate_size",
-            "shared_experts_intermediate_size",
+            4,
+            "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_attention_heads "
+            "n_head n_heads num_heads decoder_attention_heads swa_num_attention_heads num_experts "
+            "n_routed_experts num_local_experts moe_num_experts moe_num_primary_experts mamba_n_heads "
+            "mamba_num_heads n_mamba_heads mamba_dt_rank time_step_rank",
         ),
-        24,
-    ),
-    **dict.fromkeys(
-        ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "moe_num_primary_experts"), 4
-    ),
-    **dict.fromkeys(
-        ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts", "num_experts_per_token"), 2
-    ),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "local_attention"), 16),
-    "attention_chunk_size": 16,
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 256),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank"), 16),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
-    "qk_head_dim": 16,
-    **dict.fromkeys(("index_n_heads",), 2),
-    "index_topk": 16,
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size", "mamba_d_ssm"), 16),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
-    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 1),
-    **dict.fromkeys(("mamba_chunk_size",), 8),
-    **dict.fromkeys(("mamba_dt_rank", "time_step_rank"), 4),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads"), 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 8),
-    **dict.fromkeys(("pad_token_id",), 0),
-    **dict.fromkeys(("bos_token_id",), 1),
-    **dict.fromkeys(("eos_token_id",), 2),
-    **dict.fromkeys(("initializer_range", "init_std", "initializer_factor"), 0.2),
-    **dict.fromkeys(
         (
-            "attention_dropout",
-            "resid_pdrop",
-            "embd_pdrop",
-            "attn_pdrop",
-            "hidden_dropout",
-            "dropout",
-            "emb_pdrop",
-            "hidden_dropout_prob",
-            "attention_probs_dropout_prob",
-            "residual_dropout",
-            "embedding_dropout",
-            "resid_dropout",
-            "embed_dropout",
-            "activation_dropout",
-            "router_jitter_noise",
-            "input_jitter_noise",
+            2,
+            "num_key_value_heads num_kv_heads kv_n_heads swa_num_key_value_heads num_experts_per_tok moe_topk "
+            "moe_top_k moe_k top_k_experts num_experts_per_token index_n_heads linear_num_key_heads "
+            "linear_num_value_heads linear_num_heads eos_token_id",
         ),
-        0.0,
-    ),
+        (
+            8,
+            "head_dim kv_channels swa_head_dim attention_head_dim dim_head qk_rope_head_dim qk_nope_head_dim "
+            "v_head_dim index_head_dim mamba_chunk_size linear_key_head_dim linear_value_head_dim linear_head_dim",
+        ),
+        (
+            16,
+            "global_head_dim mamba_d_head mamba_head_dim sliding_window sliding_window_size window_size "
+            "local_attention attention_chunk_size kv_lora_rank q_lora_rank o_lora_rank qk_head_dim index_topk "
+            "mamba_d_state state_size ssm_state_size mamba_d_ssm",
+        ),
+        (
+            24,
+            "intermediate_size ffn_hidden_size n_inner ffn_dim decoder_ffn_dim encoder_ffn_dim dff "
+            "moe_intermediate_size shared_expert_intermediate_size shared_intermediate_size dim_ff "
+            "intermediate_size_mlp dense_intermediate_size moe_shared_expert_intermediate_size "
+            "expert_ffn_hidden_size prefix_dense_intermediate_size shared_experts_intermediate_size",
+        ),
+        (
+            1,
+            "n_group topk_group n_shared_experts num_shared_experts moe_num_shared_experts mamba_n_groups "
+            "n_groups mamba_ngroups bos_token_id",
+        ),
+        (256, "max_position_embeddings n_positions n_ctx max_seq_len"),
+        (
+            0,
+            "pad_token_id attention_dropout resid_pdrop embd_pdrop attn_pdrop hidden_dropout dropout emb_pdrop "
+            "hidden_dropout_prob attention_probs_dropout_prob residual_dropout embedding_dropout resid_dropout "
+            "embed_dropout activation_dropout router_jitter_noise input_jitter_noise",
+        ),
+        (0.2, "initializer_range init_std initializer_factor"),
+    )
+    for name in names.split()
 }
 """What fields of these names get, wherever they are."""
 _ALWAYS = {"head_dim": 8, "num_key_value_heads": 2, "moe_intermediate_size": 24, "is_decoder": True}

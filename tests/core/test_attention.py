@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
-
 import oracle as reference
 import pytest
 import torch
@@ -81,32 +78,3 @@ def test_a_chunk_in_blocks_of_rows_attends_as_one(
     blocks = attend(query, view, memo=MaskMemo(), **settings)
     monkeypatch.setattr(attention, "_ROWS_CPU", 211)
     torch.testing.assert_close(blocks, attend(query, view, memo=MaskMemo(), **settings), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(("window", "softcap"), [(None, None), (4, None), (4, 5.0)])
-def test_flash_attn_is_called_with_its_own_conventions(
-    monkeypatch: pytest.MonkeyPatch, window: int | None, softcap: float | None
-) -> None:
-    """The package needs a GPU; a stand-in that computes its documented formula checks what it is asked for."""
-
-    def flash_attn_func(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, causal: bool,
-        window_size: tuple[int, int], softcap: float,
-    ) -> torch.Tensor:  # fmt: skip
-        new, slots, group = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
-        logits = torch.einsum("blhd,bshd->bhls", q, k.repeat_interleave(group, 2)) * softmax_scale
-        logits = softcap * torch.tanh(logits / softcap) if softcap else logits
-        distance = (torch.arange(new)[:, None] + slots - new) - torch.arange(slots)
-        hidden = (distance < 0) & causal
-        hidden |= (distance > window_size[0]) if window_size[0] >= 0 else False
-        weights = logits.masked_fill(hidden, -torch.inf).softmax(-1)
-        return torch.einsum("bhls,bshd->blhd", weights, v.repeat_interleave(group, 2))
-
-    module = types.ModuleType("flash_attn")
-    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "flash_attn", module)
-    query, key, value = tensors(6, 20)
-    options = {"scaling": 0.3, "window": window, "softcap": softcap}
-    ours = attend(query, View(key, value), memo=MaskMemo(), **options)
-    theirs = attend(query, View(key, value), memo=MaskMemo(), flash=True, **options)
-    torch.testing.assert_close(theirs, ours, atol=1e-5, rtol=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from tiny_gguf import write_gguf
 
-from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_names, loading
+from locret import RetainingHeads, backbone_names, loading
 from locret.heads.config import base_identity
 from locret.infer.infer_options import ModelOptions
 from locret.loading.options import BackboneSource
@@ -112,52 +111,3 @@ def test_a_file_becomes_plain_weights_under_the_name_of_the_hub(package: Path) -
     assert base_identity(config)[0] == base_identity(model)[0] == HUB_ID
     assert RetainingHeads.for_model(model, 8).config.base_model == HUB_ID
     assert BackboneOptions(model=NAME).gguf == WEIGHTS, "training knows the name too"
-
-
-@pytest.mark.parametrize(
-    ("model", "method", "message"),
-    [
-        (NAME, "gguf", f"transformers cannot keep the blocks of {WEIGHTS} here"),
-        (NAME, "bitnet", f"--model {NAME} is a GGUF file, which only quant_method gguf is for; drop"),
-        (TINY, "gguf", f"--model {TINY} is no GGUF file, as quant_method gguf is for; drop --quantization-config"),
-    ],
-)
-def test_blocks_are_kept_only_where_they_can_be(model: str, method: str, message: str, package: Path) -> None:
-    assert message in refusal(model=model, quantization_config={"quant_method": method})
-
-
-@pytest.mark.slow
-def test_answers_agree_with_those_of_a_plain_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The folder holds the file's weights rounded to bfloat16, so logits differ a little, and the tokens do not."""
-    try:
-        metadata.version(PACKAGE)
-    except metadata.PackageNotFoundError:
-        pytest.skip(f"{PACKAGE} is not installed; make installs it")
-    policy = RetentionPolicy(budget=96, chunk_size=64, stabilizers=8, local_len=24)
-    text = Path("recipes/infer/sqlite_limits.txt").read_text(encoding="utf-8")[:1500]
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    model = load(model=NAME)
-    heads = RetainingHeads.for_model(model, 16, seed=0)
-    assert heads.config.base_model == HUB_ID
-    packed = LongContextModel(model, loading.tokenizer_of(NAME), heads, policy)
-    folder = tmp_path / NAME
-    rounded = {name: weight.bfloat16() for name, weight in packed.model.state_dict().items()}
-    packed.model.save_pretrained(folder, state_dict=rounded)
-    packed.tokenizer.save_pretrained(folder)
-    monkeypatch.chdir(tmp_path)
-    found = []
-    for name in (NAME, str(folder)):  # a folder by the short name, and by its path
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            lm = LongContextModel.from_pretrained(name, heads=heads, policy=policy, dtype="float32", device="cpu")
-            found.append(lm.read(text, progress=False))
-    assert found[0].lm.name == HUB_ID
-    assert packed.tokenizer("A key.\n").input_ids == found[0].lm.tokenizer("A key.\n").input_ids
-    ours = packed.read(text, progress=False)
-    for plain in found:
-        for layer in (0, 29):
-            both = zip(ours.cache.kept_positions(layer)[0], plain.cache.kept_positions(layer)[0], strict=True)
-            shared = [len(set(a.tolist()) & set(b.tolist())) / len(a) for a, b in both]
-            assert sum(shared) / len(shared) > 0.9
-        assert plain.ask("What does it do?", max_new_tokens=8) == ours.ask("What does it do?", max_new_tokens=8)

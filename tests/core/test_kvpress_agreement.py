@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from locret import RetentionCache, RetentionPolicy, prefill, scorers
-from locret.policy.selectors import select_kept, select_over_heads
+from locret.policy.selectors import select_kept
 
 RECORD = Path(__file__).parents[1] / "peers" / "kvpress"
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -92,31 +92,6 @@ def test_a_prompt_read_in_chunks_ends_with_the_units_that_kvpress_keeps(name: st
     prefill(model, ids, cache)
     for layer in range(len(kept)):
         assert torch.equal(cache.kept_positions(layer)[0], kept[layer])
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("name", "ours_name", "options", "newest"),
-    [
-        ("snapkv", "snapkv", {"window": 16, "kernel": 7}, 16),
-        ("knorm", "key_norm", {}, 0),
-        ("knorm_free", "key_norm", {}, 0),
-        ("keydiff", "key_difference", {}, 0),
-    ],
-)
-def test_heads_that_compete_keep_what_kvpress_keeps(
-    monkeypatch: pytest.MonkeyPatch, name: str, ours_name: str, options: dict[str, Any], newest: int, case: str
-) -> None:
-    theirs = load_file(RECORD / f"{case}_heads.safetensors")[f"{name}.kept"].bool()
-    ours = rate_once(monkeypatch, case, ours_name, options)
-    _, kv_heads, tokens = ours.shape
-    budget = tokens // 2
-    floor = max(1, int(budget * ABOUT["splits"][name]["alpha_safeguard"]))
-    for ours_KS, theirs_KS in zip(ours, theirs, strict=True):
-        positions = torch.arange(tokens).repeat(kv_heads)
-        kept, counts = select_over_heads(ours_KS.flatten(), positions, [tokens] * kv_heads, budget, newest, floor)
-        assert torch.equal(kept, theirs_KS.flatten().nonzero()[:, 0])
-        assert torch.equal(counts, theirs_KS.sum(1))
 
 
 def kind_of(pyramid: dict[str, Any]) -> str:

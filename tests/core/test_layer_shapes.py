@@ -16,7 +16,6 @@ import torch
 from families import SHAPE, prompt
 from oracle import kept_after_chunks
 from registry import random_model, tiny_config
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -31,7 +30,7 @@ from transformers import (
 )
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
-from locret.backbone.adapters import attention_modules, describe
+from locret.backbone.adapters import describe
 from locret.cache.limits import planned_bytes
 from locret.labels import answer_labels
 
@@ -89,64 +88,6 @@ def build(family: str) -> PreTrainedModel:
 def policy(budget: int, positions: str = "compact", **more: Any) -> RetentionPolicy:
     numbers = {"chunk_size": 16, "stabilizers": 3, "local_len": 4, **more}
     return RetentionPolicy(budget=budget, positions=positions, **numbers)
-
-
-@pytest.mark.parametrize("positions", ["compact", "original"])
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_a_budget_of_the_prompt_is_the_models_own_generate(family: str, positions: str) -> None:
-    model, ids = build(family), prompt(60)
-    cache = RetentionCache(model, "snapkv", policy(64, positions))
-    logits = prefill(model, ids, cache)
-    torch.testing.assert_close(logits, model(ids).logits[:, -1], atol=1e-4, rtol=0)
-    ours = generate(model, ids, cache=cache.fresh(), max_new_tokens=8, do_sample=False)
-    assert ours.tolist() == model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
-
-
-def seen_by(history: list[list[list[list[int]]]], starts: list[int], tokens: int, window: int | None) -> Tensor:
-    """Return (layers, K, T, T) bool: which token sees which, for what stayed after every chunk."""
-    layers, heads = len(history[0]), len(history[0][0])
-    seen = torch.zeros(layers, heads, tokens, tokens, dtype=torch.bool)
-    for nth, (start, end) in enumerate(zip(starts, [*starts[1:], tokens], strict=True)):
-        own = torch.ones(end - start, end - start, dtype=torch.bool).tril()
-        seen[:, :, start:end, start:end] = own
-        for layer in range(layers if nth else 0):
-            for head in range(heads):
-                seen[layer, head, start:end, history[nth - 1][layer][head]] = True
-    return seen
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_with_eviction_the_model_sees_what_stays(family: str) -> None:
-    model, ids = build(family), prompt(70)
-    backbone = describe(model)
-    cache, history = RetentionCache(model, "random", policy(20, "original")), []
-
-    def note(cache: RetentionCache) -> None:
-        history.append([cache.kept_positions(layer)[0].tolist() for layer in backbone.layers])
-
-    ours = prefill(model, ids, cache, on_chunk=note)
-    assert not torch.allclose(ours, model(ids).logits[:, -1], atol=1e-2)
-    starts = [*range(0, 66, 16), 66]
-    seen = seen_by(history, starts, 70, backbone.window)
-    by_layer = dict(zip(backbone.layers, seen, strict=True))
-    borrowed = {i: by_layer[s] for i, s in enumerate(backbone.sources) if i != s and s in by_layer}
-    hide_by_layer(model, by_layer | borrowed)
-    torch.testing.assert_close(ours, model(ids).logits[:, -1], atol=1e-4, rtol=0)
-    assert int(seen[0, 0, -1].sum()) == 24
-
-
-def hide_by_layer(model: PreTrainedModel, seen: dict[int, Tensor]) -> None:
-    """Make attention modules see what (K, T, T) says for their layers."""
-    for index, module in enumerate(attention_modules(model)):
-        if index not in seen:
-            continue
-        heads = seen[index].repeat_interleave(describe(model).shape(index).num_heads // len(seen[index]), dim=0)
-        mask = torch.zeros(1, *heads.shape).masked_fill_(~heads, torch.finfo(torch.float32).min)
-        module.register_forward_pre_hook(
-            lambda _module, args, kwargs, mask=mask: (args, {**kwargs, "attention_mask": mask}), with_kwargs=True
-        )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -6,18 +6,15 @@ import re
 from dataclasses import MISSING, fields
 from typing import Any
 
-import oracle as reference
 import pytest
 import torch
 from chunks import make_chunk
 from families import build, prompt
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scorer_passes import policy, watch
-from torch import Tensor
+from scorer_passes import policy
 
-from locret import RetentionCache, RetentionPolicy, prefill, scorers
-from locret.backbone.chunk import Chunk
+from locret import RetentionCache, prefill, scorers
 
 OPTIONS = [
     (name, field.name)
@@ -124,38 +121,3 @@ def test_sirllm_fades_what_it_holds_with_every_further_text() -> None:
         held[decay] = cache.kept_scores(0)[0, 0]
     turns = torch.tensor([0.25, 0.5, 1.0]).repeat_interleave(20)
     torch.testing.assert_close(held[0.5], held[1.0] * turns)
-
-
-@pytest.mark.parametrize(
-    ("options", "numbers"), [("", (0.25, 0.25, None)), (":sink_share=0.25,recent_share=0.3125,k=3", (0.25, 0.3125, 3))]
-)
-def test_sage_kv_has_the_sizes_of_its_paper_for_qwen(
-    monkeypatch: pytest.MonkeyPatch, options: str, numbers: tuple[float, float, int | None]
-) -> None:
-    scorer, seen = scorers.get(f"sage_kv{options}"), []
-    sinks, recent, k = numbers
-
-    def see(chunk: Chunk, scores: Tensor) -> None:
-        if chunk.selects and chunk.key.shape[2] > chunk.budget:
-            where = chunk.unit_positions[0]
-            expected = reference.sage_kept(
-                chunk.query[0, :, -1], chunk.key[0], chunk.scaling, where, chunk.budget, chunk.recent, sinks, k
-            )
-            best = scores[0].masked_fill(chunk.pinned[0], torch.inf).topk(chunk.budget).indices
-            assert [set(row.tolist()) for row in best] == expected
-            seen.append((chunk.budget, chunk.recent))
-
-    watch(monkeypatch, scorer, see)
-    cache = RetentionCache(build("llama"), scorer, policy(budget=32, stabilizers=0))
-    prefill(cache.model, prompt(61), cache)
-    assert set(seen) == {(32, int(32 * recent))}
-    # Numbers of the paper: 2,048 sinks, 2,560 newest and 7 lists of 512 out of 8,192.
-    qwen = scorers.get("sage_kv:recent_share=0.3125")
-    assert (qwen.sink_tokens(8192, 0), qwen.recent(8192), (8192 - 2048 - 2560) // 7) == (2048, 2560, 512)
-
-
-@pytest.mark.parametrize(("spec", "budget", "sinks"), [("streaming:sinks=30", 28, 30), ("expected_attention", 4, 4)])
-def test_first_tokens_that_fill_a_budget_are_refused(spec: str, budget: int, sinks: int) -> None:
-    said = f"keeps the first {sinks} tokens, so budget={budget} leaves its scores nothing to decide; raise budget"
-    with pytest.raises(ValueError, match=said):
-        RetentionCache(build("llama"), spec, RetentionPolicy(budget=budget, chunk_size=8, stabilizers=1, local_len=1))
