@@ -87,10 +87,11 @@ class RaggedStore(Store):
         """Take over rows of stores, in new buffers of so many slots."""
         sources = [(store.buffers, row, store.segments[row]) for store, row in rows]
         counts = torch.stack([store.counts[row] for store, row in rows])
-        self.capacity = capacity
+        shape = (len(rows), counts.shape[1] * capacity)
+        larger = {name: like.new_empty(*shape, *like.shape[2:]) for name, like in sources[0][0].items()}
+        self.capacity = capacity  # after that: where there is no memory for it, the store is what it was
         self._count(counts)
-        for name, like in sources[0][0].items():
-            new = like.new_empty(len(rows), counts.shape[1] * capacity, *like.shape[2:])
+        for name, new in larger.items():
             for target, ((buffers, row, spans), starts) in enumerate(zip(sources, self.starts.tolist(), strict=True)):
                 for span, start in zip(spans, starts, strict=True):
                     new[target, start : start + span.stop - span.start] = buffers[name][row, span]

@@ -219,3 +219,12 @@ def distinct(length: int, seed: int = 0) -> torch.Tensor:
 def prompt(length: int, batch: int = 1, seed: int = 0, vocabulary: int = 199) -> torch.Tensor:
     """Return random (batch, length) token ids without special tokens."""
     return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return rows of different lengths, aligned to the right, and their mask."""
+    width = max(row.shape[1] for row in rows)
+    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, width - row.shape[1] :], mask[index, width - row.shape[1] :] = row[0], 1
+    return ids, mask

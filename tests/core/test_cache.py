@@ -1,18 +1,29 @@
-"""What a cache promises: bounded bytes, independent rows, the same answer however the prompt comes in."""
+"""What a cache promises that no random run shows: one calls it in any order, stops it, and gives it nonsense."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, padded, prompt
+from torch import Tensor, nn
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret.backbone.adapters import find_decoder
+from locret.backbone.chunk import Chunk
+from locret.labels.labels import prompt_scores
+from locret.scorers import Rated, Scorer
 
-SMALL = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6)
-ORIGINAL = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6, positions="original")
+NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6}
+SMALL, ROOMY = RetentionPolicy(**NUMBERS), RetentionPolicy(**{**NUMBERS, "budget": 200})
+GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+INTERRUPTED = "an earlier read of this cache was interrupted; start again with cache.fresh()"
 
 
 @pytest.fixture(scope="module")
@@ -20,384 +31,410 @@ def model() -> Any:
     return build("llama")
 
 
-@pytest.fixture(scope="module")
-def heads(model: Any) -> RetainingHeads:
-    return RetainingHeads.for_model(model, hidden_dim=16, seed=3)
+def new_cache(model: Any, policy: RetentionPolicy = SMALL, neighbours: int = 0, **changes: Any) -> RetentionCache:
+    heads = RetainingHeads.for_model(model, hidden_dim=16, seed=3, neighbours=neighbours)
+    return RetentionCache(model, heads, RetentionPolicy(**{**policy.to_dict(), **changes}))
 
 
-def greedy(model: Any, ids: Any, cache: RetentionCache, new: int = 8, **options: Any) -> torch.Tensor:
-    return generate(model, ids, cache=cache, max_new_tokens=new, do_sample=False, eos_token_id=None, **options)
+def stop(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
+# -- memory and time --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
-@pytest.mark.slow
-def test_bytes_are_the_same_for_4k_16k_and_64k_tokens_and_equal_the_plan(positions: str) -> None:
-    model = build("llama", num_hidden_layers=2)
-    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
-    policy = RetentionPolicy(budget=256, chunk_size=512, stabilizers=64, local_len=32, positions=positions)
-    seen = set()
-    for length in (4096, 16384, 65536):
-        cache = RetentionCache(model, heads, policy)
+def test_bytes_do_not_grow_with_the_text_and_are_what_one_counts_by_hand(positions: str) -> None:
+    model, seen = build("llama", num_hidden_layers=2), set()
+    policy = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=8, positions=positions)
+    for length in (1024, 4096):
+        cache = new_cache(model, policy)
         prefill(model, prompt(length), cache)
         memory = cache.memory()
         assert memory.planned == memory.actual == memory.peak
-        assert memory.units == 256 + 32
+        assert memory.units == 64 + 8
         seen.add(memory.actual)
-    # 2 KV heads x (256 + 512) slots: 2 layers of keys and values (8 floats each), score, position; keys to rotate once
-    assert seen == {2 * 768 * (2 * (2 * 8 * 4 + 4 + 4) + 8 * 4)}
-
-
-def test_no_layer_ever_holds_more_than_a_budget_and_a_chunk(model: Any, heads: RetainingHeads) -> None:
-    cache = RetentionCache(model, heads, SMALL)
-    most = 0
-
-    def watch(cache: RetentionCache) -> None:
-        nonlocal most
-        most = max(most, max(layer.fill for layer in cache.governed))
-
-    prefill(model, prompt(150), cache, on_chunk=watch)
-    assert most == 24
-    assert all(layer.capacity == 24 + 10 for layer in cache.governed)
-    assert all(layer.store.keys.shape[2] == 34 for layer in cache.governed)
-
-
-def test_answering_allocates_the_new_tokens_at_once(model: Any, heads: RetainingHeads) -> None:
-    cache = RetentionCache(model, heads, SMALL)
-    greedy(model, prompt(100), cache, new=40)
-    assert cache.governed[0].fill == 24 + 6 + 39
-    assert cache.governed[0].capacity == 24 + 6 + 40
-    assert cache.memory().planned == cache.memory().actual
+    # 2 KV heads x (64 + 128) slots: 2 layers of keys and values (8 floats each), score, position; keys to rotate once
+    assert seen == {2 * 192 * (2 * (2 * 8 * 4 + 4 + 4) + 8 * 4)}
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
-def test_decode_budget_holds_at_every_generated_token(model: Any, heads: RetainingHeads, positions: str) -> None:
-    policy = RetentionPolicy(
-        budget=24, chunk_size=10, stabilizers=5, local_len=6, decode_budget=30, decode_interval=8, positions=positions
-    )
-    cache = RetentionCache(model, heads, policy)
-    fills: list[int] = []
-    original = cache.finished
+def test_an_answers_budget_holds_at_every_token(model: Any, positions: str) -> None:
+    cache, units = new_cache(model, positions=positions, decode_budget=30, decode_interval=8), []
 
-    def watch(length: int) -> None:
-        original(length)
-        fills.append(max(layer.fill for layer in cache.governed))
+    def watch(_ids: Tensor, scores: Tensor) -> Tensor:
+        units.append(cache.memory().units)
+        return scores
 
-    cache.finished = watch  # type: ignore[method-assign]
-    ids = greedy(model, prompt(100), cache, new=120)
-    assert ids.shape == (1, 220)
-    assert max(fills[-119:]) == 30
+    generate(model, prompt(100), cache=cache, logits_processor=[watch], **{**GREEDY, "max_new_tokens": 60})
+    assert max(units) == 30
     assert cache.memory().peak == cache.memory().planned
-    kept = cache.kept_positions(0)[0]
-    assert (kept.diff(dim=-1) > 0).all()
-    assert (kept[:, -6:] == torch.arange(213, 219)).all()
+    assert (cache.kept_positions(0)[0, :, -6:] == torch.arange(153, 159)).all()
 
 
-def test_decode_eviction_leaves_keys_as_if_rotated_for_their_new_slots(model: Any, heads: RetainingHeads) -> None:
-    """After evictions in the middle of an answer, un-rotating must give the keys that the same tokens had before."""
-    policy = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6, decode_budget=31, decode_interval=4)
-    bounded = RetentionCache(model, heads, policy)
-    ids = greedy(model, prompt(60), bounded, new=30)
-    free = RetentionCache(model, heads, SMALL)
-    prefill(model, ids[:, :60], free)
-    before = free.copy().governed[0]
-    before.unsettle(free.next_position)
-    raw = {
-        int(p): before.store.keys[0, 0, slot]
-        for slot, p in enumerate(before.store.columns["positions"][0, 0, : before.fill])
-    }
-    layer = bounded.governed[0]
-    layer.unsettle(bounded.next_position)
-    compared = 0
-    for slot, position in enumerate(layer.store.columns["positions"][0, 0, : layer.fill].tolist()):
-        if position in raw:
-            torch.testing.assert_close(layer.store.keys[0, 0, slot], raw[position], atol=1e-5, rtol=0)
-            compared += 1
-    assert compared >= 5
-
-
-# -- how the prompt comes in ------------------------------------------------------------------------------------------
-
-
-def test_a_prompt_as_iterator_equals_the_same_prompt_as_tensor(model: Any, heads: RetainingHeads) -> None:
-    for length in (3, 6, 7, 16, 17, 96, 106, 107):
-        ids = prompt(length)
-        whole, streamed = RetentionCache(model, heads, SMALL), RetentionCache(model, heads, SMALL)
-        expected = prefill(model, ids, whole)
-        torch.testing.assert_close(prefill(model, iter(ids[0].tolist()), streamed), expected, atol=1e-5, rtol=0)
-        assert torch.equal(whole.kept_positions(1), streamed.kept_positions(1))
-
-
-def test_pieces_of_an_iterator_may_have_any_size_and_the_answer_is_the_same(model: Any, heads: RetainingHeads) -> None:
-    ids = prompt(93)
-    pieces = [ids[0, :1].tolist(), [], ids[0, 1:50].tolist(), ids[0, 50:].tolist()]
-    answer = greedy(model, ids, RetentionCache(model, heads, SMALL))
-    ours = greedy(model, iter(pieces), RetentionCache(model, heads, SMALL))
-    assert torch.equal(ours, answer[:, 93:])
-
-
-@pytest.mark.parametrize("kind", ["list", "numpy", "tensors", "int32", "one row"])
-def test_ids_of_any_kind_are_read_alike(model: Any, heads: RetainingHeads, kind: str) -> None:
-    ids = prompt(45)
-    given: dict[str, Any] = {
-        "list": ids[0].tolist(),
-        "numpy": iter(ids[0].numpy()),
-        "tensors": iter(ids[0].split(7)),
-        "int32": ids.to(torch.int32),
-        "one row": ids[0],
-    }
-    expected = prefill(model, ids, RetentionCache(model, heads, SMALL))
-    assert torch.equal(prefill(model, given[kind], RetentionCache(model, heads, SMALL)), expected)
-
-
-def test_an_iterator_is_read_no_further_than_a_chunk_ahead(model: Any, heads: RetainingHeads) -> None:
-    cache = RetentionCache(model, heads, SMALL)
-    drawn = 0
+def test_an_iterator_is_read_no_further_than_a_chunk_ahead(model: Any) -> None:
+    cache, drawn = new_cache(model), 0
 
     def tokens() -> Iterator[int]:
         nonlocal drawn
-        for token in prompt(500)[0].tolist():
+        for token in prompt(200)[0].tolist():
             drawn += 1
             assert drawn <= cache.seen + SMALL.chunk_size + SMALL.local_len + 1
             yield token
 
     prefill(model, tokens(), cache)
-    assert drawn == 500
+    assert drawn == 200
 
 
-def test_prefill_then_generate_equals_generate_alone(model: Any, heads: RetainingHeads) -> None:
-    ids = prompt(80)
-    expected = greedy(model, ids, RetentionCache(model, heads, SMALL))
-    cache = RetentionCache(model, heads, SMALL)
-    logits = prefill(model, ids, cache)
-    assert int(logits.argmax()) == int(expected[0, 80])
-    assert torch.equal(greedy(model, ids, cache), expected)
-    cache = RetentionCache(model, heads, SMALL)
+def test_rows_whose_chunks_are_alike_are_one_pass(model: Any) -> None:
+    ids, mask = padded([prompt(length, seed=seed) for seed, length in enumerate((90, 61, 4, 90, 75))])
+    shapes: list[tuple[int, ...]] = []
+
+    def note(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+        shapes.append(tuple(kwargs["input_ids"].shape))
+
+    hook = find_decoder(model).register_forward_pre_hook(note, with_kwargs=True)
+    prefill(model, ids, RetentionCache(model, "key_norm", SMALL), attention_mask=mask)
+    hook.remove()
+    # 4 tokens are local only; 61 are cut into 5 chunks of 10, one of 5 and 6 local; 75 and 90 into 6 and 8 chunks.
+    apart = [(1, 4), (1, 5), (1, 6), (1, 9), (1, 6), (2, 4), (2, 6)]
+    assert sorted(shapes) == sorted([(4, 10)] * 5 + [(3, 10)] + [(2, 10)] * 2 + apart)
+
+
+# -- conversations ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("neighbours", [0, 3])
+def test_answers_are_rated_as_the_text_would_be(model: Any, neighbours: int) -> None:
+    cache, whole = new_cache(model, ROOMY, neighbours), torch.empty(1, 0, dtype=torch.long)
+    for turn in range(2):
+        whole = torch.cat([whole, prompt(30 + turn, seed=turn)], dim=1)
+        whole = generate(model, whole, cache=cache, **{**GREEDY, "max_new_tokens": 20})
+    expected = prompt_scores(model, cache.scorer.heads, whole[:, : cache.seen])
+    scores = torch.stack([cache.kept_scores(layer)[0] for layer in cache.backbone.layers])
+    torch.testing.assert_close(scores, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_conversation_goes_on_after_an_answer_that_fed_the_last_token_again(model: Any) -> None:
+    ids, turn, cache = prompt(30), prompt(4, seed=1), RetentionCache(model, "random", ROOMY)
     prefill(model, ids, cache)
-    assert torch.equal(greedy(model, None, cache), expected[:, 80:])
+    whole = torch.cat([ids, generate(model, cache=cache, **GREEDY), turn], dim=1)
+    other = whole.index_fill(1, torch.tensor([29]), int(whole[0, 29]) - 1)
+    with pytest.raises(ValueError, match="the first 37 tokens of input_ids are not those that the cache has read"):
+        generate(model, other, cache=cache, **GREEDY)
+    expected = generate(model, whole, cache=cache.fresh(), **GREEDY)
+    assert torch.equal(generate(model, whole, cache=cache, **GREEDY), expected)
 
 
-def test_a_prompt_no_longer_than_the_local_tokens_is_simply_read(model: Any, heads: RetainingHeads) -> None:
-    ids = prompt(6)
-    cache = RetentionCache(model, heads, SMALL)
-    logits = prefill(model, ids, cache)
-    with torch.no_grad():
-        torch.testing.assert_close(logits, model(ids).logits[:, -1], atol=1e-5, rtol=0)
-    assert cache.kept_positions(0)[0, 0].tolist() == [0, 1, 2, 3, 4, 5]
+def test_a_loaded_cache_has_the_room_for_turns_that_it_had(model: Any, tmp_path: Path) -> None:
+    ids, turn, cache = prompt(60), prompt(4, seed=1), new_cache(model, chunk_size=12)
+    prefill(model, ids, cache)
+    generate(model, torch.cat([ids, turn], dim=1), cache=cache, **GREEDY)
+    save_cache(cache, tmp_path / "saved")
+    assert load_cache(tmp_path / "saved", model, cache.scorer).turn_room == cache.turn_room == 12 - 4 - 7
 
 
-def test_an_empty_prompt_is_refused(model: Any, heads: RetainingHeads) -> None:
-    with pytest.raises(ValueError, match="input_ids is empty; a prompt needs at least one token"):
-        prefill(model, iter([]), RetentionCache(model, heads, SMALL))
-
-
-# -- sessions ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("policy", [SMALL, ORIGINAL])
-def test_reading_on_equals_full_attention_while_nothing_is_evicted(model: Any, policy: RetentionPolicy) -> None:
-    policy = RetentionPolicy(**{**policy.to_dict(), "budget": 200})
-    cache = RetentionCache(model, "random", policy)
-    first, second = prompt(60), prompt(45, seed=1)
-    prefill(model, first, cache)
-    logits = prefill(model, second, cache)
-    with torch.no_grad():
-        expected = model(torch.cat([first, second], dim=1)).logits[:, -1]
-    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=0)
-
-
-def test_a_second_turn_stays_within_the_budget_and_old_units_compete_again(model: Any, heads: RetainingHeads) -> None:
-    cache = RetentionCache(model, heads, SMALL)
-    ids = greedy(model, prompt(60), cache, new=20)
-    longer = torch.cat([ids, prompt(70, seed=2)], dim=1)
-    answer = greedy(model, longer, cache, new=5)
-    assert answer.shape == (1, 155)
-    assert cache.governed[0].fill == 24 + 6 + 4
-    kept = cache.kept_positions(0)[0]
-    assert (kept.diff(dim=-1) > 0).all()
-    assert kept.min() < 80
-
-
-def test_a_copy_answers_without_touching_the_first_cache(model: Any, heads: RetainingHeads) -> None:
-    cache = RetentionCache(model, heads, SMALL)
-    prefill(model, prompt(80), cache)
-    before = [layer.store.keys.clone() for layer in cache.governed]
-    first = greedy(model, None, cache.copy())
-    again = greedy(model, None, cache.copy())
-    assert torch.equal(first, again)
-    assert all(torch.equal(a, layer.store.keys) for a, layer in zip(before, cache.governed, strict=True))
-    assert cache.seen == 80
-
-
-def test_ids_shorter_than_what_was_read_are_refused(model: Any, heads: RetainingHeads) -> None:
-    cache = RetentionCache(model, heads, SMALL)
-    prefill(model, prompt(20), cache)
-    with pytest.raises(ValueError, match="the cache has read 20 tokens but input_ids has 7"):
-        greedy(model, prompt(7), cache)
-
-
-def test_going_on_from_nothing_is_refused(model: Any, heads: RetainingHeads) -> None:
-    with pytest.raises(ValueError, match="there is no prompt to go on from"):
-        greedy(model, None, RetentionCache(model, heads, SMALL))
-
-
-# -- batches ----------------------------------------------------------------------------------------------------------
-
-
-def padded(rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(row.shape[1] for row in rows)
-    ids = torch.zeros(len(rows), width, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for index, row in enumerate(rows):
-        ids[index, width - row.shape[1] :] = row[0]
-        mask[index, width - row.shape[1] :] = 1
-    return ids, mask
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-@pytest.mark.parametrize("policy", [SMALL, ORIGINAL])
-def test_each_row_of_a_padded_batch_equals_its_own_run(family: str, policy: RetentionPolicy) -> None:
-    model = build(family)
-    heads = RetainingHeads.for_model(model, hidden_dim=16, seed=3)
-    rows = [prompt(length, seed=length) for length in (61, 4, 90, 17)]
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_padded_rows_go_on_for_another_turn_as_each_alone(family: str) -> None:
+    model, rows, more = build(family), [prompt(61, seed=5), prompt(30, seed=6)], prompt(12, batch=2, seed=7)
     ids, mask = padded(rows)
-    cache = RetentionCache(model, heads, policy)
-    logits = prefill(model, ids, cache, attention_mask=mask)
-    layer = cache.backbone.layers[0]
+    cache = RetentionCache(model, "random", ROOMY)
+    answer = generate(model, ids, cache=cache, attention_mask=mask, **GREEDY)
+    logits = prefill(model, torch.cat([answer[:, -1:], more], dim=1), cache)
     for index, row in enumerate(rows):
-        alone = RetentionCache(model, heads, policy)
-        torch.testing.assert_close(logits[index], prefill(model, row, alone)[0], atol=1e-5, rtol=0)
-        kept = cache.kept_positions(layer)[index]
-        own = alone.kept_positions(layer)[0]
-        assert torch.equal(kept[:, kept.shape[1] - own.shape[1] :], own)
-        assert (kept[:, : kept.shape[1] - own.shape[1]] == -1).all()
-    answers = greedy(model, ids, RetentionCache(model, heads, policy), attention_mask=mask)
-    for index, row in enumerate(rows):
-        alone = greedy(model, row, RetentionCache(model, heads, policy))
-        assert torch.equal(answers[index, -8:], alone[0, -8:])
+        text = torch.cat([row[0], answer[index, 61:], more[index]])
+        with torch.no_grad():
+            torch.testing.assert_close(logits[index], model(text[None]).logits[0, -1], atol=1e-4, rtol=0)
 
 
-def test_rows_of_equal_length_are_read_together_and_equal_single_runs(model: Any, heads: RetainingHeads) -> None:
-    ids = prompt(70, batch=3)
-    cache = RetentionCache(model, heads, SMALL)
-    logits = prefill(model, ids, cache)
-    for row in range(3):
-        alone = prefill(model, ids[row], RetentionCache(model, heads, SMALL))
-        torch.testing.assert_close(logits[row], alone[0], atol=1e-5, rtol=0)
+@pytest.mark.parametrize("length", [58, 64])  # the answer crosses the original context length of 64
+def test_longrope_answers_across_its_original_length(length: int) -> None:
+    from locret.backbone.rotary import long_factors
+
+    model, ids = build("phi3-longrope"), prompt(length)
+    with torch.no_grad(), long_factors(find_decoder(model)):
+        expected = ids
+        for _ in range(8):
+            expected = torch.cat([expected, model(expected).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(generate(model, ids, cache=RetentionCache(model, "random", ROOMY), **GREEDY), expected)
 
 
-def test_left_padding_is_recognised_from_the_models_pad_token(model: Any, heads: RetainingHeads) -> None:
-    ids, mask = padded([prompt(40), prompt(25, seed=1)])
-    with_mask = prefill(model, ids, RetentionCache(model, heads, SMALL), attention_mask=mask)
-    without = prefill(model, ids, RetentionCache(model, heads, SMALL))
-    assert torch.equal(with_mask, without)
+@pytest.mark.parametrize("length", [1, 50])
+def test_beams_are_those_of_transformers_while_nothing_is_evicted(model: Any, length: int) -> None:
+    ids, options = prompt(length, batch=2), {**GREEDY, "num_beams": 3, "num_return_sequences": 2}
+    cache = RetentionCache(model, "random", ROOMY)
+    assert torch.equal(generate(model, ids, cache=cache, **options), model.generate(ids, **options))
+    assert cache.seen == length
 
 
-def test_a_padded_batch_may_go_on_for_another_turn(model: Any, heads: RetainingHeads) -> None:
-    rows = [prompt(61, seed=5), prompt(30, seed=6)]
+@pytest.mark.parametrize("changes", [{}, {"head_budgets": "adaptive"}])
+def test_beams_of_rows_that_evict_are_those_of_each_alone(model: Any, changes: dict[str, Any]) -> None:
+    rows, options = [prompt(61, seed=5), prompt(30, seed=6)], {**GREEDY, "num_beams": 3}
     ids, mask = padded(rows)
-    more = prompt(12, batch=2, seed=7)
-    cache = RetentionCache(model, heads, SMALL)
-    prefill(model, ids, cache, attention_mask=mask)
-    logits = prefill(model, more, cache)
+    together = generate(model, ids, cache=new_cache(model, **changes), attention_mask=mask, **options)
     for index, row in enumerate(rows):
-        alone = RetentionCache(model, heads, SMALL)
-        prefill(model, row, alone)
-        torch.testing.assert_close(logits[index], prefill(model, more[index], alone)[0], atol=1e-4, rtol=0)
+        alone = generate(model, row, cache=new_cache(model, **changes), **options)
+        assert torch.equal(together[index, -8:], alone[0, -8:])
 
 
-def test_decode_budget_holds_in_a_padded_batch(heads: RetainingHeads, model: Any) -> None:
-    policy = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6, decode_budget=32, decode_interval=8)
-    rows = [prompt(61, seed=5), prompt(9, seed=6)]
-    ids, mask = padded(rows)
-    answers = greedy(model, ids, RetentionCache(model, heads, policy), new=12, attention_mask=mask)
-    # The long row evicts; its own single run does so at the same tokens.
-    alone = greedy(model, rows[0], RetentionCache(model, heads, policy), new=12)
-    assert torch.equal(answers[0, -12:], alone[0, -12:])
-    cache = RetentionCache(model, heads, policy)
-    greedy(model, ids, cache, new=60, attention_mask=mask)
-    assert cache.governed[0].fill <= 32
-
-
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (torch.tensor([[1, 1, 0], [1, 1, 1]]), "padding on the right; pad on the left"),
-        (torch.tensor([[0, 0, 0], [1, 1, 1]]), "row 0 of input_ids is padding only"),
-        (torch.ones(2, 4), r"attention_mask has shape \(2, 4\) but input_ids \(2, 3\)"),
-    ],
-)
-def test_a_wrong_mask_is_refused(model: Any, heads: RetainingHeads, mask: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        prefill(model, prompt(3, batch=2), RetentionCache(model, heads, SMALL), attention_mask=mask)
-
-
-# -- generate ---------------------------------------------------------------------------------------------------------
-
-
-def test_beam_search_equals_transformers_while_nothing_is_evicted(model: Any) -> None:
-    policy = RetentionPolicy(budget=100, chunk_size=16, stabilizers=5, local_len=6)
-    ids = prompt(50, batch=2)
-    options = {
-        "max_new_tokens": 10,
-        "num_beams": 3,
-        "do_sample": False,
-        "eos_token_id": None,
-        "num_return_sequences": 2,
-    }
-    with torch.no_grad():
-        expected = model.generate(ids, **options)
-    cache = RetentionCache(model, "random", policy)
-    assert torch.equal(generate(model, ids, cache=cache, **options), expected)
-    assert cache.seen == 50
-
-
-def test_beam_search_runs_on_an_evicted_and_padded_batch(model: Any, heads: RetainingHeads) -> None:
-    rows = [prompt(61, seed=5), prompt(30, seed=6)]
-    ids, mask = padded(rows)
-    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False, "eos_token_id": None}
-    together = generate(model, ids, cache=RetentionCache(model, heads, SMALL), attention_mask=mask, **options)
-    for index, row in enumerate(rows):
-        alone = generate(model, row, cache=RetentionCache(model, heads, SMALL), **options)
-        assert torch.equal(together[index, -6:], alone[0, -6:])
-
-
-def test_sampling_with_a_seed_is_the_same_twice_and_several_answers_differ(model: Any, heads: RetainingHeads) -> None:
-    ids = prompt(60)
-    runs = []
+def test_sampling_with_a_seed_is_the_same_twice_and_several_answers_differ(model: Any) -> None:
+    runs, options = [], {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3, "top_k": 0}
     for _ in range(2):
         torch.manual_seed(0)
-        cache = RetentionCache(model, heads, SMALL)
-        runs.append(
-            generate(model, ids, cache=cache, max_new_tokens=12, do_sample=True, num_return_sequences=3, top_k=0)
-        )
+        runs.append(generate(model, prompt(60), cache=new_cache(model), **options))
     assert torch.equal(runs[0], runs[1])
-    assert runs[0].shape[0] == 3
     assert not torch.equal(runs[0][0], runs[0][1])
 
 
-def test_the_model_is_left_as_it_was(model: Any, heads: RetainingHeads) -> None:
-    ids = prompt(40)
-    with torch.no_grad():
-        before = model(ids).logits
-    implementation = model.config._attn_implementation
-    greedy(model, ids, RetentionCache(model, heads, SMALL))
-    assert model.config._attn_implementation == implementation
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    with torch.no_grad():
-        assert torch.equal(model(ids).logits, before)
-
-
-def test_filling_a_cache_by_a_plain_call_is_refused(model: Any, heads: RetainingHeads) -> None:
-    with pytest.raises(ValueError, match=r"filled by locret.prefill, locret.generate and the generate method"):
-        model(prompt(4), past_key_values=RetentionCache(model, heads, SMALL))
-
-
-def test_bfloat16_reads_and_answers(heads: RetainingHeads) -> None:
+def test_bfloat16_is_read_and_held_as_it_is() -> None:
     model = build("llama").to(torch.bfloat16)
-    cache = RetentionCache(model, heads, SMALL)
-    assert greedy(model, prompt(80), cache).shape == (1, 88)
-    assert cache.governed[0].store.keys.dtype == torch.bfloat16
+    cache = new_cache(model)
+    prefill(model, prompt(80), cache)
     assert cache.memory().planned == cache.memory().actual
+    assert cache.memory().actual < new_cache(build("llama")).memory().planned
+
+
+# -- reads in turns ---------------------------------------------------------------------------------------------------
+
+
+def results(cache: RetentionCache, seed: int, **options: Any) -> list[Tensor]:
+    logits = prefill(cache.model, prompt(90, seed=seed), cache, **options)
+    answer = generate(cache.model, cache=cache, **GREEDY)
+    return [logits, answer, *(cache.kept_positions(layer) for layer in cache.backbone.layers)]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3-longrope"])
+@pytest.mark.parametrize("changes", [{}, {"head_budgets": "adaptive"}])
+def test_a_text_read_and_answered_between_two_chunks_of_another_changes_nothing(
+    family: str, changes: dict[str, Any]
+) -> None:
+    model, found = build(family), []
+    expected = [results(new_cache(model, **changes), seed) for seed in (1, 2)]
+
+    def between(cache: RetentionCache) -> None:
+        if cache.seen == 40:
+            found.append(results(new_cache(model, **changes), 2))
+
+    found.append(results(new_cache(model, **changes), 1, on_chunk=between))
+    for one, other in zip(found, expected[::-1], strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_texts_read_in_several_threads_are_those_read_one_after_the_other(model: Any) -> None:
+    seeds, found = (1, 2, 3), {}
+    expected = {seed: results(new_cache(model), seed) for seed in seeds}
+    threads = [Thread(target=lambda s=seed: found.update({s: results(new_cache(model), s)})) for seed in seeds]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(all(map(torch.equal, found[seed], expected[seed])) for seed in seeds)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert model.config._attn_implementation == "eager"
+
+
+# -- interrupted ------------------------------------------------------------------------------------------------------
+
+
+def doors(cache: RetentionCache, folder: Path) -> list[Callable[[], object]]:
+    pair = padded([prompt(30), prompt(20)])
+    return [
+        lambda: prefill(cache.model, prompt(30), cache),
+        lambda: prefill(cache.model, pair[0], cache, pair[1]),
+        lambda: generate(cache.model, cache=cache, **GREEDY),
+        lambda: generate(cache.model, prompt(120), cache=cache, **GREEDY),
+        cache.copy,
+        cache.take_back,
+        cache.to_dynamic_cache,
+        lambda: save_cache(cache, folder / "cache.safetensors"),
+        lambda: cache.select_rows(torch.tensor([0])),
+        lambda: cache.batch_repeat_interleave(2),
+    ]
+
+
+def refuse_all(cache: RetentionCache, folder: Path, said: str) -> None:
+    for use in doors(cache, folder):
+        with pytest.raises(ValueError, match=said):
+            use()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("positions", ["compact", "original"])
+def test_every_door_refuses_a_cache_that_is_being_read_or_was_interrupted(
+    model: Any, tmp_path: Path, positions: str
+) -> None:
+    cache, said = new_cache(model, positions=positions), "this cache is being read; go on when that read has ended"
+    prefill(model, prompt(50), cache, on_chunk=lambda c: refuse_all(c, tmp_path, said))
+    with pytest.raises(KeyboardInterrupt):
+        prefill(model, prompt(60), cache, on_chunk=stop)
+    refuse_all(cache, tmp_path, INTERRUPTED)
+    assert prefill(model, prompt(60), cache.fresh()).isfinite().all()
+
+
+def test_an_answer_stopped_between_layers_is_noticed_and_one_between_tokens_may_go_on(
+    model: Any, tmp_path: Path
+) -> None:
+    cache = new_cache(model)
+    prefill(model, prompt(90, seed=1), cache)
+    twin = cache.copy()
+
+    def third_token(_ids: Tensor, scores: Tensor) -> Tensor:
+        return stop() if cache.seen == 93 else scores
+
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, cache=cache, logits_processor=[third_token], **GREEDY)
+    assert cache.copy().seen == 93
+    assert cache.kept_scores(0).isfinite().all()
+    handle = model.model.layers[1].register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, cache=twin, **GREEDY)
+    handle.remove()
+    refuse_all(twin, tmp_path, INTERRUPTED)
+
+
+def test_rows_that_break_off_leave_the_cache_as_it_was(model: Any) -> None:
+    first, (ids, mask) = prompt(50, batch=3, seed=9), padded([prompt(n, seed=n) for n in (90, 61, 4)])
+    cache, calls = RetentionCache(model, "key_norm", SMALL), []
+    prefill(model, first, cache)
+    before = cache.kept_scores(1).clone()
+
+    def seventh(*_: object) -> None:
+        calls.append(1)
+        if len(calls) == 7:
+            stop()
+
+    hook = find_decoder(model).register_forward_pre_hook(seventh)
+    with pytest.raises(KeyboardInterrupt):
+        prefill(model, ids, cache, attention_mask=mask)
+    hook.remove()
+    assert cache.seen == 50
+    assert torch.equal(cache.kept_scores(1), before)
+    prefill(model, ids, cache, attention_mask=mask)
+
+
+@pytest.mark.parametrize("head_budgets", ["uniform", "adaptive"])
+def test_an_answer_that_finds_no_memory_can_be_asked_for_again_in_less(model: Any, head_budgets: str) -> None:
+    cache = new_cache(model, head_budgets=head_budgets)
+    prefill(model, prompt(90), cache)
+    expected = generate(model, cache=cache.copy(), **GREEDY)
+    with pytest.raises(RuntimeError, match="alloc"):
+        generate(model, cache=cache, **{**GREEDY, "max_new_tokens": 10**13})
+    assert torch.equal(generate(model, cache=cache, **GREEDY), expected)
+
+
+@pytest.mark.parametrize("change", ["copy", "select_rows", "prefill"])
+def test_inference_mode_around_a_call_leaves_cache_and_model_usable(change: str) -> None:
+    model = build("phi3-longrope")
+    cache = new_cache(model)
+    prefill(model, prompt(60, 2), cache, new_tokens=40)
+    expected = generate(model, cache=cache.copy(), **GREEDY)
+    with torch.inference_mode():
+        if change == "copy":
+            cache = cache.copy()
+        elif change == "select_rows":
+            cache.select_rows(torch.arange(2))
+        else:
+            prefill(model, prompt(60, 2), cache := cache.fresh())
+    assert torch.equal(generate(model, cache=cache, **GREEDY), expected)
+    assert model(prompt(8)).logits.requires_grad
+
+
+# -- nonsense ---------------------------------------------------------------------------------------------------------
+
+REFUSED: list[tuple[Callable[[Any, RetentionCache], Any], str]] = [
+    (lambda m, c: prefill(m, iter([]), c), "input_ids is empty; a prompt needs at least one token"),
+    (lambda m, c: generate(m, prompt(7), cache=c), "the cache has read 20 tokens but input_ids has 7"),
+    (lambda m, c: generate(m, None, cache=c.fresh()), "there is no prompt to go on from"),
+    (lambda m, c: generate(m, None, cache=c, max_new_token=5), "max_new_token"),
+    (lambda m, c: generate(m, prompt(30), cache=c.fresh(), guidance_scale=2.0), "guidance_scale"),
+    (
+        lambda m, c: generate(m, prompt(30), cache=c.fresh(), prompt_lookup_num_tokens=3),
+        "assisted and prompt-lookup decoding do not work",
+    ),
+    (
+        lambda m, c: m(prompt(4), past_key_values=c.fresh()),
+        "filled by locret.prefill, locret.generate and the generate",
+    ),
+    (
+        lambda m, c: prefill(m, prompt(3, 2), c.fresh(), attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]])),
+        "padding on the right; pad on the left",
+    ),
+    (
+        lambda m, c: prefill(m, prompt(3, 2), c.fresh(), attention_mask=torch.tensor([[0, 0, 0], [1, 1, 1]])),
+        "row 0 of input_ids is padding only",
+    ),
+    (
+        lambda m, c: prefill(m, prompt(3, 2), c.fresh(), attention_mask=torch.ones(2, 4)),
+        r"attention_mask has shape \(2, 4\) but input_ids \(2, 3\)",
+    ),
+    (lambda m, c: prefill(build("llama"), prompt(3), c.fresh()), "made for another model"),
+]
+
+
+def test_nonsense_is_refused_in_a_sentence_and_leaves_the_cache_as_it_was(model: Any) -> None:
+    cache = new_cache(model)
+    prefill(model, prompt(20), cache)
+    expected = generate(model, None, cache=cache.copy(), **GREEDY)
+    for ask, said in REFUSED:
+        with pytest.raises(ValueError, match=said) as refused:
+            ask(model, cache)
+        assert "\n" not in str(refused.value)
+    assert torch.equal(generate(model, None, cache=cache, **GREEDY), expected)
+
+
+# -- a method of one's own --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueriesSeen(Scorer):
+    """Counts the queries that have seen a unit, in a column."""
+
+    name: ClassVar[str] = "queries_seen"
+    positions: ClassVar[str] = "original"
+    causal: ClassVar[bool] = False
+    by_head: ClassVar[bool] = True
+    columns: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType({"saw": torch.float32})
+
+    def score(self, chunk: Chunk) -> Any:
+        new, slots = chunk.new_tokens, chunk.key.shape[2]
+        queries = chunk.columns["saw"] + (slots - torch.arange(slots)).clamp_max(new)
+        return Rated(-queries, {"saw": queries})
+
+
+@pytest.mark.parametrize("head_budgets", ["uniform", "adaptive"])
+def test_a_token_fed_twice_counts_once_in_columns_too(model: Any, head_budgets: str) -> None:
+    policy = RetentionPolicy(**{**NUMBERS, "budget": 64, "head_budgets": head_budgets})
+    cache = RetentionCache(model, QueriesSeen(), policy)
+    prefill(model, prompt(20), cache)
+    expected = -torch.arange(20, 0, -1).float()
+    assert torch.equal(cache.kept_scores(0)[0, 0], expected)
+    generate(model, cache=cache, **{**GREEDY, "max_new_tokens": 1})
+    assert torch.equal(cache.kept_scores(0)[0, 0], expected)
+
+
+@pytest.mark.parametrize("count", [1, 9, 999])
+def test_a_method_that_rates_another_number_of_units_is_refused(model: Any, count: int) -> None:
+    class Short(QueriesSeen):
+        columns: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType({})
+        causal: ClassVar[bool] = True
+
+        def score(self, chunk: Chunk) -> Any:
+            return torch.rand(1, chunk.key.shape[1], count)
+
+    with pytest.raises(ValueError, match="queries_seen"):
+        prefill(model, prompt(60), RetentionCache(model, Short(), SMALL))
+
+
+def test_a_column_cannot_take_a_name_that_a_store_uses(model: Any) -> None:
+    for name in ("keys", "values", "scores", "positions"):
+        scorer = type("Clash", (QueriesSeen,), {"columns": MappingProxyType({name: torch.float32})})()
+        with pytest.raises(ValueError, match=name):
+            RetentionCache(model, scorer, SMALL)
+
+
+def test_a_short_answer_waits_with_its_scores_until_it_is_over(model: Any) -> None:
+    cache, scored = new_cache(model, ROOMY), []
+    prefill(model, prompt(250), cache, new_tokens=9)
+    cache.scorer.heads[0].register_forward_hook(lambda _module, args, _out: scored.append(args[0].shape[1]))
+    generate(model, cache=cache, **{**GREEDY, "max_new_tokens": 9})
+    assert scored == [9]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from families import build, prompt
-from ragged_runs import padded
+from families import padded
 from transformers import DynamicCache
 
 from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, prefill

@@ -9,7 +9,7 @@ import pytest
 import torch
 from families import build, prompt
 from oracle import kept_with_protection
-from ragged_runs import padded
+from families import padded
 from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, Span, generate, load_cache, prefill, save_cache

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from families import build, prompt
-from ragged_runs import padded
+from families import padded
 from test_disk import files_of_at_most
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
