@@ -57,19 +57,6 @@ def test_the_space_of_a_tensor_is_taken_at_once_and_given_back_once_nobody_looks
     assert int(part.unique()) == 3
 
 
-def test_nothing_is_ever_seen_in_the_folder_and_two_runs_may_share_a_path(tmp_path: Path) -> None:
-    one, other = Disk(tmp_path / "scratch"), Disk(tmp_path / "scratch")
-    first, second = one.empty((100,), torch.float32).fill_(1), other.empty((100,), torch.float32).fill_(2)
-    assert list(tmp_path.iterdir()) == []
-    assert (float(first.mean()), float(second.mean())) == (1, 2)
-
-
-def test_a_folder_is_as_good_as_a_file(tmp_path: Path) -> None:
-    disk = Disk(tmp_path)
-    assert float(disk.empty((100,), torch.float32).fill_(1).mean()) == 1
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.parametrize("kind", ["file", "link", "dangling link", "pipe"])
 def test_what_is_there_is_never_overwritten(tmp_path: Path, kind: str) -> None:
     path, book = tmp_path / "scratch", tmp_path / "book.txt"
@@ -103,13 +90,6 @@ def test_a_path_that_cannot_be_made_is_refused_in_one_line(tmp_path: Path, name:
     assert str(caught.value).startswith("disk=")
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    with pytest.raises(PermissionError, match=r"cannot hold a scratch file \(Permission denied\)"):
-        Disk(tmp_path / "scratch")
 
 
 def test_more_than_the_disk_has_is_refused_at_once(tmp_path: Path) -> None:

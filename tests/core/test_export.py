@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, prompt
-from families import padded
+from families import build, padded, prompt
 from transformers import DynamicCache
 
 from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, prefill

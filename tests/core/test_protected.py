@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, prompt
+from families import build, padded, prompt
 from oracle import kept_with_protection
-from families import padded
 from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, Span, generate, load_cache, prefill, save_cache

@@ -1,148 +1,139 @@
-"""Two tiers: what eviction drops is remembered within bounds, and every query recalls its own few units."""
-
-# B batch, K KV heads, S units
+"""Two tiers, where no random run goes: all of an answer recalled, a disk that is full, and what is refused."""
 
 from __future__ import annotations
 
+import gc
+import os
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from families import build, prompt
+from test_disk import files_of_at_most
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
-from locret.shipped import find
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 
-IDS = torch.randint(5, 890, (2, 700), generator=torch.Generator().manual_seed(4))
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+NUMBERS = {"budget": 16, "chunk_size": 12, "stabilizers": 4, "local_len": 5, "host_budget": 19, "recall": 4}
+EVERYTHING = {"when": "prompt_end", "host_budget": "all", "recall": 500}
+UNIT = 2 * 8 * 4 + 8
+"""Bytes of key, value, score and position."""
+both_positions = pytest.mark.parametrize("positions", ["compact", "original"])
 
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return AutoModelForCausalLM.from_pretrained(find("checkpoints/tiny")).eval()
+    return build("llama")
 
 
-@pytest.fixture(scope="module")
-def heads() -> RetainingHeads:
-    return RetainingHeads.from_pretrained(find("checkpoints/tiny-heads"))
+def new_cache(model: Any, disk: Any = None, **changes: Any) -> RetentionCache:
+    return RetentionCache(model, "key_norm", RetentionPolicy(**{**NUMBERS, **changes}), disk=disk)
 
 
-def small(**changes: Any) -> RetentionPolicy:
-    settings = {"budget": 16, "chunk_size": 64, "stabilizers": 4, "local_len": 8, "host_budget": 40, "recall": 4}
-    return RetentionPolicy(**{**settings, **changes})
+def read(model: Any, tokens: int = 71, disk: Any = None, **changes: Any) -> RetentionCache:
+    cache = new_cache(model, disk, **changes)
+    prefill(model, prompt(tokens), cache)
+    return cache
 
 
-@pytest.mark.parametrize("positions", ["compact", "original"])
-@pytest.mark.parametrize("tokens", [300, 77, 5, 1])
-def test_recalling_everything_is_full_attention(model: Any, heads: RetainingHeads, positions: str, tokens: int) -> None:
-    policy = small(when="prompt_end", positions=positions, host_budget="all", recall=1000)
-    cache, ids = RetentionCache(model, heads, policy), IDS[:, :tokens]
-    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
-    prefill(model, ids, cache)
-    ours: Any = generate(model, cache=cache, **options)
-    theirs = model.generate(ids, **options)
-    assert cache.memory().host_units == max(0, tokens - 16 - 8)
-    for mine, other in zip(ours.logits, theirs.logits, strict=True):
-        torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+def answer(model: Any, cache: RetentionCache, ids: torch.Tensor | None = None, new: int = 9) -> torch.Tensor:
+    options = {"output_logits": True, "return_dict_in_generate": True, **GREEDY}
+    return torch.stack(generate(model, ids, cache=cache, max_new_tokens=new, **options).logits, dim=1)
 
 
-def evicted_scores(model: Any, heads: RetainingHeads, policy: RetentionPolicy) -> list[tuple[torch.Tensor, ...]]:
-    """Return scores and positions of everything that the policy evicts, per layer."""
-    cache = RetentionCache(model, heads, small(host_budget="all", **policy_changes(policy)))
-    prefill(model, IDS, cache)
-    return [(layer.host.store.held("scores"), layer.host.store.held("positions")) for layer in cache.governed]
-
-
-def policy_changes(policy: RetentionPolicy) -> dict[str, Any]:
-    return {name: getattr(policy, name) for name in ("budget", "chunk_size", "stabilizers", "local_len")}
-
-
-@pytest.mark.parametrize("chunk_size", [64, 37, 500])
-def test_a_bounded_tier_holds_the_best_of_all_that_was_evicted(
-    model: Any, heads: RetainingHeads, chunk_size: int
+@both_positions
+@pytest.mark.parametrize("tokens", [47, 1])
+def test_an_answer_that_evicts_loses_nothing_where_everything_is_recalled(
+    model: Any, positions: str, tokens: int
 ) -> None:
-    policy = small(chunk_size=chunk_size)
-    cache = RetentionCache(model, heads, policy)
-    prefill(model, IDS, cache)
-    for layer, (scores, positions) in zip(cache.governed, evicted_scores(model, heads, policy), strict=True):
-        assert scores.shape[-1] == 700 - 16 - 8
-        # Equal tokens have equal scores in the first layer: positions ascend, and the later of two units is the better.
-        best = positions.gather(2, scores.argsort(dim=-1, stable=True)[..., -40:]).sort(dim=-1).values
-        assert torch.equal(layer.host.store.held("positions"), best)
+    ids, changes = prompt(tokens), {"positions": positions, "decode_budget": 22, "decode_interval": 5, **EVERYTHING}
+    cache = new_cache(model, **changes)
+    theirs: Any = model.generate(ids, max_new_tokens=40, output_logits=True, return_dict_in_generate=True, **GREEDY)
+    torch.testing.assert_close(answer(model, cache, ids, 40), torch.stack(theirs.logits, 1), atol=2e-4, rtol=0)
+    assert cache.memory().units <= 22
+    assert cache.memory().host_units >= tokens + 39 - 22
 
 
-def test_by_recency_it_holds_the_last_of_the_text(model: Any, heads: RetainingHeads) -> None:
-    cache = RetentionCache(model, heads, small(host_by="recency"))
-    prefill(model, IDS, cache)
-    for layer, (_, positions) in zip(cache.governed, evicted_scores(model, heads, small()), strict=True):
-        assert torch.equal(layer.host.store.held("positions"), positions[..., -40:])
+def test_beams_that_recall_everything_are_those_of_full_attention(model: Any) -> None:
+    options = {"max_new_tokens": 8, "num_beams": 3, **GREEDY}
+    assert torch.equal(
+        generate(model, prompt(47), cache=new_cache(model, **EVERYTHING), **options),
+        model.generate(prompt(47), **options),
+    )
 
 
-@pytest.mark.parametrize("tokens", [100, 400, 700])
-def test_both_tiers_have_the_bytes_that_were_planned(model: Any, heads: RetainingHeads, tokens: int) -> None:
-    cache = RetentionCache(model, heads, small())
-    prefill(model, IDS[:, :tokens], cache, new_tokens=20)
-    memory = cache.memory()
-    assert (memory.host, memory.actual) == (memory.host_planned, memory.planned)
-    assert memory.host_units == 40
-    unit = 2 * cache.backbone.head_dim * 4 + 8
-    assert memory.host == 2 * len(cache.backbone.layers) * cache.backbone.num_kv_heads * 40 * unit
+def test_bytes_of_a_tier_and_of_what_is_recalled_are_what_one_counts_by_hand(model: Any, tmp_path: Path) -> None:
+    for disk in (None, tmp_path / "scratch"):
+        cache = read(model, disk=disk)
+        memory = cache.memory()
+        assert memory.host + memory.disk == 3 * 2 * 19 * UNIT
+        assert (memory.disk > 0) == (disk is not None)
+        answer(model, cache, new=5)
+        # The last token of the prompt is fed again for its logits, and the fifth new one is never fed.
+        assert cache.memory().moved - memory.moved == 5 * 3 * 2 * 4 * 8 * 8
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_moved_is_what_was_recalled(model: Any, heads: RetainingHeads) -> None:
-    cache = RetentionCache(model, heads, small())
-    prefill(model, IDS[:1], cache)
-    before = cache.memory().moved
-    generate(model, cache=cache, max_new_tokens=5, do_sample=False, eos_token_id=-1)
-    backbone = cache.backbone
-    # The last token of the prompt is fed again for its logits, and the fifth new one is never fed.
-    assert cache.memory().moved - before == 5 * len(backbone.layers) * backbone.num_kv_heads * 4 * backbone.head_dim * 8
-
-
-def test_an_answer_may_evict_into_the_second_tier(model: Any, heads: RetainingHeads) -> None:
-    cache = RetentionCache(model, heads, small(decode_budget=24, decode_interval=8))
-    prefill(model, IDS, cache)
-    generate(model, cache=cache, max_new_tokens=60, do_sample=False, eos_token_id=-1)
-    memory = cache.memory()
-    assert memory.units <= 24
-    assert memory.host_units == 40
-    held = [
-        torch.cat([layer.store.held("positions"), layer.host.store.held("positions")], -1) for layer in cache.governed
-    ]
-    assert all(int(positions.sort(dim=-1).values.diff(dim=-1).min()) > 0 for positions in held)
-
-
-@pytest.mark.parametrize("when", ["chunk", "prompt_end"])
-@pytest.mark.parametrize("positions", ["compact", "original"])
-def test_units_are_in_the_order_of_the_text_when_they_are_looked_up(
-    model: Any, heads: RetainingHeads, positions: str, when: str
+@pytest.mark.parametrize("host_by", ["score", "recency"])
+def test_a_tier_that_an_answer_filled_is_no_larger_than_it_may_be_and_is_saved_in_order(
+    model: Any, tmp_path: Path, host_by: str
 ) -> None:
-    policy = small(positions=positions, when=when, decode_budget=24, decode_interval=8)
-    cache = RetentionCache(model, heads, policy)
-    for text in (IDS[:1, :200], IDS[1:, :300]):
-        prefill(model, text, cache)
-        generate(model, cache=cache, max_new_tokens=30, do_sample=False, eos_token_id=-1)
-        for layer in cache.governed:
-            assert int(layer.host.store.held("positions").diff(dim=-1).min()) > 0
+    cache = read(model, 20, host_by=host_by, decode_budget=22, decode_interval=1)
+    answer(model, cache, new=40)
+    memory = cache.memory()
+    assert memory.host == memory.host_planned == 3 * 2 * 19 * UNIT
+    save_cache(cache, tmp_path / "a.ctx")
+    again = load_cache(tmp_path / "a.ctx", model, "key_norm")
+    prefill(model, prompt(9), cache), prefill(model, prompt(9), again)
+    assert torch.equal(answer(model, again), answer(model, cache))
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"host_budget": None}, "recall=4 needs a second tier"),
-        ({"recall": 0}, "host_budget=40 keeps units that nothing recalls"),
-        ({"recall": -1}, "recall=-1 is too small"),
-        ({"recall": 41}, "recall=41 is more than host_budget=40 can hold"),
-        ({"host_budget": 0}, "host_budget=0 is too small"),
-        ({"host_budget": "most"}, "host_budget=most is neither"),
-        ({"host_by": "luck"}, 'host_by="luck" is unknown'),
-        ({"head_budgets": "adaptive"}, "different numbers of units"),
-    ],
-)
-def test_a_second_tier_that_makes_no_sense_is_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        small(**changes)
+# -- a disk -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_unknown_lookup_is_refused(model: Any, heads: RetainingHeads) -> None:
-    with pytest.raises(ValueError, match='lookup "exakt" is unknown; did you mean exact'):
-        RetentionCache(model, heads, small(recall_by="exakt"))
+def test_a_disk_without_room_is_refused_before_anything_is_read(
+    model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, chunks = new_cache(model, tmp_path / "scratch"), []
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=4096))
+    with pytest.raises(OSError, match=r"cannot hold [\d,]+ bytes .* \(No space left"):
+        prefill(model, prompt(71), cache, on_chunk=lambda _: chunks.append(1))
+    assert not chunks
+    monkeypatch.undo()
+    prefill(model, prompt(71), cache)  # there is room now, and nothing had begun
+    assert cache.memory().host_units == 19
+
+
+def test_a_disk_that_fills_in_the_middle_leaves_the_cache_marked(model: Any, tmp_path: Path) -> None:
+    changes = {"decode_budget": 22, "decode_interval": 5, "host_budget": "all"}
+    cache = read(model, disk=tmp_path / "scratch", **changes)
+    with files_of_at_most(50_000), pytest.raises(OSError, match=r"\(File too large\); make room there"):
+        answer(model, cache, new=4000)
+    for use in (lambda: answer(model, cache), cache.copy, lambda: save_cache(cache, tmp_path / "a.ctx")):
+        with pytest.raises(ValueError, match="was interrupted; start again with"):
+            use()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_space_comes_back_with_the_last_cache(model: Any, tmp_path: Path) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    cache = read(model, disk=tmp_path / "scratch")
+    forks = [cache.copy() for _ in range(3)]
+    answer(model, forks[0])
+    del cache, forks
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_a_disk_or_a_file_cannot_hold_is_refused(model: Any, tmp_path: Path) -> None:
+    endless = new_cache(model, tmp_path / "scratch", host_budget="all")
+    with pytest.raises(ValueError, match=r'host_budget="all" of a text of unknown length; give host_budget as'):
+        prefill(model, iter(prompt(300)[0].tolist()), endless)
+    with pytest.raises(ValueError, match=r"disk=.*scratch holds a second tier, but there is none"):
+        new_cache(model, tmp_path / "scratch", host_budget=None, recall=0)
+    save_cache(read(model, host_budget=None, recall=0), tmp_path / "a.ctx")
+    with pytest.raises(ValueError, match=r"disk=.*scratch holds a second tier, but there is none"):
+        load_cache(tmp_path / "a.ctx", model, "key_norm", disk=tmp_path / "scratch")
