@@ -4,8 +4,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -77,16 +78,6 @@ class KeptOverHeads:
         return tuple(mask.index_fill(0, u, False).nonzero()[:, 0] for mask, u in zip(masks, self.units, strict=True))
 
 
-class _DenseUnits(Protocol):
-    def held(self, name: str) -> Tensor:
-        """Return a column, (B, K, S)."""
-
-
-class _RaggedUnits(Protocol):
-    def rows(self) -> Iterable[tuple[Tensor, Tensor, list[int]]]:
-        """Yield each row's scores and positions, (U,), and how many units each head has."""
-
-
 class Selector(Protocol):
     """Decides from scores which units stay."""
 
@@ -103,8 +94,8 @@ class PerHead:
 
     store: ClassVar[str] = "dense"
 
-    def select(self, units: _DenseUnits, stay: Stay) -> KeptPerHead:
-        """See `Selector`."""
+    def select(self, units: Any, stay: Stay) -> KeptPerHead:
+        """See `Selector`; of units a column is asked, (B, K, S)."""
         scores, pinned = units.held("scores"), None
         if stay.recent or stay.sinks or stay.guarantees:
             pinned = staying(scores, units.held("positions"), stay)
@@ -122,21 +113,17 @@ class OverHeads:
     relative: bool
     """See `select_over_heads`."""
 
-    def select(self, units: _RaggedUnits, stay: Stay) -> KeptOverHeads:
+    def select(self, units: Any, stay: Stay) -> KeptOverHeads:
         """See `Selector`."""
+        return _by_row(self.of_row, units, stay)
+
+    def of_row(self, scores: Tensor, positions: Tensor, numbers: list[int], stay: Stay) -> tuple[Tensor, Tensor]:
+        """Return the ranks that stay of one row, and how many are in each head."""
+        sinks = positions < stay.sinks if stay.sinks else None
+        if stay.guarantees:
+            sinks = staying_in_heads(scores, positions, numbers, stay._replace(recent=0))
         floor = int(self.floor * stay.budget)
-        kept, counts, held = [], [], []
-        for row, (scores, positions, numbers) in enumerate(units.rows()):
-            sinks = positions < stay.sinks if stay.sinks else None
-            if stay.guarantees:
-                sinks = staying_in_heads(scores, positions, numbers, stay.of_row(row)._replace(recent=0))
-            units_U, units_K = select_over_heads(
-                scores, positions, numbers, stay.budget, stay.recent, floor, self.relative, sinks
-            )
-            kept.append(units_U)
-            counts.append(units_K.to("cpu"))
-            held.append(len(scores))
-        return KeptOverHeads(tuple(kept), torch.stack(counts), tuple(held))
+        return select_over_heads(scores, positions, numbers, stay.budget, stay.recent, floor, self.relative, sinks)
 
 
 @dataclass(frozen=True)
@@ -152,20 +139,26 @@ class ByShares:
     shares: tuple[float, ...]
     """Of each head of the layer."""
 
-    def select(self, units: _RaggedUnits, stay: Stay) -> KeptOverHeads:
+    def select(self, units: Any, stay: Stay) -> KeptOverHeads:
         """See `Selector`."""
-        kept, counts, held = [], [], []
-        for row, (scores, positions, numbers) in enumerate(units.rows()):
-            own, quotas = stay.of_row(row), divided(stay.budget * len(numbers), self.shares, numbers, least=1)
-            parts = []
-            for span, quota in zip(_spans(numbers), quotas, strict=True):
-                scores_11S, positions_11S = scores[None, None, span], positions[None, None, span]
-                pinned = staying(scores_11S, positions_11S, own._replace(recent=min(own.recent, quota // 4)))
-                parts.append(select_kept(scores_11S, quota, pinned)[0, 0] + span.start)
-            kept.append(torch.cat(parts))
-            counts.append(torch.tensor(quotas))
-            held.append(len(scores))
-        return KeptOverHeads(tuple(kept), torch.stack(counts), tuple(held))
+        return _by_row(self.of_row, units, stay)
+
+    def of_row(self, scores: Tensor, positions: Tensor, numbers: list[int], stay: Stay) -> tuple[Tensor, Tensor]:
+        """Return the ranks that stay of one row, and how many are in each head."""
+        parts, quotas = [], divided(stay.budget * len(numbers), self.shares, numbers, least=1)
+        for span, quota in zip(_spans(numbers), quotas, strict=True):
+            scores_11S, positions_11S = scores[None, None, span], positions[None, None, span]
+            pinned = staying(scores_11S, positions_11S, stay._replace(recent=min(stay.recent, quota // 4)))
+            parts.append(select_kept(scores_11S, quota, pinned)[0, 0] + span.start)
+        return torch.cat(parts), torch.tensor(quotas)
+
+
+def _by_row(of_row: Callable[..., tuple[Tensor, Tensor]], units: Any, stay: Stay) -> KeptOverHeads:
+    """Choose in each row, of which `units` give scores and positions, (U,), and how many units each head has."""
+    rows = list(units.rows())
+    found = [of_row(*held, stay.of_row(row)) for row, held in enumerate(rows)]
+    counts = torch.stack([units_K.to("cpu") for _, units_K in found])
+    return KeptOverHeads(tuple(units_U for units_U, _ in found), counts, tuple(len(scores) for scores, *_ in rows))
 
 
 def staying(scores_BKS: Tensor, positions_BKS: Tensor, stay: Stay) -> Tensor:
@@ -305,11 +298,7 @@ def select_over_heads(
 
 
 def _spans(counts: Sequence[int]) -> list[slice]:
-    spans, start = [], 0
-    for count in counts:
-        spans.append(slice(start, start + count))
-        start += count
-    return spans
+    return [slice(end - count, end) for count, end in zip(counts, accumulate(counts), strict=True)]
 
 
 def score_order(scores: Tensor) -> Tensor:
