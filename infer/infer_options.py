@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
-from locret.base.fields import Refusal, check_finite, check_sampling
+from locret.base.fields import Refusal, check_sampling
 from locret.conversation.protect import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
 from locret.loading.options import BackboneSource
 from locret.policy.resolve import PolicyFlags
@@ -187,7 +187,6 @@ class GenerationOptions:
     """Seed of sampling."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
         rules: dict[str, tuple[bool, str]] = {
             "seed": (-(2**63) <= self.seed < 2**64, "is not a number of 64 bits; give a smaller one"),
             "max_new_tokens": (self.max_new_tokens >= 1, "is too small; give 1 or more"),

@@ -20,7 +20,6 @@ _BACKBONE, _HEADS = PurePath("checkpoints/tiny"), PurePath("checkpoints/tiny-hea
 _PACKAGED = {"smollm2": PurePath("checkpoints/smollm2-heads")}
 """Heads of backbones that packages bring, by the short names of those."""
 _EMBEDDED = (_BACKBONE, _HEADS, *_PACKAGED.values())
-TEXT = PurePath("recipes/infer/pass_key.txt")
 
 
 def find(name: str) -> str:
@@ -37,7 +36,11 @@ def find(name: str) -> str:
     """
     path = PurePath(name)
     recipe = path.parts[:1] == ("recipes",) and path.suffix in (".yaml", ".txt") and ".." not in path.parts
-    if (recipe or path in (*_EMBEDDED, TEXT.parent)) and not os.path.exists(name) and (_ROOT / path).exists():
+    if (
+        (recipe or path in (*_EMBEDDED, PurePath("recipes/infer")))
+        and not os.path.exists(name)
+        and (_ROOT / path).exists()
+    ):
         return str(_ROOT / path)
     if not os.path.exists(name):
         check_retired("folder", name)
@@ -49,11 +52,6 @@ def recipes() -> list[str]:
     return sorted(path.relative_to(_ROOT).as_posix() for path in (_ROOT / "recipes").rglob("*.yaml"))
 
 
-def is_embedded_backbone(name: str) -> bool:
-    """Return whether a name, or the path it was found at, is that of the embedded backbone."""
-    return bool(name) and os.path.realpath(find(name)) == os.path.realpath(_ROOT / _BACKBONE)
-
-
 def embedded_heads(backbone: str) -> str | None:
     """Return where shipped heads of a backbone are, by its name or path; None for one that has none."""
     for name, heads in _PACKAGED.items():
@@ -61,11 +59,6 @@ def embedded_heads(backbone: str) -> str | None:
             return find(str(heads))
     at = os.path.realpath(find(backbone))
     return find(str(_HEADS)) if at == os.path.realpath(find(str(_BACKBONE))) else None
-
-
-def is_embedded_text(name: str | os.PathLike[str] | None) -> bool:
-    """Return whether a name, or the path it was found at, is that of the text which the embedded backbone knows."""
-    return bool(name) and os.path.realpath(find(str(name))) == os.path.realpath(_ROOT / TEXT)
 
 
 def folder(path: PurePath) -> Path | None:

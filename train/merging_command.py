@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.base.fields import check_finite
 from locret.cli.command import parse_options, print_json, run
 from locret.loading.options import BackboneSource
 from locret.policy.policy import NO_MERGER, RetentionPolicy
@@ -56,7 +55,6 @@ class KernelOptions:
     """Print one JSON object at the end."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
         for name in ("steps", "lr", "max_prompt_tokens", "log_every", "kernel_size"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; it must be above 0")

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from locret.base.fields import check_finite, check_license, checked
+from locret.base.fields import check_license, checked
 from locret.base.nearest import check_retired, nearest
 from locret.cli.command import parse_options
 from locret.labels import kinds
@@ -139,7 +139,6 @@ class LossOptions(Loss):
     of all answers, each question asked by itself of the document, which is read once (each)."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
         _check_positive(self, "temperature")
         kinds.get(self.label_kind)
         if self.answers != "last" and self.label_source == "reconstruction":
@@ -181,7 +180,6 @@ class OptimizerOptions:
     """Seed of fresh heads and of the order of the rows (original)."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
         _check_positive(self, "steps", "lr", "clip_limit", "gradient_accumulation", "eps")
         if abs(self.seed) > _LARGEST:
             raise ValueError(f"--seed {self.seed} is out of range; use a number such as 0")

@@ -6,7 +6,6 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from locret.base.fields import check_finite
 from locret.conversation.protect import TEMPLATES
 
 KEY_VARIABLE = "LOCRET_API_KEY"
@@ -58,7 +57,6 @@ class ServeOptions:
     """No warnings or hints on standard error."""
 
     def __post_init__(self) -> None:
-        check_finite(self)
         if self.template not in TEMPLATES:
             raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
         if not 0 <= self.port < 1 << 16:

@@ -120,18 +120,6 @@ def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], w
             raise ValueError(f"{text} is too large; it must be {allowed.most:,} or less")
 
 
-def check_finite(options: Any) -> None:
-    """Check every number of a command's options, which a recipe may set to `.inf` or `.nan`.
-
-    Raises:
-        ValueError: Naming the flag.
-    """
-    for field in fields(options):
-        value = getattr(options, field.name)
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"--{field.name.replace('_', '-')} {value} is not a finite number; give one")
-
-
 def check_license(value: str | None) -> None:
     """Check the option `--license` of the commands that make or publish heads; None is no licence given.
 

@@ -9,7 +9,6 @@ import re
 import shutil
 import socket
 import uuid
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePath
@@ -165,34 +164,29 @@ def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[No
         name: File in it that is the lock, where not all of the folder is held.
 
     Raises:
-        ValueError: If another process holds it, or it is a file.
+        ValueError: If another process holds it, or it cannot be a folder.
         OSError: If it cannot be made or written.
     """
     from filelock import FileLock, Timeout
 
-    path = Path(folder)
+    path, made = Path(folder), list[Path]()
+    lock = FileLock(path / name)
     try:
         if path.exists() and not path.is_dir():
             raise ValueError(f"{setting} is a file; choose a folder")
         made = [parent for parent in (path, *path.parents) if not parent.exists()]
-    except OSError as error:  # a name of more than 255 bytes, a loop of links, a folder that may not be looked into
-        raise ValueError(f"{shown(setting)[1:-1]} cannot be a folder ({error.strerror}); choose another") from None
-    lock = FileLock(path / name)
-    try:
         path.mkdir(parents=True, exist_ok=True)
         lock.acquire(blocking=False)
     except Timeout:
-        holder = _holder(path / name)
-        raise ValueError(
-            f"{setting} is being written by {holder}; wait until it ends, or choose another folder"
-        ) from None
+        holder = "another process"
+        with suppress(OSError):
+            holder = (path / name).read_text(encoding="utf-8").strip() or holder
+        raise ValueError(f"{setting} is being written by {holder}; wait until it ends, or choose another") from None
     except OSError as error:
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-            _remove_empty(made)
-            raise OSError(f"{setting} cannot be written ({error.strerror}); choose another folder") from error
-        warnings.warn(  # some network file systems
-            f"{setting} cannot be locked ({error.strerror}); make sure that no other command writes it", stacklevel=3
-        )
+        _remove_empty(made)
+        if error.errno in (errno.ENAMETOOLONG, errno.ELOOP):
+            raise ValueError(f"{shown(setting)[1:-1]} cannot be a folder ({error.strerror}); choose another") from None
+        raise OSError(f"{setting} cannot be written ({error.strerror}); choose another folder") from error
 
     def let_go() -> None:
         with suppress(OSError):
@@ -203,7 +197,7 @@ def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[No
     try:
         with suppress(OSError):  # only for the message above
             (path / name).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
-        for partial in path.glob(PARTIAL) if lock.is_locked and name == LOCK else ():
+        for partial in path.glob(PARTIAL) if name == LOCK else ():
             shutil.rmtree(partial, ignore_errors=True)
         with interrupts.undone(let_go):
             yield
@@ -214,13 +208,6 @@ def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[No
 def visible(folder: Path) -> list[str]:
     """Return what a folder holds, in order, without locks and what a killed process was about to write."""
     return sorted(path.name for path in folder.iterdir() if not path.name.startswith(".")) if folder.is_dir() else []
-
-
-def _holder(lock: Path) -> str:
-    try:
-        return lock.read_text(encoding="utf-8").strip() or "another process"
-    except OSError:
-        return "another process"
 
 
 def _remove_empty(folders: list[Path]) -> None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
@@ -74,29 +73,6 @@ def unwinding() -> Iterator[None]:
         yield
     finally:
         _State.raises -= 1
-
-
-def call(line: Sequence[str], **options: Any) -> int:
-    """Run a program and return its exit code; a signal ends it first, in its own way, and is then raised.
-
-    Args:
-        line: Program and arguments.
-        options: Of `subprocess.Popen`.
-
-    Raises:
-        KeyboardInterrupt: If a signal arrived.
-    """
-    with subprocess.Popen(line, **options) as child:
-        try:
-            with unwinding():
-                return child.wait()
-        except KeyboardInterrupt as error:
-            # A terminal sends Ctrl-C to all; a second one would not let the program save what it has.
-            number = code_of(error) - 128
-            if number != signal.SIGINT or not (sys.stdin and sys.stdin.isatty()):
-                child.send_signal(number)
-            child.wait()
-            raise
 
 
 @contextmanager

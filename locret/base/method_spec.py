@@ -136,14 +136,20 @@ def parse(method: str | Mapping[str, Any] | MethodSpec, where: str = "method") -
     """
     if isinstance(method, MethodSpec):
         return method
+    text: Any
+    more: Any
+    text, more = method, {}
     if isinstance(method, Mapping):
-        spec = _from_mapping(method, where)
-    elif isinstance(method, str):
-        spec = _from_text(method.strip(), where)
-    else:
+        if len(method) != 1 or not isinstance(next(iter(method)), str):
+            raise ValueError(
+                f"{where} {shown(dict(method))} is not one method with its options; write {{snapkv: {{kernel: 7}}}}"
+            )
+        ((text, more),) = method.items()
+    elif not isinstance(method, str):
         raise ValueError(f"{where} {shown(method)} is neither a name nor a mapping; write it like snapkv:kernel=7")
-    _check_modifiers(spec, where)
-    return spec
+    if not text.isprintable():
+        raise ValueError(f"{where} {shown(text)} has characters that are not printed; write it like snapkv:kernel=7")
+    return _parsed(text.strip(), more, where)
 
 
 def split(methods: str | Sequence[Any]) -> list[Any]:
@@ -163,9 +169,8 @@ def split(methods: str | Sequence[Any]) -> list[Any]:
     return [one for nth, one in enumerate(found) if one not in found[:nth]]
 
 
-def _from_text(text: str, where: str) -> MethodSpec:
-    if not text.isprintable():
-        raise ValueError(f"{where} {shown(text)} has characters that are not printed; write it like snapkv:kernel=7")
+def _parsed(text: str, more: Any, where: str) -> MethodSpec:
+    """Return the method of a text; `more` are options from a mapping, those of a modifier under its name."""
     path = _FILE.match(text)
     start = path.end() if path else 0
     head, *modifiers = _PLUS.split(text[start:])
@@ -174,8 +179,18 @@ def _from_text(text: str, where: str) -> MethodSpec:
         raise ValueError(
             f'{where} "{text}" is not NAME, NAME:OPTION=VALUE or MODULE:CLASS; write it like snapkv:kernel=7'
         )
-    found = tuple(_modifier(one, f'{where} "{text}"') for one in modifiers)
-    return MethodSpec(name, _options(given, f'{where} "{text}"'), found)
+    where = f'{where} "{text}"'
+    if not isinstance(more, Mapping) or not all(isinstance(option, str) for option in more):
+        raise ValueError(f"{where} has {shown(more)} for options; write {{snapkv: {{kernel: 7}}}}")
+    found, by, own = list[Modifier](), dict[str, str](), dict(more)
+    for one in modifiers:
+        modifier = _modifier(one, own, where)
+        for changed in modifier.changes:
+            if changed in by:
+                raise ValueError(f"{where}: +{by[changed]} and +{modifier.name} both set {changed}; drop one of them")
+            by[changed] = modifier.name
+        found.append(modifier)
+    return MethodSpec(name, _options(given, own, where), tuple(found))
 
 
 def _named(text: str, start: int = 0) -> tuple[str, str]:
@@ -193,19 +208,38 @@ def _named(text: str, start: int = 0) -> tuple[str, str]:
     return ":".join(names), ":".join(pieces[len(names) :])
 
 
-def _options(given: str, where: str) -> dict[str, Any]:
+def _options(given: str, more: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the options of a text and those of a mapping.
+
+    Raises:
+        ValueError: If one is there twice, is not written as one, or could not be.
+    """
     options: dict[str, Any] = {}
+    pairs: list[tuple[str, Any]] = []
     for part in given.split(",") if given else []:
         option, equals, value = (side.strip() for side in part.partition("="))
         if not option or not equals or not value:
             raise ValueError(f'{where}: "{part}" is not an option; write OPTION=VALUE, such as kernel=7')
+        pairs.append((option, _value(value)))
+    for option, value in (*pairs, *more.items()):
         if option in options:
             raise ValueError(f"{where} has the option {option} twice; drop one of them")
-        options[option] = _value(value)
+        plain = isinstance(option, str) and isinstance(value, str | int | float | None)
+        if not plain or (isinstance(value, str) and not _writable(value)):
+            raise ValueError(
+                f"{where}: {option}={shown(value)} cannot be written after a colon; give a number, a word, true or "
+                "false"
+            )
+        options[option] = value
     return options
 
 
-def _modifier(text: str, where: str) -> Modifier:
+def _modifier(text: str, own: dict[str, Any], where: str) -> Modifier:
+    """Return a modifier in its one spelling: the options of what it names are its own; takes its mapping from `own`.
+
+    Raises:
+        ValueError: If there is none of that name, or it has no such option.
+    """
     name, colon, given = text.partition(":")
     name = name.strip()
     if name not in MODIFIERS:
@@ -214,84 +248,26 @@ def _modifier(text: str, where: str) -> Modifier:
         raise ValueError(f"{where}: +{name} is unknown; did you mean +{' or +'.join(near)}?")
     if colon and not given.strip():
         raise ValueError(f"{where}: +{name}: has no option after the colon; write +{name}:OPTION=VALUE, or drop it")
-    return _checked(Modifier(name, _options(given, where)), where)
-
-
-def _checked(modifier: Modifier, where: str) -> Modifier:
-    """Return a modifier in its one spelling: the options of what it names are its own.
-
-    Raises:
-        ValueError: If it has no such option.
-    """
-    change, options = MODIFIERS[modifier.name], dict[str, Any]()
-    named = modifier.options.get(change.of, change.fields.get(change.of)) if change.of is not None else None
-    for option, value in modifier.options.items():
+    change, options = MODIFIERS[name], dict[str, Any]()
+    more = own.pop(name) if isinstance(own.get(name), Mapping) else {}
+    written = _options(given, more, where)
+    named = written.get(change.of, change.fields.get(change.of)) if change.of is not None else None
+    for option, value in written.items():
         inner: dict[str, Any] = {}
         if option == change.of and isinstance(value, str):
-            value, given = _named(value)
-            inner = _options(given, where)
-        for name, its in {option: value, **inner}.items():
-            if name in options:
-                raise ValueError(f"{where} has the option {name} twice; drop one of them")
-            options[name] = its
-    if named is None and (unknown := [name for name in options if name not in change.options]):
+            value, its = _named(value)
+            inner = _options(its, {}, where)
+        for one, of_it in {option: value, **inner}.items():
+            if one in options:
+                raise ValueError(f"{where} has the option {one} twice; drop one of them")
+            options[one] = of_it
+    if named is None and (unknown := [option for option in options if option not in change.options]):
         others = f"its options are {', '.join(change.options)}" if change.options else "it has none"
         raise ValueError(
-            f"{where}: +{modifier.name} has no option {unknown[0]} ({others}); options of the method itself come "
-            "before the plus, NAME:OPTION=VALUE+MODIFIER"
+            f"{where}: +{name} has no option {unknown[0]} ({others}); options of the method itself come before the "
+            "plus, NAME:OPTION=VALUE+MODIFIER"
         )
-    return Modifier(modifier.name, options)
-
-
-def _from_mapping(method: Mapping[str, Any], where: str) -> MethodSpec:
-    if len(method) != 1 or not isinstance(next(iter(method)), str):
-        raise ValueError(
-            f"{where} {shown(dict(method))} is not one method with its options; write {{snapkv: {{kernel: 7}}}}"
-        )
-    ((text, options),) = method.items()
-    spec, name = _from_text(text.strip(), where), f'{where} "{text}"'
-    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        raise ValueError(f"{name} has {shown(options)} for options; write {{snapkv: {{kernel: 7}}}}")
-    of_modifiers = {one.name for one in spec.modifiers if isinstance(options.get(one.name), Mapping)}
-    modifiers = tuple(
-        _checked(Modifier(one.name, _added(one.options, options[one.name], name)), name)
-        if one.name in of_modifiers
-        else one
-        for one in spec.modifiers
-    )
-    own = {option: value for option, value in options.items() if option not in of_modifiers}
-    return MethodSpec(spec.name, _added(spec.options, own, name), modifiers)
-
-
-def _added(options: Mapping[str, Any], more: Mapping[Any, Any], where: str) -> dict[str, Any]:
-    """Return options with those of a mapping.
-
-    Raises:
-        ValueError: If one is there twice, or could not be written in a text.
-    """
-    for name, value in more.items():
-        if name in options:
-            raise ValueError(f"{where} has the option {name} twice; drop one of them")
-        if not isinstance(name, str) or not isinstance(value, str | int | float | None):
-            writable = False
-        else:
-            writable = not isinstance(value, str) or _writable(value)
-        if not writable:
-            raise ValueError(
-                f"{where}: {name}={shown(value)} cannot be written after a colon; give a number, a word, true or false"
-            )
-    return {**options, **more}
-
-
-def _check_modifiers(spec: MethodSpec, where: str) -> None:
-    by: dict[str, str] = {}
-    for modifier in spec.modifiers:
-        for changed in modifier.changes:
-            if changed in by:
-                raise ValueError(
-                    f'{where} "{spec}": +{by[changed]} and +{modifier.name} both set {changed}; drop one of them'
-                )
-            by[changed] = modifier.name
+    return Modifier(name, options)
 
 
 def _value(text: str) -> Any:

@@ -113,25 +113,6 @@ except KeyboardInterrupt as error:
     assert (done.stdout, done.stderr, done.returncode) == expected
 
 
-def test_a_command_that_calls_another_ends_it_first(tmp_path: Path) -> None:
-    code = """
-import sys
-from locret.base import interrupts
-interrupts.answer("x")
-child = "import signal, time; signal.signal(15, lambda *_: print('child', flush=True) or exit()); "
-child += "print('up', flush=True); time.sleep(60)"
-try:
-    interrupts.call([sys.executable, "-c", child])
-except KeyboardInterrupt:
-    print("then", flush=True)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    process.send_signal(signal.SIGTERM)
-    assert process.communicate(timeout=30)[0] == "child\nthen\n"
-
-
 @pytest.mark.parametrize("more", [("--help",), ("--print-config",)])
 def test_a_reader_that_goes_away_is_no_failure(more: tuple[str, ...]) -> None:
     line = [sys.executable, "-m", "locret.infer.command", *more]

@@ -79,7 +79,6 @@ def test_a_scorer_is_a_method_with_its_modifiers() -> None:
         ({"method": "snpkv"}, 'scorer "snpkv" is unknown; did you mean snapkv'),
         ({"method": "snapkv+4bti"}, "+4bti is unknown; did you mean +4bit"),
         ({"method": "quest"}, '--method "quest": quest is a lookup; give --host-budget all --recall N'),
-        ({"method": "full"}, '--method "full": full keeps every unit; give a --budget of the prompt'),
         ({"scorer": "locret+recall"}, "locret means trained heads; give --heads"),
     ],
 )
