@@ -1,14 +1,56 @@
-"""The tokenizer of the embedded backbone, which is quick to load and has a chat template."""
+"""The tokenizer of the embedded backbone, which is quick to load and has a chat template, and texts that it knows."""
 
 from __future__ import annotations
 
-from typing import Any
+import random
+from itertools import islice
+from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
 
 from locret import shipped
+from locret.data.tasks.made import filler_sentences
+
+NAMES = (
+    "Oslo Rome Paris Cairo Lima Quito Delhi Tokyo Seoul Hanoi Accra Tunis Dakar Lagos Miami Boston Dallas Denver "
+    "Madrid London Dublin Berlin Vienna Prague"
+)
+INTRODUCTION = (
+    "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the numbers afterwards."
+)
 
 
 def tiny_tokenizer() -> Any:
     """Return a fresh one, so that a test may change it."""
     return AutoTokenizer.from_pretrained(shipped.find("checkpoints/tiny"))
+
+
+class ManyKeys(NamedTuple):
+    """A text that states the numbers of many keys, and a question about one of them."""
+
+    content: str
+    """The user's turn; the question is its last line."""
+    question: str
+    reply: str
+
+
+def many_keys(tokenizer: Any, tokens: int, *, keys: int = 8, depth: float = 0.3, seed: int = 0) -> ManyKeys:
+    """Return a text whose whole chat prompt has at most so many tokens, the asked key at a share of it."""
+    rng = random.Random(f"many keys/{seed}")
+    facts = [(name, str(rng.randrange(10**6, 10**7))) for name in rng.sample(NAMES.split(), keys)]
+    (name, number), *_ = facts
+    needles = [f"One of the special magic numbers for {name} is: {number}." for name, number in facts]
+    depths = [depth, *(rng.random() for _ in needles[1:])]
+    question = f"What is the special magic number for {name} mentioned in the provided text?"
+    sentences = list(islice(filler_sentences(seed), tokens // 5))
+    while True:
+        lines = list(sentences)
+        for place, needle in sorted(zip(depths, needles, strict=True), reverse=True):
+            lines.insert(int(place * len(sentences)), needle)
+        content = f"{INTRODUCTION}\n{' '.join(lines)}\n{question}"
+        turn = [{"role": "user", "content": content}]
+        taken = len(tokenizer.apply_chat_template(turn, add_generation_prompt=True, return_dict=True)["input_ids"])
+        if taken <= tokens:
+            return ManyKeys(content, question, f"The special magic number for {name} is: {number}.")
+        del sentences[-max(1, (taken - tokens) // 20) :]

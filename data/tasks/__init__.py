@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from locret.base import plugins
 from locret.base.nearest import check_retired, nearest
@@ -20,31 +20,35 @@ from locret.data.tasks.task import Sample, Task
 
 __all__ = ["Sample", "Task", "families", "get", "names"]
 
-# Family -> the module whose `TASKS` are its tasks, in the order of tables.
+# Family -> the module whose `TASKS` has its tasks, in the order of tables.
 _FAMILIES = {
-    "generated": "locret.data.tasks.generated",
-    "infinitebench": "locret.data.tasks.published.infinitebench",
-    "leval": "locret.data.tasks.published.leval",
-    "longbench": "locret.data.tasks.published.longbench",
-    "longbench_v2": "locret.data.tasks.published.longbench_v2",
-    "babilong": "locret.data.tasks.published.babilong",
-    "loogle": "locret.data.tasks.published.loogle",
-    "scbench": "locret.data.tasks.published.scbench",
-    "infinitebench_generated": "locret.data.tasks.published.infinitebench_generated",
+    **{
+        name: f"locret.data.tasks.published.{name}"
+        for name in (
+            *("infinitebench", "leval", "longbench", "longbench_v2", "babilong", "loogle", "scbench"),
+            "infinitebench_generated",
+        )
+    },
     "ruler": "locret.data.tasks.ruler",
     "niah": "locret.data.tasks.published.niah",
     "twostage": "locret.data.tasks.published.omnikv",
-    "multistep": "locret.data.tasks.published.multi_step",
+    "multistep": "locret.data.tasks.published.omnikv",
     "sirllm": "locret.data.tasks.published.sirllm",
 }
+_SHORT = {
+    "passkey": "niah/passkey",
+    "number": "infinitebench_generated/number_string",
+    "multikey": "ruler/niah_multikey_1",
+}
+"""Short names of tasks that need no data."""
 
 
 def families() -> list[str]:
-    """Return the names of the families: "generated" needs no data, others are published benchmarks."""
+    """Return the names of the families: published benchmarks."""
     return list(_FAMILIES)
 
 
-def names(family: str | None = "generated") -> list[str]:
+def names(family: str | None = None) -> list[str]:
     """Return the names of a family's tasks in the order of tables; of all tasks for None.
 
     Raises:
@@ -63,20 +67,18 @@ def get(name: str, **options: Any) -> Task:
             option has a value it cannot have.
 
     Examples:
-        >>> tasks.get("multikey", keys=4).keys
-        4
+        >>> tasks.get("leval/codeU", limit=4096).limit
+        4096
     """
-    for task in _tasks(name.split("/")[0] if "/" in name else "generated"):
-        if task.name == name:
-            _check_options(task, options)
-            return replace(task, **options)
-    if (found := _of_others(name)) is not None:
-        _check_options(found, options)
-        return replace(found, **options)
-    check_retired("task", name)
-    known = names(None)
-    near = nearest(name, known) or (families() if "/" in name else names())
-    raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')
+    name = _SHORT.get(name, name)
+    found = next((task for task in _tasks(name.partition("/")[0]) if task.name == name), None) or _of_others(name)
+    if found is None:
+        check_retired("task", name)
+        near = nearest(name, [*_SHORT, *names()]) or (families() if "/" in name else list(_SHORT))
+        raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')
+    for option, value in options.items():
+        _check_option(found, str(option), value)
+    return replace(found, **options)
 
 
 def _of_others(name: str) -> Task | None:
@@ -105,14 +107,22 @@ def _of_others(name: str) -> Task | None:
 
 
 def _tasks(family: str) -> Sequence[Task]:
-    return import_module(_FAMILIES[family]).TASKS if family in _FAMILIES else ()
+    if family not in _FAMILIES:
+        return ()
+    return [task for task in import_module(_FAMILIES[family]).TASKS if task.family == family]
 
 
-def _check_options(task: Task, options: dict[str, Any]) -> None:
-    for option, value in options.items():
-        if option not in task.settable:
-            check_retired("task option", str(option))
-            close = get_close_matches(str(option), task.settable, n=1) or list(task.settable)
-            raise ValueError(f'task {task.name}: it has no option "{option}"; did you mean {" or ".join(close)}?')
-        if isinstance(getattr(task, option), bool) and not isinstance(value, bool):
-            raise ValueError(f"task {task.name}: {option}={value!r} must be true or false")
+def _check_option(task: Task, option: str, value: Any) -> None:
+    """Refuse an option that a task does not have, or a value that its field cannot hold."""
+    if option not in task.settable:
+        check_retired("task option", option)
+        close = get_close_matches(option, task.settable, n=1) or list(task.settable)
+        raise ValueError(f'task {task.name}: it has no option "{option}"; did you mean {" or ".join(close)}?')
+    kind = get_type_hints(type(task))[option]
+    if get_origin(kind) is Literal and value not in get_args(kind):
+        known = ", ".join(get_args(kind))
+        raise ValueError(f"task {task.name}: {option}={value!r} is unknown; use one of {known}")
+    if kind is bool and not isinstance(value, bool):
+        raise ValueError(f"task {task.name}: {option}={value!r} must be true or false")
+    if int in (kind, *get_args(kind)) and (type(value) is not int or value < 1):
+        raise ValueError(f"task {task.name}: {option}={value!r} must be a whole number, 1 or more")

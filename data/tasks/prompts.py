@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-from locret.conversation.text import encode
+from locret.conversation.text import decode, encode
 from locret.conversation.turns import Message, check_template, render
 from locret.data.tasks.task import Sample, Task
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 Token = TypeVar("Token")
 WORD_STEP = 250
@@ -36,15 +33,8 @@ class BuiltPrompt:
     tokens_after: int
     """The same after truncation."""
 
-    @property
-    def truncated(self) -> bool:
-        """Whether anything was cut."""
-        return self.tokens_after < self.tokens_before
 
-
-def build_prompt(
-    task: Task, sample: Sample, tokenizer: PreTrainedTokenizerBase, *, template: str = "chat"
-) -> BuiltPrompt:
+def build_prompt(task: Task, sample: Sample, tokenizer: Any, *, template: str = "chat") -> BuiltPrompt:
     """Return the tokens of one question, truncated and framed as the task's protocol says.
 
     Args:
@@ -67,7 +57,7 @@ def build_prompt(
         tail = max(tails)
         if task.bound is not None:
             first = sample.asking(tails[tail])
-    built = _built(task, first, tokenizer, template, limit, count, tail)
+    built = _built(task, first, tokenizer, template, limit, tail)
     # A limit counts what the protocol cuts; what stands around that is part of the user's bound.
     while task.bound is not None and len(built.ids) > task.bound:
         limit = built.tokens_after - (len(built.ids) - task.bound)
@@ -76,62 +66,43 @@ def build_prompt(
                 f"--max-prompt {task.bound} has no room for what stands around the text of {task.name} {sample.id}; "
                 f"raise it (this prompt has {len(built.ids):,} tokens)"
             )
-        built = _built(task, first, tokenizer, template, limit, count, tail)
-    return built if first is sample else _built(task, sample, tokenizer, template, limit, count, tail)
+        built = _built(task, first, tokenizer, template, limit, tail)
+    return built if first is sample else _built(task, sample, tokenizer, template, limit, tail)
 
 
 def _built(
-    task: Task,
-    sample: Sample,
-    tokenizer: Any,
-    template: str,
-    limit: int | None,
-    count: Callable[[str], int],
-    tail: int | None = None,
+    task: Task, sample: Sample, tokenizer: Any, template: str, limit: int | None, tail: int | None
 ) -> BuiltPrompt:
     """Return the prompt whose content or document is cut to `limit`; with a `tail` so that its tokens fit as well."""
-    chat = task.chat and not sample.plain
-    content, before, after = sample.content, None, None
+    chat, content = task.chat and not sample.plain, sample.content
+    before = after = None
     if limit is not None and task.truncation == "words" and not sample.plain:
-        document = cut_words(sample.document, limit, count, from_start=task.cut_start)
-        before, after = count(sample.document), count(document)
-        content = sample.content[: sample.span[0]] + document + sample.content[sample.span[1] :]
-    elif limit is not None and tail is not None:
-        end = sample.span[1]
+        own = partial(_encoded, tokenizer)
+        document = cut_words(sample.document, limit, lambda text: len(own(text)), from_start=task.cut_start)
+        before, after = len(own(sample.document)), len(own(document))
+        content = content[: sample.span[0]] + document + content[sample.span[1] :]
+    elif limit is not None and (tail is not None or task.truncation == "middle"):
+        # A question that is one of several stays whole; else it is part of what is cut.
+        end = len(content) if tail is None else sample.span[1]
         ids, asked = _encoded(tokenizer, content[:end]), encode(tokenizer, content[end:])
-        kept = cut_middle(ids, max(limit - tail, 0))
+        kept = cut_middle(ids, limit if tail is None else max(limit - tail, 0))
         before, after = len(ids) + len(asked), len(kept) + len(asked)
-        if after < before:
-            half = len(kept) // 2
-            content = f"{_decoded(tokenizer, kept[:half])}{_decoded(tokenizer, kept[half:])}{content[end:]}"
-    elif limit is not None and task.truncation == "middle":
-        ids = _encoded(tokenizer, content)
-        kept = cut_middle(ids, limit)
-        before, after = len(ids), len(kept)
-        if not chat and not task.reencode:
+        if tail is None and not chat and not task.reencode:
             kept += encode(tokenizer, sample.lead) if sample.lead else []
             return BuiltPrompt(kept, content + sample.lead if after == before else "", before, after)
         if after < before:
-            half = after // 2
-            content = _decoded(tokenizer, kept[:half]) + _decoded(tokenizer, kept[half:])
+            half = len(kept) // 2
+            content = decode(tokenizer, kept[:half]) + decode(tokenizer, kept[half:]) + content[end:]
     if not chat:
-        ids = _encoded(tokenizer, content + sample.lead)
-        return BuiltPrompt(ids, content + sample.lead, before or len(ids), after or len(ids))
-    text = task.framed(sample, content, tokenizer) if template == "chat" else None
-    if text is None:
-        text = _framed(tokenizer, sample, content, template)
-        ids = encode(tokenizer, text) if template == "chat" else _encoded(tokenizer, text)
+        text, ids = content + sample.lead, _encoded(tokenizer, content + sample.lead)
+    elif template == "chat" and (framed := task.framed(sample, content, tokenizer)) is not None:
+        text, ids = framed, _encoded(tokenizer, framed)
     else:
-        ids = _encoded(tokenizer, text)
+        check_template(tokenizer, template)
+        system = [Message("system", sample.system)] if sample.system else []
+        text = render(tokenizer, [*system, Message("user", content)], template) + sample.lead
+        ids = encode(tokenizer, text) if template == "chat" else _encoded(tokenizer, text)
     return BuiltPrompt(ids, text, before or len(ids), after or len(ids))
-
-
-def _framed(tokenizer: Any, sample: Sample, content: str, template: str) -> str:
-    check_template(tokenizer, template)
-    turns = [Message("user", content)]
-    if sample.system:
-        turns.insert(0, Message("system", sample.system))
-    return render(tokenizer, turns, template) + sample.lead
 
 
 def _encoded(tokenizer: Any, text: str) -> list[int]:
@@ -139,28 +110,18 @@ def _encoded(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"])
 
 
-def _decoded(tokenizer: Any, ids: list[int]) -> str:
-    return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-
-
 def cut_middle(tokens: Sequence[Token], limit: int) -> list[Token]:
     """Return the first and the last `limit // 2` tokens of a longer prompt, or all of a shorter one.
 
     An odd limit loses one token, as in the official scripts of InfiniteBench and LongBench.
-
-    Args:
-        tokens: Token ids, special ones included.
-        limit: Tokens allowed, 2 or more.
 
     Raises:
         ValueError: For a limit that keeps nothing.
     """
     if limit < 2:
         raise ValueError(f"limit={limit} leaves no tokens of the prompt; raise it to 2 or more")
-    if len(tokens) <= limit:
-        return list(tokens)
     half = limit // 2
-    return [*tokens[:half], *tokens[-half:]]
+    return list(tokens) if len(tokens) <= limit else [*tokens[:half], *tokens[-half:]]
 
 
 def cut_words(document: str, limit: int, count: Callable[[str], int], *, from_start: bool = False) -> str:
@@ -179,9 +140,7 @@ def cut_words(document: str, limit: int, count: Callable[[str], int], *, from_st
     Raises:
         ValueError: If even the last words left are too long, as in a text without spaces.
     """
-    words = document.split(" ")
-    keep = limit
-    cut = document
+    words, keep, cut = document.split(" "), limit, document
     while count(cut) > limit:
         if keep == 0:
             raise ValueError(

@@ -1,8 +1,7 @@
 """What an evaluation task is: which samples it has, how they become prompts, and how an answer is scored.
 
-One protocol for all: a task whose texts are made here (`generated`), one that reads the rows of a published benchmark
-and one that can do both (`published`, `ruler`) are asked in the same way. Truncation, generation length, stop rule,
-chat template or not, and the metric with its cleaning of the answer belong to the task.
+Truncation, generation length, stop rule, chat template or not, and the metric with its cleaning of the answer belong to
+the task.
 """
 
 from __future__ import annotations
@@ -13,22 +12,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-Truncation = Literal["middle", "words", "none"]
 SAMPLES = 100
 """Samples of a task per length where they are made, if the user does not say."""
 _LONG = 100_000
 """Tokens from which rows are filled to about their length only: where the search begins then matters."""
+Answers = Sequence[tuple[str, tuple[str, ...]]]
+"""Predictions with their references."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """One question about the statements planted in a text, and what is right."""
+    """One question about a text, and what is right."""
 
     text: str
     targets: tuple[str, ...]
-    """The bare values of the right answer, in order."""
+    """The references."""
     reply: str
-    """The sentence a model should say; retaining heads and oracle labels take it for the true answer."""
+    """What a model should say; retaining heads and oracle labels take it for the true answer."""
     gap: str = "\n"
     """What stands between the text and the question."""
 
@@ -44,8 +44,7 @@ class Sample:
     reply: str
     """What a model should say; retaining heads and oracle labels take it for the true answer."""
     id: str = ""
-    """Where it comes from, unique within the task: "12" for row 12, "12/3" for question 3 of row 12; both from 0. Empty
-    for a text that is made here."""
+    """Where it comes from, unique within the task: "12" for row 12, "12/3" for question 3 of row 12; both from 0."""
     question: str = ""
     """What is asked at the end of `content`, where that is known."""
     system: str = ""
@@ -66,8 +65,6 @@ class Sample:
     """What the protocol puts into the model's mouth after the assistant header."""
     plain: bool = False
     """Whether this prompt is a text to complete although the task's others are chat turns."""
-    extra: tuple[tuple[str, str], ...] = ()
-    """Further facts of the row, as names and values."""
     asked: tuple[Question, ...] = ()
     """All questions that the task could ask of this text, its own among them; empty where they are not known."""
 
@@ -78,13 +75,9 @@ class Sample:
 
     def asking(self, question: Question) -> Sample:
         """Return the sample that asks another question of the same text, right after the document."""
-        return replace(
-            self,
-            content=f"{self.content[: self.span[1]]}{question.gap}{question.text}",
-            question=question.text,
-            targets=question.targets,
-            reply=question.reply,
-        )
+        content = f"{self.content[: self.span[1]]}{question.gap}{question.text}"
+        own = {"question": question.text, "targets": question.targets, "reply": question.reply}
+        return replace(self, content=content, **own)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,10 +94,6 @@ class Wanted:
     """Of the samples that are made."""
     folders: Sequence[str] | None = None
     """Local copies of published data, searched in order; None for the Hub."""
-    revision: str | None = None
-    """Commit, branch or tag on the Hub, instead of the pinned one."""
-    skip_bad_rows: bool = False
-    """Leave out rows that cannot be asked instead of stopping."""
     positions: int | None = None
     """Of the backbone, where it says."""
     max_prompt: int | None = None
@@ -112,7 +101,7 @@ class Wanted:
     max_new_tokens: int | None = None
     """The user's longest answer."""
     template: str = "chat"
-    """How published tasks that are chat turns become text, see `locret.conversation.turns`."""
+    """How tasks that are chat turns become text, see `locret.conversation.turns`."""
 
 
 class NoSamples(ValueError):
@@ -160,14 +149,13 @@ class MadeSamples(SampleSet):
 
     task: Task
     tokens: int
-    """Of the prompt (of prompt and answer for published tasks); 0 for the published sizes."""
+    """Of prompt and answer; 0 for the published sizes."""
     samples: int
     seed: int
     source: Path | None = None
     """Where essays and question sets lie."""
     made: bool = True
     _make: Callable[[int], Sample] | None = field(default=None, repr=False)
-    _last: tuple[int, Sample | None] = field(default=(-1, None), repr=False)
 
     @property
     def chosen(self) -> Sequence[int]:  # type: ignore[override]
@@ -180,19 +168,15 @@ class MadeSamples(SampleSet):
         Raises:
             ValueError: If the length cannot hold it, or a source text is missing.
         """
-        last, found = self._last
-        if found is None or last != number:
-            if self._make is None or self.tokens > _LONG:
-                self._make = self.task.sampler(
-                    tokenizer, self.tokens or None, samples=self.samples, seed=self.seed, data_dir=self.source
-                )
-            found = self._make(number)
-            self._last = number, found
-        return found
+        if self._make is None or self.tokens > _LONG:
+            more = {"samples": self.samples, "seed": self.seed, "data_dir": self.source}
+            self._make = self.task.sampler(tokenizer, self.tokens or None, **more)  # type: ignore[arg-type]
+        return self._make(number)
 
     def facts(self) -> dict[str, Any]:
-        """Return what tells these data from others; `source` says where texts and words come from."""
-        return {"generated": True, "seed": self.seed, "source": self.task.texts(self.source)}
+        """Return what tells these data from others."""
+        texts = self.task.stand_in(self.source) or (self.source and self.source.name)
+        return {"generated": True, "seed": self.seed, "texts": texts}
 
     def label(self, count: int) -> str:
         """Return the task's name, with what stands in for the published texts."""
@@ -218,11 +202,9 @@ class Task(ABC):
 
     settable: ClassVar[tuple[str, ...]] = ()
     """Fields that a user may change; all others are the protocol."""
-    pictured: ClassVar[bool] = False
-    """Whether pictures can show what is kept of its samples: texts made here that state the answer."""
 
     name: str
-    """Of a published task benchmark and task, such as "longbench/qasper"."""
+    """Benchmark and task, such as "longbench/qasper"."""
     version: int = 1
     """Raise it when prompts or scores change: results of different versions are never compared."""
     source: str
@@ -241,7 +223,7 @@ class Task(ABC):
     document alone. None if it sets none."""
     bound: int | None = None
     """Tokens that the whole prompt may have, chat template included; what `truncation` cuts is cut further for it."""
-    truncation: Truncation = "none"
+    truncation: Literal["middle", "words", "none"] = "none"
     """What is cut from a longer prompt: its middle, or words of its document."""
     reencode: bool = False
     """Whether a prompt cut in the middle is decoded to text and encoded again, as some protocols do."""
@@ -276,20 +258,14 @@ class Task(ABC):
         """
         raise ValueError(f"task {self.name} is read from published rows and cannot be made; give --data-dir")
 
-    def sample(self, tokenizer: Any, tokens: int | None = None, *, depth: float | None = None, seed: int = 0) -> Sample:
-        """Return one sample that is made for a tokenizer and a length; arguments and errors are those of `sampler`.
-
-        Raises:
-            ValueError: For a depth, which published benchmarks choose themselves.
-        """
-        if depth is not None:
-            raise ValueError(f"task {self.name} chooses where its statements are; leave depth={depth} out")
+    def sample(self, tokenizer: Any, tokens: int | None = None, *, seed: int = 0) -> Sample:
+        """Return one sample that is made for a tokenizer and a length; arguments and errors are those of `sampler`."""
         return self.sampler(tokenizer, tokens, samples=1, seed=seed)(0)
 
     @property
     def family(self) -> str:
-        """The benchmark; "generated" for the tasks that need no data, and for those of other packages and files."""
-        return self.name.split("/")[0] if "/" in self.name and ":" not in self.name else "generated"
+        """The benchmark; empty for the tasks of other packages and files."""
+        return self.name.split("/")[0] if "/" in self.name and ":" not in self.name else ""
 
     @property
     def session(self) -> bool:
@@ -297,80 +273,35 @@ class Task(ABC):
         return False
 
     @property
-    def compares(self) -> tuple[str, ...]:
-        """Fields of a sample that `score` reads besides the targets; a record has them, to be scored again."""
-        return ()
-
-    @property
     def asks_first(self) -> bool:
         """Whether what a row asks stands before its document too, so that no text of the task is read without it."""
         return False
 
-    @property
-    def single_needle(self) -> bool:
-        """Whether one statement holds the whole answer, so that a sample's first depth says where it is."""
-        return False
-
-    def texts(self, data_dir: Path | None) -> str | None:
-        """Return where the texts and words of made samples come from, for results.json; None if they need none.
-
-        Args:
-            data_dir: Local copy that has been found for them.
-        """
-        return None
-
     def stand_in(self, data_dir: Path | None) -> str:
-        """Return in a word or two what stands in for published texts, for tables; empty where scores are comparable."""
+        """Return in a word or two what stands in for published texts that are not there; empty if nothing does."""
         return ""
 
     def options(self) -> dict[str, Any]:
         """Return the options as a dictionary."""
         return {name: getattr(self, name) for name in self.settable}
 
-    def check(self, tokenizer: Any) -> None:  # noqa: B027 - most tasks can be asked of any tokenizer
-        """Refuse a tokenizer that cannot express the task's words and numbers.
-
-        Raises:
-            ValueError: Naming what does not survive encoding and decoding.
-        """
-
-    def depth(self, index: int, samples: int) -> float | None:
-        """Return where the first statement of sample `index` is to be; None where rows decide that."""
-        return None
-
-    def summarise(self, scores: Sequence[float], answers: Sequence[tuple[str, tuple[str, ...]]]) -> float:
-        """Return the task's score from its samples', from 0 to 1: their mean, unless a protocol has another rule.
-
-        Args:
-            scores: What `score` gave.
-            answers: Predictions with their references, for protocols whose task score is not a mean of samples' scores.
-        """
+    def summarise(self, scores: Sequence[float], answers: Answers) -> float:
+        """Return the task's score from its samples', from 0 to 1: their mean, unless a protocol has another rule."""
         return sum(scores) / len(scores) if scores else 0.0
 
     def follow_up(self, sample: Sample, prediction: str) -> tuple[Sample, int] | None:
-        """Return a second prompt, with the tokens of its answer, where that answer counts instead of the first.
-
-        Args:
-            sample: The sample that was asked.
-            prediction: The model's answer, which the second prompt may quote.
-        """
+        """Return a second prompt, with the tokens of its answer, where that answer counts instead of the first."""
         return None
 
     def allowed(self, sample: Sample, count: Callable[[str], int]) -> int | None:
         """Return the tokens that this sample's prompt may have; None if the protocol sets no limit.
 
-        Args:
-            sample: The sample.
-            count: Tokens of a text, as the tokenizer counts by default; some protocols leave room for the reference.
+        `count` gives the tokens of a text as the tokenizer counts by default; some protocols leave room for the answer.
         """
         return self.limit
 
     def framed(self, sample: Sample, content: str, tokenizer: Any) -> str | None:
-        """Return the whole chat prompt where the official runs wrote their own; None for the chat template.
-
-        Args:
-            sample: The sample.
-            content: Its content after truncation.
-            tokenizer: Tells which model family's turns to write.
+        """Return the whole chat prompt where the official runs wrote their own around the content that is left after
+        truncation; None for the chat template.
         """
         return None

@@ -1,7 +1,7 @@
 """`locret-eval`: compare methods on tasks within the same budget; tables, pictures, and every answer on record.
 
     locret-eval --model checkpoints/tiny --heads checkpoints/tiny-heads --methods full,locret,random \\
-        --tasks passkey,number --lengths 2048,8192 --budget 256 --samples 20 --output runs/eval
+        --tasks passkey,ruler/vt --lengths 2048,8192 --budget 256 --samples 20 --output runs/eval
 
 Local tasks need no network. An interrupted run goes on with --resume, sample by sample. Several processes share the
 samples of a run: `torchrun --nproc-per-node 2 -m locret.infer.evaluation.command ...`, or `accelerate launch`.
@@ -9,6 +9,7 @@ samples of a run: `torchrun --nproc-per-node 2 -m locret.infer.evaluation.comman
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -39,10 +40,15 @@ def command(argv: Sequence[str] | None = None) -> int:
         OSError: If a Hub, a disk or a device's memory fails.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "--list" in arguments:
-        _list(as_json="--json" in arguments)
+    if "--list" in arguments:  # whatever else is named
+        from locret.infer.evaluation import listing
+
+        if "--json" in arguments:
+            print_json(listing.as_record())
+        else:
+            print(listing.as_text(), end="")
         return 0
-    if _suite(arguments) == "real":
+    if "--suite=real" in arguments or ("--suite", "real") in pairwise(arguments):  # it has options of its own
         from locret.infer.evaluation import real
 
         return real.command(arguments)
@@ -53,14 +59,6 @@ def command(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _suite(arguments: Sequence[str]) -> str | None:
-    """Return what follows --suite: the suite of real texts has options of its own."""
-    for name, value in pairwise([*arguments, ""]):
-        if name == "--suite" or name.startswith("--suite="):
-            return value if name == "--suite" else name.partition("=")[2]
-    return None
-
-
 def _command(processes: Ranks, arguments: list[str]) -> None:
     from locret.infer.evaluation.eval_options import OPTION_CLASSES
 
@@ -68,13 +66,14 @@ def _command(processes: Ranks, arguments: list[str]) -> None:
         (model, evaluation, budgets, report), chosen = parse_options(
             "locret-eval", DESCRIPTION, OPTION_CLASSES, arguments
         )
-    with processes.together():  # apart from what may fail in one of them
-        processes.agree(_agreed(model, evaluation, budgets, report))
+    given = {
+        f"--{name.replace('_', '-')}": value
+        for group in (model, evaluation, budgets, report)
+        for name, value in asdict(group).items()
+    }
+    with processes.together():  # apart from what may fail in one of them: the processes of a run share its samples
+        processes.agree(given)
     processes = processes.under(model.shard)
-    if report.list:
-        if processes.is_main:
-            _list(as_json=report.json)
-        return
     from locret.infer.evaluation import job  # imports torch
 
     with warnings_as_lines("locret-eval", quiet=report.quiet or not processes.is_main):
@@ -92,21 +91,6 @@ def _command(processes: Ranks, arguments: list[str]) -> None:
                     output = prepared.report.output
                     held.enter_context(locked(output, f"--output {output}"))
             _execute(prepared)
-
-
-def _agreed(*groups: Any) -> dict[str, Any]:
-    """Return all options by flag: the processes of a run share its samples."""
-    return {f"--{name.replace('_', '-')}": value for group in groups for name, value in asdict(group).items()}
-
-
-def _list(as_json: bool) -> None:
-    """Print the tasks and methods there are; a name given with --list is not looked at."""
-    from locret.infer.evaluation import listing
-
-    if as_json:
-        print_json(listing.as_record())
-    else:
-        print(listing.as_text(), end="")
 
 
 def _say(job: Job, named: bool) -> None:
@@ -129,14 +113,15 @@ def _execute(job: Job) -> None:
         processes.agree(settings, "give all processes the same files")
     with processes.together():
         log = _open(job, settings) if processes.is_main else None
+    log = _open(job, settings) if log is None else log
     try:
         with processes.together(on_backbone=True), interrupts.unwinding():
-            _measure(job, setup, log or _other_log(job))
+            _measure(job, setup, log)
     except (KeyboardInterrupt, SystemExit, ValueError, OSError):
-        if log is not None:
+        if processes.is_main:
             _keep(job, log, settings)
         raise
-    if log is not None:
+    if processes.is_main:
         log.merge(order_of(job.cases, job.runs))
         _report(job, log, settings, draw)
 
@@ -165,38 +150,31 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
     draw = report.figures == "all" and job.processes.is_main and can_draw("--figures all")
     model = loading.load_model(job.model, job.config, job.own_device, job.dtype)
     trained = job.heads.follow(model) if job.evaluation.heads else None
-    # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.
-    weights = {"model": weight_fingerprint(model), "heads": trained and weight_fingerprint(trained)}
     gates = gate_identities((run.method for run in job.runs), model)
     settings = {
         **job.settings(),
-        "weights": weights,
+        # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.
+        "weights": {"model": weight_fingerprint(model), "heads": trained and weight_fingerprint(trained)},
         **({output_folder.GATES: gates} if gates else {}),
         "tokenizer": output_folder.tokenizer_facts(tokenizer),
     }
     output_folder.check_output(report.output, settings, resume=report.resume, overwrite=report.overwrite)
-    protect = job.evaluation.protected_rules()
-    return Setup(model, tokenizer, trained, job.evaluation.seed, protect), settings, draw
+    return Setup(model, tokenizer, trained, job.evaluation.seed), settings, draw
 
 
 def _open(job: Job, settings: dict[str, Any]) -> SampleLog:
-    """Return the records of the output folder, with what the processes of an interrupted run have left."""
+    """Return the records of the output folder: in the first process with what an interrupted run has left."""
     from locret.infer.evaluation import output_folder
+    from locret.infer.evaluation.records import SAMPLES, SampleLog, read
     from locret.infer.evaluation.report import order_of
 
-    log = output_folder.open_output(job.report.output, settings, overwrite=job.report.overwrite)
-    order = order_of(job.cases, job.runs)
-    log.check(order, job.evaluation.seed)
-    log.merge(order)
-    return log
-
-
-def _other_log(job: Job) -> SampleLog:
-    """Return the records of a process that is not the first one, which knows what the first one has found."""
-    from locret.infer.evaluation.records import SAMPLES, SampleLog, read
-
-    log = SampleLog(job.report.output, job.processes.rank)
-    log.records, _ = read(Path(job.report.output) / SAMPLES)
+    output = job.report.output
+    if job.processes.is_main:
+        log = output_folder.open_output(output, settings, overwrite=job.report.overwrite)
+        log.merge(order_of(job.cases, job.runs))
+        return log
+    log = SampleLog(output, job.processes.rank)
+    log.records, _ = read(Path(output) / SAMPLES)
     return log
 
 
@@ -213,15 +191,16 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
 
     from locret.backbone.passes import in_step
     from locret.infer.evaluation import runner
+    from locret.infer.evaluation.plan import Case, texts_of
     from locret.infer.evaluation.records import key
 
-    done, runs, batch = log.done(), job.runs, job.evaluation.batch_size
+    done, runs = log.done(), job.runs
 
-    def left(case: runner.Case) -> int:
+    def left(case: Case) -> int:
         return sum(key(case.axes | run.axes) not in done for run in runs)
 
-    missing = [block for block in runner.blocks_of(job.cases, batch) if any(map(left, block))]
-    cases = [case for block in job.processes.share(missing) for case in block]
+    missing = [text for text in texts_of(job.cases) if any(map(left, text))]
+    cases = [case for text in job.processes.share(missing) for case in text]
     waiting = sum(case.tokens * left(case) for case in cases)
     finished = sum(case.tokens for case in job.cases) * len(runs) - waiting if job.processes.size == 1 else 0
     with tqdm(
@@ -234,7 +213,7 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
     ) as bar:
         try:
             with in_step(setup.model):  # processes may have samples of other lengths, and more or fewer of them
-                for record in runner.evaluate(setup, cases, runs, done, batch):
+                for record in runner.evaluate(setup, cases, runs, done):
                     log.append(record)
                     bar.set_postfix_str(f"{record['task']} {record['tokens']} {record['method']}", refresh=False)
                     bar.update(record["tokens"])
@@ -246,13 +225,19 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
 
 
 def _report(job: Job, log: SampleLog, settings: dict[str, Any], draw: bool) -> None:
-    """Write results and pictures, and print them."""
+    """Write results and pictures, and print them; numbers are on disk before the first picture is drawn."""
+    from locret.base.files import write_text
     from locret.infer.evaluation import report
+    from locret.infer.evaluation.records import RESULTS, shown
 
     output = Path(job.report.output)
     results = report.write_results(output, log, settings, job)
     if draw:
-        report.write_figures(output, log, results, job.cases, job.runs)
+        from locret.infer.evaluation import figures
+
+        records = shown(report.ordered(log, job.cases, job.runs))
+        results["figures"] = figures.write_all(output, records, shown(results["cells"]))
+        write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
     if job.report.json:
         print_json(results)
         return

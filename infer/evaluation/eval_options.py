@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from locret.base import method_spec
 from locret.base.fields import check_threads
-from locret.conversation.protect import QUESTION, SYSTEM, TEMPLATES, Rule, rules_of
+from locret.conversation.protect import TEMPLATES
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
-from locret.infer.evaluation.allotment import Allotment
-from locret.infer.evaluation.records import AGNOSTIC, AWARE, PROTOCOLS
+from locret.infer.evaluation.plan import Allotment
+from locret.infer.evaluation.records import AWARE, PROTOCOLS
 from locret.infer.infer_options import ModelOptions
 from locret.policy.budget import units_of_share
 from locret.policy.policy import RetentionPolicy
@@ -23,70 +23,23 @@ from locret.policy.resolve import PolicyFlags
 if TYPE_CHECKING:
     from locret.infer.methods import Method
 
-MOST_QUESTIONS = 10_000
-"""Of a text; those that are made here have some 40, one full of facts as many as it has lines."""
+LONGEST, MOST_SAMPLES, MOST_QUESTIONS = 1 << 27, 1_000_000, 10_000
+"""Tokens of a prompt, samples of a task and questions of a text beyond which an evaluation would take months."""
 
 Numbers = int | str | list[int]
 Shares = float | str | list[float]
 Names = str | list[str]
 Methods = str | list[str | dict[str, Any]]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishedOptions:
-    """Published tasks: where their rows lie, and what may differ from their protocols."""
-
-    usual: ClassVar[tuple[str, ...]] = ("suite", "data_dir")
-
-    suite: str | None = None
-    """Instead of --tasks: the tasks of a published table with its order and average; --list names them. The suite real
-    has options of its own: locret-eval --suite real --help."""
-    published: bool = False
-    """Show the rows that papers print for the suite next to ours."""
-    data_dir: Names | None = None
-    """Local copies of published data, such as ~/data or ~/infinitebench,~/leval; none: the Hub, at pinned revisions."""
-    data_revision: str | None = None
-    """Branch, tag or commit of published data on the Hub, instead of the pinned one."""
-    skip_bad_rows: bool = False
-    """Leave out rows that cannot be asked (no answer, empty context, wrong type), and count them."""
-    max_prompt: int | None = None
-    """Most tokens of a published task's prompt; none: its protocol's, or the backbone's positions if they are fewer."""
-    max_new_tokens: int | None = None
-    """Longest answer: instead of a generated task's own limit, which fits the embedded backbone's tokenizer; for a
-    published task only where its protocol's is longer."""
-    template: str = "chat"
-    """How published tasks that are chat turns become text: chat, original or none. Completion tasks get no template."""
-
-    def __post_init__(self) -> None:
-        if self.template not in TEMPLATES:
-            raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
-        for name, least in (("max_prompt", 2), ("max_new_tokens", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give {least} or more")
-        if self.published and self.suite is None:
-            raise ValueError("--published shows the rows of a suite's table; give --suite, or drop it")
-        if self.data_revision and self.data_dir is not None:
-            raise ValueError(f"--data-revision {self.data_revision} is of no use with --data-dir; drop one of them")
-
-    def data_folders(self) -> list[str] | None:
-        """Return the local copies, None for the Hub."""
-        return None if self.data_dir is None else words(self.data_dir, "--data-dir")
-
-    def chosen_suite(self) -> suites.Suite | None:
-        """Return the suite.
-
-        Raises:
-            ValueError: If there is none of that name.
-        """
-        return None if self.suite is None else suites.get(self.suite)
-
-
-@dataclass(frozen=True, kw_only=True)
-class EvalOptions(PublishedOptions):
+class EvalOptions:
     """What is compared, and on what."""
 
-    usual: ClassVar[tuple[str, ...]] = ("heads", "methods", "tasks", "lengths", "samples", "protocol")
+    usual: ClassVar[tuple[str, ...]] = (
+        *("suite", "heads", "methods", "tasks", "lengths", "samples", "protocol", "data_dir", "max_prompt"),
+    )
 
     heads: str | None = None
     """Trained retaining heads: a folder, or a Hub id; `locret` needs them."""
@@ -98,49 +51,68 @@ class EvalOptions(PublishedOptions):
     given, those that need heads are left out without --heads."""
     tasks: Names = "passkey,number,multikey"
     """Tasks; --list names them."""
+    suite: str | None = None
+    """Instead of --tasks: the tasks of a published table with its order and average; --list names them. The suite real
+    has options of its own: locret-eval --suite real --help."""
+    published: bool = False
+    """Show the rows that papers print for the suite next to ours."""
     task_options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Options of tasks, in a recipe: {multikey: {keys: 12}}."""
+    """Options of tasks, in a recipe: {leval/codeU: {prompt_style: official}}."""
     lengths: Numbers = 2048
-    """Tokens of the whole chat prompt, such as 2048,8192."""
+    """Tokens of prompt and answer together where prompts are made to a length, such as 2048,8192."""
     samples: int | None = None
-    """Samples per task and length, the needle of sample i at depth (i + 0.5) / samples; rows of a published task, taken
-    evenly from its file. None: 100 samples, all rows."""
+    """Samples per task and length, needles at evenly spread depths; rows of a published task, taken evenly from its
+    file. None: 100 samples, all rows."""
     questions: int | None = None
     """Most questions of each text, of all that its task could ask of it; none: as many as its published protocol asks,
     else the one that is the sample's own."""
-    batch_size: int = 1
-    """Most answers that are written side by side, of one task and method: faster where one does not keep the processor
-    busy, for the room of as many forks. Each is read by itself; transformers' own cache and answers that are
-    evicted while they are written take one at a time. The seconds of an answer are its share."""
     protocol: Names = AWARE
     """aware: the question stands in the prompt while that is read; agnostic: the document is read and evicted to the
     budget first, and each question comes afterwards, on a fork; or both, aware,agnostic."""
-    protect: list[str] = field(default_factory=list)
-    """What of each prompt stays whatever its scores, in every method of ours that evicts, each with a --protect of its
-    own: system, the system message of tasks that have one; question, where it is known while its text is read; or
-    tokens:A-B; with a least share of the budget, as system=0.25, instead of all its units."""
+    data_dir: Names | None = None
+    """Local copies of published data, such as ~/data or ~/infinitebench,~/leval; none: the Hub, at pinned revisions."""
+    max_prompt: int | None = None
+    """Most tokens of a published task's prompt; none: its protocol's, or the backbone's positions if they are fewer."""
+    max_new_tokens: int | None = None
+    """Longest answer, where its protocol's is longer."""
+    template: str = "chat"
+    """How tasks that are chat turns become text: chat, original or none. Completion tasks get no template."""
     seed: int = 0
     """Seed of the samples, of random eviction and of untrained heads."""
     exclusive: ClassVar = (("suite", "tasks"),)
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.samples is not None and self.samples < 1:
-            raise ValueError(f"--samples {self.samples} leaves nothing to measure; give 1 or more")
-        if min(numbers(self.lengths, "--lengths")) < 1:
-            raise ValueError(f"--lengths {self.lengths} holds a text without tokens; give 1 or more")
-        if self.batch_size < 1:
-            raise ValueError(f"--batch-size {self.batch_size} answers nothing; give 1 or more")
-        if (asked := self.questions) is not None and asked < 1:
-            raise ValueError(f"--questions {asked} asks nothing; give 1 or more, or leave it out")
-        if asked is not None and asked > MOST_QUESTIONS:
-            raise ValueError(f"--questions {asked} are more than any text has; give {MOST_QUESTIONS} or less")
-        self.chosen_protocols()
-        self.protected_rules()
+        if self.template not in TEMPLATES:
+            raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
+        bounds = {"samples": (1, MOST_SAMPLES), "questions": (1, MOST_QUESTIONS), "max_prompt": (2, LONGEST)}
+        for name, (least, most) in {**bounds, "max_new_tokens": (1, LONGEST)}.items():
+            if (value := getattr(self, name)) is not None and not least <= value <= most:
+                raise ValueError(f"--{name.replace('_', '-')} {value} is not possible; give {least} to {most}")
+        if not all(1 <= tokens <= LONGEST for tokens in numbers(self.lengths, "--lengths")):
+            raise ValueError(f"--lengths {self.lengths} is not possible; give 1 to {LONGEST} tokens")
+        if self.published and self.suite is None:
+            raise ValueError("--published shows the rows of a suite's table; give --suite, or drop it")
+        for name in self.chosen_protocols():
+            if name not in PROTOCOLS:
+                raise ValueError(
+                    f"--protocol {name} is unknown; choose {' or '.join(PROTOCOLS)}, or {','.join(PROTOCOLS)}"
+                )
         names = [task.name for task in self.chosen_tasks()]
         for name in self.task_options:
-            if name not in names:
+            if tasks.get(name).name not in names:
                 raise ValueError(f"--task-options speaks of {name}, which is not among --tasks; add it or drop them")
+
+    def chosen_suite(self) -> suites.Suite | None:
+        """Return the suite.
+
+        Raises:
+            ValueError: If there is none of that name.
+        """
+        return None if self.suite is None else suites.get(self.suite)
+
+    def data_folders(self) -> list[str] | None:
+        """Return the local copies, None for the Hub."""
+        return None if self.data_dir is None else words(self.data_dir, "--data-dir")
 
     def token_lengths(self) -> list[int]:
         """Return the prompt lengths in tokens."""
@@ -148,40 +120,8 @@ class EvalOptions(PublishedOptions):
         return numbers(self.lengths if suite is None or suite.tokens is None else suite.tokens, "--lengths")
 
     def chosen_protocols(self) -> list[str]:
-        """Return what is known of a question while its text is read.
-
-        Raises:
-            ValueError: For an unknown protocol.
-        """
-        named = words(self.protocol, "--protocol")
-        for name in named:
-            if name not in PROTOCOLS:
-                raise ValueError(
-                    f"--protocol {name} is unknown; choose {' or '.join(PROTOCOLS)}, or {','.join(PROTOCOLS)}"
-                )
-        return named
-
-    def protected_rules(self) -> tuple[Rule, ...]:
-        """Return what of each prompt is protected.
-
-        Raises:
-            ValueError: If that is nothing that a task's prompt has.
-        """
-        try:
-            rules = rules_of(self.protect)
-        except ValueError as error:
-            raise ValueError(str(error).replace("protect=", "--protect ")) from None
-        for rule in rules:
-            if rule.what not in (SYSTEM, QUESTION, "tokens"):
-                raise ValueError(
-                    f"--protect {rule} is no part that every prompt has; give {SYSTEM}, {QUESTION}, or tokens:A-B"
-                )
-            if rule.what == QUESTION and self.chosen_protocols() == [AGNOSTIC]:
-                raise ValueError(
-                    f"--protect {rule} changes nothing, for --protocol {AGNOSTIC} asks when all has been evicted; add "
-                    f"{AWARE}, or drop it"
-                )
-        return rules
+        """Return what is known of a question while its text is read."""
+        return words(self.protocol, "--protocol")
 
     def chosen_tasks(self) -> list[Task]:
         """Return the tasks with their options.
@@ -190,8 +130,9 @@ class EvalOptions(PublishedOptions):
             ValueError: For an unknown task or option.
         """
         suite = self.chosen_suite()
-        names = words(self.tasks, "--tasks") if suite is None else suite.tasks
-        return [tasks.get(name, **self.task_options.get(name, {})) for name in names]
+        named = words(self.tasks, "--tasks") if suite is None else suite.tasks
+        own = {tasks.get(name).name: options for name, options in self.task_options.items()}
+        return [tasks.get(name, **own.get(tasks.get(name).name, {})) for name in named]
 
     def without_heads(self) -> tuple[EvalOptions, list[str]]:
         """Return the options with methods that need no heads, and the names of those that were left out."""
@@ -286,7 +227,7 @@ class ReportOptions:
     """Folder for samples.jsonl, results.json, results.md and the pictures. If not given, one in runs/ whose name says
     the backbone and the first task, with the start of the configuration's hash."""
     resume: bool = False
-    """Go on with an interrupted run in the output folder."""
+    """Go on with an interrupted run in the output folder; it may have more methods then."""
     overwrite: bool = False
     """Replace what an earlier run left in the output folder."""
     figures: str = "all"
@@ -315,50 +256,37 @@ class ReportOptions:
 OPTION_CLASSES = (ModelOptions, EvalOptions, BudgetOptions, ReportOptions)
 
 
-def _parts(value: Any) -> list[str]:
-    """Return the parts of `a,b`, [a, b] or a number."""
+def _list_of(value: Any, read: Callable[[str], Value], flag: str, example: str) -> list[Value]:
+    """Return the parts of `a,b`, [a, b] or a number, without repeats.
+
+    Raises:
+        ValueError: If there are none, or one cannot be read.
+    """
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
-    return [str(part).strip() for part in parts]
+    try:
+        found = list(dict.fromkeys(read(text) for part in parts if (text := str(part).strip())))
+    except ValueError as error:
+        raise ValueError(f"{flag} {value} is not possible ({error}); write it like {example}") from None
+    if not found:
+        raise ValueError(f"{flag} is empty; write it like {example} (--list shows what there is)")
+    return found
 
 
 def numbers(value: Numbers, flag: str) -> list[int]:
-    """Return the numbers of `1,2`, `2K` (2,048), 1 or [1, 2], without repeats.
-
-    Raises:
-        ValueError: For anything else.
-    """
-    try:
-        found = [int(text[:-1]) * 1024 if text[-1:] in ("k", "K") else int(text) for text in _parts(value)]
-    except ValueError:
-        raise ValueError(f"{flag} {value} is not a list of whole numbers; write it like 256,128 or 2K") from None
-    return list(dict.fromkeys(found))
+    """Return the numbers of `1,2`, `2K` (2,048), 1 or [1, 2]; errors are those of all lists."""
+    return _list_of(value, lambda t: int(t[:-1]) * 1024 if t[-1] in "kK" else int(t), flag, "256,128 or 2K")
 
 
 def shares(value: Shares) -> list[float]:
-    """Return the shares of `0.1,0.2`, 0.1 or [0.1, 0.2], without repeats.
+    """Return the shares of `0.1,0.2`, 0.1 or [0.1, 0.2], each above 0 and at most 1; errors are those of all lists."""
 
-    Raises:
-        ValueError: For anything else, or a share that is not above 0 and at most 1.
-    """
-    try:
-        found = [float(text) for text in _parts(value)]
-    except ValueError:
-        raise ValueError(f"--budget-share {value} is not a list of numbers; write it like 0.1,0.2") from None
-    for share in found:
-        try:
-            units_of_share(share, 1)
-        except ValueError as error:
-            raise ValueError(f"--budget-share: {error}") from None
-    return list(dict.fromkeys(found))
+    def share(text: str) -> float:
+        units_of_share(float(text), 1)
+        return float(text)
+
+    return _list_of(value, share, "--budget-share", "0.1,0.2")
 
 
 def words(value: Names, flag: str) -> list[str]:
-    """Return the names of `a,b` or [a, b], without repeats.
-
-    Raises:
-        ValueError: If there are none.
-    """
-    found = list(dict.fromkeys(part for part in _parts(value) if part))
-    if not found:
-        raise ValueError(f"{flag} is empty; name at least one (--list shows what there is)")
-    return found
+    """Return the names of `a,b` or [a, b]; errors are those of all lists."""
+    return _list_of(value, str, flag, "a,b")

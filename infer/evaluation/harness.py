@@ -1,17 +1,15 @@
 """The way in for users of lm-evaluation-harness: our tasks for their models, and our bounded cache for their tasks.
 
-    python -m locret.infer.evaluation.harness run --model locret --tasks locret_passkey ...
+    python -m locret.infer.evaluation.harness run --model locret --tasks locret_niah ...
         their command line, with the model `locret` and the tasks `locret_*` (all of them: the tag `locret`) known to it
     python -m locret.infer.evaluation.harness tasks FOLDER
         writes the tasks for `lm_eval --include_path FOLDER`, with any of their models
 
-The tasks take --metadata '{"lengths": [2048, 8192], "samples": 100, "seed": 0}', also options by task, as `locret-eval`
-has them ("task_options": {"multikey": {"keys": 12}}). They size their prompts with the tokenizer of --model_args
-(`tokenizer` or `pretrained`); give --apply_chat_template.
-
-L-Eval, needle in a haystack and 2StageRetr, which the harness does not have, are the tags locret_leval, locret_niah and
-locret_twostage (tasks such as locret_leval_codeU). They write their protocols' turns themselves, so leave out
---apply_chat_template, and take --metadata '{"data_dir": "~/leval", "samples": 20, "max_prompt": 32000}'.
+The tasks are those of benchmarks that the harness does not have, as the tags locret_leval, locret_niah and so on (tasks
+such as locret_leval_codeU). They write their protocols' turns themselves, so leave out --apply_chat_template. They take
+--metadata '{"lengths": [8192], "samples": 20, "seed": 0, "data_dir": "~/leval", "max_prompt": 32000}', also options by
+task, as `locret-eval` has them ("task_options": {"leval/codeU": {"prompt_style": "official"}}), and size their prompts
+with the tokenizer of --model_args (`tokenizer` or `pretrained`).
 """
 
 from __future__ import annotations
@@ -27,9 +25,9 @@ from locret.base.files import write_text
 from locret.cli.command import run
 from locret.data import tasks
 
-MODEL, PREFIX, TAG = "locret", "locret_", "locret"
-PUBLISHED = ("leval", "niah", "twostage")
-"""Published benchmarks that lm-evaluation-harness 0.4.13 does not have; their tags are locret_leval and so on."""
+MODEL, TAG = "locret", "locret"
+FAMILIES = ("leval", "niah", "twostage", "infinitebench_generated")
+"""Benchmarks that lm-evaluation-harness 0.4.13 does not have."""
 _USAGE = "usage: python -m locret.infer.evaluation.harness (run ARGUMENTS OF LM_EVAL | tasks FOLDER)"
 
 
@@ -65,30 +63,27 @@ def write_task_files(folder: str | Path) -> list[str]:
         folder: Made if need be; files of the same names are replaced.
 
     Returns:
-        Names of the tasks, in the order of ours.
+        Names of the tasks.
 
     Raises:
         OSError: If the folder cannot be written.
     """
-    known = [*tasks.names(), *(name for family in PUBLISHED for name in tasks.names(family))]
+    known = [name for family in FAMILIES for name in tasks.names(family)]
     for name in known:
-        write_text(Path(folder) / f"{_harness_name(name)}.yaml", _task_file(name), parents=True)
-    return [_harness_name(name) for name in known]
+        text = (
+            f"tag: [{TAG}, {TAG}_{name.partition('/')[0]}]\n"
+            f"task: {harness_name(name)}\n"
+            "class: !function locret.infer.evaluation.harness_tasks.HarnessTask\n"
+            "metadata:\n"
+            f"  locret_task: {name}\n"
+        )
+        write_text(Path(folder) / f"{harness_name(name)}.yaml", text, parents=True)
+    return [harness_name(name) for name in known]
 
 
-def _harness_name(name: str) -> str:
-    return PREFIX + name.replace("/", "_")
-
-
-def _task_file(name: str) -> str:
-    family, _, rest = name.partition("/")
-    return (
-        f"tag: {f'{PREFIX}{family}' if rest else TAG}\n"
-        f"task: {_harness_name(name)}\n"
-        "class: !function locret.infer.evaluation.harness_tasks.HarnessTask\n"
-        "metadata:\n"
-        f"  locret_task: {name}\n"
-    )
+def harness_name(name: str) -> str:
+    """Return what a task of ours is called there."""
+    return f"{TAG}_{name.replace('/', '_')}"
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -107,10 +102,6 @@ def command(argv: Sequence[str] | None = None) -> int:
         return 0
     if arguments[:1] != ["run"]:
         raise ValueError(f"{' '.join(arguments) or 'no argument'}: say `run` or `tasks FOLDER`; {_USAGE}")
-    return _run(arguments)
-
-
-def _run(arguments: list[str]) -> int:
     if any(argument.split("=")[0] == "--include_path" for argument in arguments):
         raise ValueError(
             "--include_path is taken by the tasks of locret; write them into your folder with "

@@ -12,13 +12,14 @@ from locret.infer.evaluation import methods
 
 def as_record() -> dict[str, Any]:
     """Return everything by name, for --json."""
-    known = {name: tasks.get(name) for name in tasks.names(None)}
     about = ("version", "metric", "source", "max_new_tokens", "size")
-    facts = {name: {one: getattr(t, one) for one in about} | {"options": t.options()} for name, t in known.items()}
-    described = {name: _about(name) for name in methods.names()}
-    tables = {name: {"title": suites.get(name).title, "tasks": suites.get(name).tasks} for name in suites.names()}
-    changes = {name: {"changes": change.fields, "options": change.options} for name, change in MODIFIERS.items()}
-    return {"tasks": facts, "suites": tables, "methods": described, "modifiers": changes}
+    known = {name: tasks.get(name) for name in tasks.names()}
+    return {
+        "tasks": {n: {one: getattr(t, one) for one in about} | {"options": t.options()} for n, t in known.items()},
+        "suites": {n: {"title": suites.get(n).title, "tasks": suites.get(n).tasks} for n in suites.names()},
+        "methods": {name: _about(name) for name in methods.names()},
+        "modifiers": {name: {"changes": one.fields, "options": one.options} for name, one in MODIFIERS.items()},
+    }
 
 
 def _about(method: str) -> str:
@@ -32,9 +33,7 @@ def as_text() -> str:
     """Return a line for each, for people."""
     known = as_record()
     lines = ["tasks (name, version, metric, source)"]
-    for name, task in known["tasks"].items():
-        width = 36 if "/" in name else 20
-        lines.append(f"  {name:<{width}} {task['version']}  {task['metric']:<20} {task['source']}")
+    lines += [f"  {n:<36} {t['version']}  {t['metric']:<20} {t['source']}" for n, t in known["tasks"].items()]
     lines.append("suites of published tasks (--suite NAME)")
     lines += [f"  {name:<36} {suite['title']}" for name, suite in known["suites"].items()]
     lines.append("methods")

@@ -1,32 +1,38 @@
-"""The methods that `locret-eval` compares: those of `locret.infer.methods`, fresh heads, and the true answer."""
+"""The methods that `locret-eval` compares: those of `locret.infer.methods`, fresh heads, and the true answer.
+
+Two protocols: `aware`, the question stands in the prompt while that is read; `agnostic`, the document is read and
+evicted to the budget first, and the question comes afterwards, on a fork. Both have the same prompt tokens. The ids of
+the whole prompt are cut before the first token that the document alone does not begin with, in any of the prompts: a
+token that joins the document's end with a question counts to the question.
+"""
+
+# L layers, K KV heads, N prompt tokens, D of them of the document
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from os.path import commonprefix
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from locret import RetainingHeads, lookups, scorers
+from locret import RetainingHeads, scorers
+from locret.backbone.adapters import input_device
 from locret.base import method_spec
-from locret.conversation.protect import QUESTION, SYSTEM, TEMPLATES, USER, Rule, Turn, spans_of
-from locret.conversation.text import encode, leading_special_ids
-from locret.conversation.turns import Transcript
-from locret.data.tasks import Sample
-from locret.infer.evaluation.shared_text import SharedText, reply_ids
+from locret.conversation.text import encode
+from locret.data.tasks import Sample, Task
+from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.infer.methods import FULL, LOCRET, Method, find, modified
 from locret.infer.methods import names as shared_names
 from locret.labels.labels import answer_labels
-from locret.policy.protection import Span, clipped
+from locret.labels.many_answers import labels_of_answers
 from locret.scorers import Scorer
 from locret.scorers.published_gates import PublishedGateScorer
 
-UNTRAINED, ORACLE, ORACLE_AGNOSTIC = "untrained", "oracle", "oracle_agnostic"
-RANDOM_ANSWER = "random_answer"
-"""What stands in every table of answers that are evicted while they are written."""
+UNTRAINED, ORACLE, ORACLE_AGNOSTIC, RANDOM_ANSWER = "untrained", "oracle", "oracle_agnostic", "random_answer"
 _OWN = (
     Method(UNTRAINED, "retaining heads with fresh weights"),
     Method(ORACLE, "labels of the true answer: the upper bound that trained heads chase"),
@@ -42,8 +48,6 @@ class Setup:
     tokenizer: Any
     heads: RetainingHeads | None
     seed: int
-    protect: Sequence[Rule] = ()
-    """What of each prompt stays whatever its scores."""
 
     @cached_property
     def untrained(self) -> RetainingHeads:
@@ -54,58 +58,115 @@ class Setup:
 
 
 @dataclass
+class SharedText:
+    """A sample's text with every question that it knows."""
+
+    setup: Setup
+    task: Task
+    sample: Sample
+    template: str = "chat"
+
+    @cached_property
+    def _asked(self) -> list[Sample]:
+        """The sample, then one for every question; it is among them, unless the task's own prompt says it otherwise."""
+        others = [self.sample.asking(question) for question in self.sample.asked]
+        return [self.sample, *(one for one in others if one.content != self.sample.content)]
+
+    @cached_property
+    def _prompts(self) -> list[BuiltPrompt]:
+        return [build_prompt(self.task, one, self.setup.tokenizer, template=self.template) for one in self._asked]
+
+    @cached_property
+    def document(self) -> int:
+        """D: tokens that all prompts begin with and that the document ends.
+
+        Raises:
+            ValueError: If it is not known where the question begins, or it comes first.
+        """
+        asked = zip(self._asked, self._prompts, strict=True)
+        return min(document_tokens(self.setup.tokenizer, self.task, sample, built) for sample, built in asked)
+
+    @cached_property
+    def labels(self) -> Tensor:
+        """The agnostic oracle's labels (L, K, D): the largest that any answer gives, each after its own question.
+
+        Raises:
+            ValueError: If the task does not say which questions there are.
+        """
+        if not self.sample.asked:
+            raise ValueError(
+                f"method {ORACLE_AGNOSTIC} keeps what the answers to all questions of a text look at, and "
+                f"{self.task.name} does not say which there are; leave one out, or compare with oracle"
+            )
+        document, device = self.document, input_device(self.setup.model)
+        rests = [
+            (torch.tensor([built.ids[document:]], device=device), reply_ids(self.setup.tokenizer, one.reply, device))
+            for one, built in zip(self._asked, self._prompts, strict=True)
+        ]
+        ids_1D = torch.tensor([self._prompts[0].ids[:document]], device=device)
+        return labels_of_answers(self.setup.model, ids_1D, rests, "log_attention", include_last_prompt_token=True)
+
+
+def document_tokens(tokenizer: Any, task: Task, sample: Sample, built: BuiltPrompt) -> int:
+    """Return how many tokens of a prompt stand before its question and are those of the text up to there.
+
+    Raises:
+        ValueError: If it is not known where the question begins, or it comes first.
+    """
+    begin, end = sample.span
+    question = sample.content[end:]
+    unknown = not end or not question.strip() or bool(sample.turns)
+    if unknown or (sample.question.strip() and sample.question.strip() in sample.content[:begin]):
+        why = "does not say where its questions begin" if unknown else "asks before its document"
+        raise ValueError(
+            f"--protocol agnostic and oracle_agnostic tell a document from its question, but {task.name} {why}; drop "
+            "them, or leave the task out"
+        )
+    places = (built.text.rfind(tail) for tail in (question, question.rstrip(), question.strip()))
+    place = next((place for place in places if place > 0), 0)
+    # Some templates write bos themselves, and some protocols leave it to the tokenizer.
+    own = (encode(tokenizer, built.text[:place]), list(tokenizer(built.text[:place], verbose=False)["input_ids"]))
+    length = max(len(commonprefix([ids, built.ids])) for ids in own)
+    if not place or not length:
+        raise ValueError(
+            f"--protocol agnostic, oracle_agnostic: the question of {f'{task.name} {sample.id}'.strip()} is not found "
+            "in its prompt, because truncation or the chat template changed it; raise --max-prompt, or drop them"
+        )
+    return length
+
+
+def reply_ids(tokenizer: Any, reply: str, device: torch.device) -> Tensor:
+    """Return (1, m) ids of a true answer, with the end of the text."""
+    ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
+    if tokenizer.eos_token_id is not None:
+        ids = [*ids, tokenizer.eos_token_id]
+    return torch.tensor([ids], device=device)
+
+
+@dataclass
 class Prompt:
     """One sample as token ids."""
 
     ids_1N: Tensor
     sample: Sample
-    setup: Setup
-    text: SharedText | None = field(default=None, repr=False)
-    """What is known of the other questions of its text."""
+    text: SharedText = field(repr=False)
     whole: Prompt | None = field(default=None, repr=False)
     """With the question, where these ids end before it."""
-    second: bool = False
-    """Whether it asks for the answer to a thought: nothing of the text, which has what is protected, stands in it."""
     _labels: Tensor | None = field(default=None, repr=False)
 
     @property
+    def setup(self) -> Setup:
+        """What scorers are made from."""
+        return self.text.setup
+
+    @property
     def document(self) -> Prompt:
-        """The prompt up to where its question begins.
-
-        Raises:
-            ValueError: If that is not known.
-        """
-        assert self.text is not None
+        """The prompt up to where its question begins; errors are those of the text's."""
         return replace(self, ids_1N=self.ids_1N[:, : self.text.document], whole=self, _labels=None)
-
-    def protected(self) -> list[Span]:
-        """Return what of the ids stays whatever its scores."""
-        if self.second:
-            return []
-        rules, turns = self.setup.protect, list[Turn]()
-        if any(rule.what == SYSTEM for rule in rules) and (end := self._system_end()):
-            turns.append(Turn(SYSTEM, 0, end))
-        if any(rule.what == QUESTION for rule in rules) and self.whole is None:
-            assert self.text is not None
-            turns.append(Turn(USER, self.text.document, None))
-        return list(clipped(spans_of(rules, turns), self.ids_1N.shape[1]))
-
-    def _system_end(self) -> int:
-        """Return how many of the ids are the sample's system message, as a template writes it; 0 without one."""
-        tokenizer, ids, system = self.setup.tokenizer, self.ids_1N[0].tolist(), self.sample.system
-        for template in TEMPLATES if system else ():
-            if template == "chat" and not tokenizer.chat_template:
-                continue
-            transcript = Transcript(tokenizer, template, system)
-            written = encode(tokenizer, transcript.opening()[: transcript.system_end()])
-            own = [*([] if template == "chat" else leading_special_ids(tokenizer)), *written]
-            if ids[: len(own)] == own:
-                return len(own)
-        return 0
 
     @property
     def labels(self) -> Tensor:
-        """The oracle's labels (layers, kv_heads, n), from the true answer; computed once."""
+        """The oracle's labels (L, K, N), from the true answer; computed once."""
         if self.whole is not None:
             return self.whole.labels[..., : self.ids_1N.shape[1]]
         if self._labels is None:
@@ -119,13 +180,7 @@ class Prompt:
 
     @property
     def agnostic_labels(self) -> Tensor:
-        """The agnostic oracle's labels (layers, kv_heads, n); those of the question itself are the oracle's.
-
-        Raises:
-            ValueError: If it is not known what else could be asked of the text.
-        """
-        if self.text is None:
-            raise ValueError(f"method {ORACLE_AGNOSTIC} needs a task's prompt; use it in locret-eval")
+        """The agnostic oracle's labels (L, K, N); those of the question itself are the oracle's."""
         shared, tokens = self.text.labels, self.ids_1N.shape[1]
         if tokens <= shared.shape[-1]:
             return shared[..., :tokens]
@@ -138,23 +193,9 @@ def names() -> list[str]:
     return [*own, *(name for name in shared_names() if name not in own)]
 
 
-def knows_answers(name: str) -> bool:
-    """Return whether a method keeps what the true answers look at."""
-    return method_spec.parse(name).name in (ORACLE, ORACLE_AGNOSTIC)
-
-
-def protects(method: Method) -> bool:
-    """Return whether a method evicts as ours do, so that what `--protect` names stays.
-
-    Those that recall by a rule of their own lose nothing: they move units to another tier.
-    """
-    rule = method_spec.parse(method.name).name
-    return not (method.keeps_all or method.plain or rule in lookups.names())
-
-
-def writes_beside(method: Method) -> bool:
-    """Return whether several of a method's answers can be written side by side, each from a bounded cache of ours."""
-    return not method.plain
+def rule(method: Method) -> str:
+    """Return a method's name without options and modifiers."""
+    return method_spec.parse(method.name).name
 
 
 def get(method: str | Mapping[str, Any]) -> Method:
@@ -164,10 +205,8 @@ def get(method: str | Mapping[str, Any]) -> Method:
         ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
     """
     spec = method_spec.parse(method)
-    for own in _OWN:
-        if own.name == spec.name:
-            return modified(own, spec, "method")
-    return find(spec, "method", names())
+    own = next((own for own in _OWN if own.name == spec.name), None)
+    return find(spec, "method", names()) if own is None else modified(own, spec, "method")
 
 
 def gate_identities(methods: Iterable[Method], model: nn.Module) -> dict[str, Any]:
@@ -188,10 +227,8 @@ def make_scorer(method: Method, prompt: Prompt) -> RetainingHeads | Scorer:
         return setup.heads
     if base.name == UNTRAINED:
         return setup.untrained
-    if base.name == ORACLE:
-        return scorers.get("oracle", labels=prompt.labels)
-    if base.name == ORACLE_AGNOSTIC:
-        return scorers.get("oracle", labels=prompt.agnostic_labels)
+    if base.name in (ORACLE, ORACLE_AGNOSTIC):
+        return scorers.get("oracle", labels=prompt.labels if base.name == ORACLE else prompt.agnostic_labels)
     if base.name in ("random", RANDOM_ANSWER) and "seed" not in base.options:
         return scorers.get(base.name, seed=setup.seed)
     assert method.scorer is not None

@@ -22,22 +22,31 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache
+
+from locret import LongContextModel, scorers
+from locret.base import method_spec
 from locret.base.files import LOCK, locked, write_text
 from locret.base.tables import markdown
 from locret.cli.command import parse_options, print_json
 from locret.conversation.evidence import Likelihood, likelihood, likelihood_of, policy_of_share
-from locret.conversation.text import encode
+from locret.conversation.text import encode, open_document
 from locret.data import real
+from locret.infer.evaluation.answering import bytes_of
+from locret.infer.evaluation.eval_options import LONGEST, numbers, words
 from locret.infer.infer_options import PlacedModelOptions
+from locret.labels.many_answers import labels_of_answers
 from locret.loading.options import ScorerOptions
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from locret import LongContextModel
+from locret.scorers.chosen import chosen_heads, load_scorer
+from locret.scorers.oracle import OracleScorer
+from locret.scorers.retaining_heads import recommended_shares
 
 HEADS, FULL, NOTHING, ORACLE = "locret", "full", "nothing", "oracle_agnostic"
 METHODS = (
@@ -82,25 +91,16 @@ class RealOptions:
     """Show no progress."""
 
     def __post_init__(self) -> None:
-        if self.suite != "real":
-            raise ValueError(f"--suite {self.suite} is unknown; choose real")
-        for name in self.names("sets"):
+        for name in words(self.sets, "--sets"):
             if name not in real.SETS:
                 raise ValueError(f"--sets {name} is unknown; choose one of {', '.join(real.SETS)}")
-        if not all(part.strip("+") for part in self.names("methods")):
-            raise ValueError("--methods is empty; name one, such as locret")
         if not all(0 < share <= 100 for share in self.shares()):
             raise ValueError(f"--keep {self.keep} is not a share of a text; give percents such as 25,12.5")
-        if not all(length >= 64 for length in self.lengths()):
+        if not all(64 <= length <= LONGEST for length in numbers(self.tokens, "--tokens")):
             raise ValueError(f"--tokens {self.tokens} is too short for a piece of a text; give 64 or more")
         for name in ("questions", "pieces", "chunk_size", "local_len"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")
-
-    def names(self, field: str) -> list[str]:
-        """Return the parts of `methods`, `sets`, `keep` or `tokens`."""
-        given = getattr(self, field)
-        return [str(part).strip() for part in (given if isinstance(given, list) else str(given).split(",")) if part]
 
     def shares(self) -> list[float]:
         """Return the shares, in percent.
@@ -108,37 +108,25 @@ class RealOptions:
         Raises:
             ValueError: If one is no number.
         """
-        return [float(part) for part in self.names("keep")]
+        return [float(part) for part in words(self.keep, "--keep")]
 
-    def lengths(self) -> list[int]:
-        """Return the lengths of pieces, in tokens.
+    def cells(self) -> list[Cell]:
+        """Return what is measured, cheapest first within a length."""
+        return [
+            Cell(method, share, tokens)
+            for tokens in numbers(self.tokens, "--tokens")
+            for method in words(self.methods, "--methods")
+            for share in ([None] if method in (FULL, NOTHING) else self.shares())
+        ]
 
-        Raises:
-            ValueError: If one is no number.
-        """
-        return [int(part) for part in self.names("tokens")]
 
-
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One method, at one share, on pieces of one length."""
 
     method: str
     share: float | None
     """Percent; None where nothing is evicted."""
     tokens: int
-
-
-def cells(options: RealOptions) -> Iterator[Cell]:
-    """Yield what is measured, cheapest first within a length."""
-    for tokens in options.lengths():
-        for method in options.names("methods"):
-            for share in [None] if method in (FULL, NOTHING) else options.shares():
-                yield Cell(method, share, tokens)
-
-
-def _cell_of(record: dict[str, Any]) -> Cell:
-    return Cell(record["method"], record["share"], record["tokens"])
 
 
 def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptions) -> list[dict[str, Any]]:
@@ -148,34 +136,21 @@ def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptio
         ValueError: If the folder holds a run with other options, or a method cannot be made.
         OSError: If it cannot be written.
     """
-    from tqdm import tqdm
-
-    from locret import LongContextModel
-
     folder = Path(options.output)
-    settings = {
-        **asdict(replace(options, output="", overwrite=False, json=False, quiet=False)),
-        **_source(model, scorer),
-    }
-    records = _begun(folder, settings, options.overwrite)
+    given = asdict(replace(options, output="", overwrite=False, json=False, quiet=False))
+    records = _begun(folder, {**given, **_source(model, scorer)}, options.overwrite)
     done = {_cell_of(one) for one in records if one["last"]}
     records = [one for one in records if _cell_of(one) in done]
     write_text(folder / RECORD, "".join(json.dumps(one) + "\n" for one in records))
-    waiting = [cell for cell in cells(options) if cell not in done]
+    waiting = [cell for cell in options.cells() if cell not in done]
     if not waiting:
         return records
-    lm = LongContextModel.from_pretrained(
-        model.model,
-        scorer="random",
-        revision=model.revision,
-        dtype=model.dtype,
-        device=model.device,
-        gguf_file=model.gguf_file,
-    )
+    where = {"revision": model.revision, "dtype": model.dtype, "device": model.device, "gguf_file": model.gguf_file}
+    reading = _Reading(LongContextModel.from_pretrained(model.model, scorer="random", **where), options, scorer)
     with tqdm(total=len(waiting), unit="cell", disable=True if options.quiet else None) as bar:
         for cell in waiting:
             bar.set_description(f"{cell.method} {'' if cell.share is None else f'{cell.share:g} %'} of {cell.tokens:,}")
-            found = list(_cell(lm, cell, options, scorer))
+            found = list(reading.answers(cell))
             found[-1]["last"] = True
             with (folder / RECORD).open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(one) + "\n" for one in found)
@@ -188,162 +163,118 @@ def _source(model: PlacedModelOptions, scorer: ScorerOptions) -> dict[str, Any]:
     return {"model": model.model, "revision": model.revision, "dtype": model.dtype, "heads": scorer.heads}
 
 
+def _cell_of(record: dict[str, Any]) -> Cell:
+    return Cell(record["method"], record["share"], record["tokens"])
+
+
 def _begun(folder: Path, settings: dict[str, Any], overwrite: bool) -> list[dict[str, Any]]:
-    """Return what a folder holds of this run; settle what it is about.
+    """Return what a folder holds of this run, whose methods, shares and lengths may become more; settle its options.
 
     Raises:
         ValueError: If it holds another run.
     """
-    config = folder / "config.json"
+    config, record = folder / "config.json", folder / RECORD
     if config.is_file() and not overwrite:
-        found = json.loads(config.read_text(encoding="utf-8"))
-        known = json.loads(json.dumps(settings))
-        # More methods and shares go on with a run; anything else is another one.
-        different = [
-            name for name in known if name not in ("methods", "keep", "tokens") and found.get(name) != known[name]
-        ]
-        if different:
-            raise ValueError(
-                f"--output {folder} holds a run with {different[0]}={found.get(different[0])!r}, not "
-                f"{known[different[0]]!r}; choose another folder, or add --overwrite"
-            )
+        found, known = json.loads(config.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
+        for name in known:
+            if name not in ("methods", "keep", "tokens") and found.get(name) != known[name]:
+                raise ValueError(
+                    f"--output {folder} holds a run with {name}={found.get(name)!r}, not {known[name]!r}; choose "
+                    "another folder, or add --overwrite"
+                )
     elif not config.is_file() and any(path.name != LOCK for path in folder.iterdir()):
         raise ValueError(f"--output {folder} holds other files; choose another folder")
     write_text(config, json.dumps(settings, indent=1) + "\n", parents=True)
-    record = folder / RECORD
-    if overwrite or not record.is_file():
-        return []
-    lines = record.read_text(encoding="utf-8").splitlines()
+    lines = [] if overwrite or not record.is_file() else record.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 
 
-def _cell(lm: LongContextModel, cell: Cell, options: RealOptions, scorer: ScorerOptions) -> Iterator[dict[str, Any]]:
-    """Yield a record of every answer."""
-    for name in options.names("sets"):
-        for number, piece in enumerate(real.pieces(name, lm.tokenizer, cell.tokens)[: options.pieces]):
-            asked, started = piece.asked[: options.questions], time.perf_counter()
-            score, held = _read(lm, cell, piece, asked, options, scorer)
-            seconds = time.perf_counter() - started
-            for index, one in enumerate(asked):
-                nats, hits, length = score(one)
-                yield {
-                    "method": cell.method,
-                    "share": cell.share,
-                    "tokens": cell.tokens,
-                    "set": name,
-                    "piece": number,
-                    "question": index,
-                    "nats": nats,
-                    "hits": hits,
-                    "answer_tokens": length,
-                    "read_seconds": seconds,
-                    "last": False,
-                    **held,
-                }
+@dataclass
+class _Reading:
+    """A backbone that reads pieces by every method."""
 
+    lm: LongContextModel
+    options: RealOptions
+    scorer: ScorerOptions
 
-def _read(
-    lm: LongContextModel,
-    cell: Cell,
-    piece: real.Piece,
-    asked: Sequence[real.Asked],
-    options: RealOptions,
-    scorer: ScorerOptions,
-) -> tuple[Callable[[real.Asked], Likelihood], dict[str, Any]]:
-    """Read a piece; return what scores an answer about it, and what is held."""
-    if cell.share is not None:
-        context = _with_method(lm, cell, piece, asked, options, scorer).read(piece.text, progress=False)
-        memory = context.memory()
-        held = {"units": memory.units, "cache_bytes": memory.actual}
-        return (lambda one: likelihood(context, one.question, one.answer)), held
-    from transformers import DynamicCache
+    @cached_property
+    def heads(self) -> Any:
+        """The trained heads."""
+        return load_scorer(self.scorer)[0]
 
-    from locret.infer.evaluation.answering import bytes_of
+    def answers(self, cell: Cell) -> Iterator[dict[str, Any]]:
+        """Yield a record of every answer."""
+        for name in words(self.options.sets, "--sets"):
+            pieces = real.pieces(name, self.lm.tokenizer, cell.tokens)[: self.options.pieces]
+            for number, piece in enumerate(pieces):
+                asked, started = piece.asked[: self.options.questions], time.perf_counter()
+                score, held = self.read(cell, piece, asked)
+                about = {**cell._asdict(), "set": name, "piece": number, "read_seconds": time.perf_counter() - started}
+                for index, one in enumerate(asked):
+                    nats, hits, length = score(one)
+                    answer = {"question": index, "nats": nats, "hits": hits, "answer_tokens": length}
+                    yield {**about, **answer, "last": False, **held}
 
-    cache, ids = (DynamicCache(), _opening(lm, piece)) if cell.method == FULL else (None, [])
-    if cache is not None:
-        likelihood_of(lm.model, ids, 1, cache)  # reads it; its last token's likelihood is of no interest
+    def read(
+        self, cell: Cell, piece: real.Piece, asked: Sequence[real.Asked]
+    ) -> tuple[Callable[[real.Asked], Likelihood], dict[str, Any]]:
+        """Read a piece; return what scores an answer about it, and what is held."""
+        if cell.share is not None:
+            context = self.by(cell, piece, asked).read(piece.text, progress=False)
+            memory = context.memory()
+            held = {"units": memory.units, "cache_bytes": memory.actual}
+            return (lambda one: likelihood(context, one.question, one.answer)), held
+        model = self.lm.model
+        cache, ids = (DynamicCache(), self.opening(piece)) if cell.method == FULL else (None, [])
+        if cache is not None:
+            likelihood_of(model, ids, 1, cache)  # reads it; its last token's likelihood is of no interest
 
-    def score(one: real.Asked) -> Likelihood:
-        answer = encode(lm.tokenizer, one.answer)
-        turn = _turn(lm, one.question, alone=cache is None) + answer
-        return likelihood_of(lm.model, turn, len(answer), copy.deepcopy(cache))
+        def score(one: real.Asked) -> Likelihood:
+            answer = encode(self.lm.tokenizer, one.answer)
+            turn = self.turn(one.question, alone=cache is None) + answer
+            return likelihood_of(model, turn, len(answer), copy.deepcopy(cache))
 
-    return score, {"units": len(ids), "cache_bytes": 0 if cache is None else bytes_of(cache)}
+        return score, {"units": len(ids), "cache_bytes": 0 if cache is None else bytes_of(cache)}
 
-
-def _with_method(
-    lm: LongContextModel,
-    cell: Cell,
-    piece: real.Piece,
-    asked: Sequence[real.Asked],
-    options: RealOptions,
-    scorer: ScorerOptions,
-) -> LongContextModel:
-    """Return the model with a method's scorer and policy."""
-    from locret import LongContextModel, scorers
-    from locret.base import method_spec
-    from locret.scorers.oracle import OracleScorer
-    from locret.scorers.retaining_heads import recommended_shares
-
-    spec = method_spec.parse(cell.method, "--methods")
-    if spec.name == ORACLE:
-        chosen: Any = OracleScorer(labels=_labels(lm, piece, asked))
-    elif spec.name == HEADS:
-        if scorer.heads is None:
+    def by(self, cell: Cell, piece: real.Piece, asked: Sequence[real.Asked]) -> LongContextModel:
+        """Return the model with a method's scorer and policy."""
+        spec = method_spec.parse(cell.method, "--methods")
+        if spec.name == ORACLE:
+            chosen: Any = OracleScorer(labels=self.labels(piece, asked))
+        elif spec.name != HEADS:
+            chosen = scorers.make(spec, {})
+        elif self.scorer.heads is None:
             raise ValueError(f"--methods {cell.method} needs trained heads; give --heads, or leave it out")
-        chosen = _heads(scorer)
-    else:
-        chosen = scorers.make(spec, {})
-    changes = {key: value for key, value in spec.changes.items() if key != "positions"}
-    if changes.get("host_budget"):
-        changes |= {"host_budget": max(RECALLED, round(piece.tokens * TIER_SHARE / 100)), "recall": RECALLED}
-    if changes.get("head_budgets") == "shares" and spec.name != HEADS:
-        changes["head_shares"] = recommended_shares(_heads(scorer).config, "head_shares")  # what scores alone are worth
-    kept = policy_of_share(
-        piece.tokens,
-        float(cell.share or 0) / 100,
-        chunk_size=options.chunk_size,
-        local_len=options.local_len,
-        **changes,
-    )
-    return LongContextModel(lm.model, lm.tokenizer, chosen, kept)
+        else:
+            chosen = self.heads
+        changes = {key: value for key, value in spec.changes.items() if key != "positions"}
+        if changes.get("host_budget"):
+            changes |= {"host_budget": max(RECALLED, round(piece.tokens * TIER_SHARE / 100)), "recall": RECALLED}
+        if changes.get("head_budgets") == "shares" and spec.name != HEADS:
+            # What scores alone are worth.
+            changes["head_shares"] = recommended_shares(self.heads.config, "head_shares")
+        own = {"chunk_size": self.options.chunk_size, "local_len": self.options.local_len, **changes}
+        kept = policy_of_share(piece.tokens, float(cell.share or 0) / 100, **own)
+        return LongContextModel(self.lm.model, self.lm.tokenizer, chosen, kept)
 
+    def opening(self, piece: real.Piece) -> list[int]:
+        """Return the tokens of a conversation that begins with a piece."""
+        return [token for block in self.lm.tokens(open_document(piece.text, "piece")) for token in block]
 
-_LOADED: dict[str, Any] = {}
+    def turn(self, question: str, *, alone: bool = False) -> list[int]:
+        """Return the tokens of a question that follows a text, or of one that is asked without any."""
+        mark = "LocretQuestion"
+        messages = [{"role": "user", "content": mark}]
+        written = self.lm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        before, behind = written.split(mark)
+        text = f"{before}{question}{behind}" if alone else f"\n\n{question}{behind}"
+        return encode(self.lm.tokenizer, text)
 
-
-def _heads(scorer: ScorerOptions) -> Any:
-    from locret.scorers.chosen import load_scorer
-
-    if str(scorer.heads) not in _LOADED:
-        _LOADED[str(scorer.heads)] = load_scorer(scorer)[0]
-    return _LOADED[str(scorer.heads)]
-
-
-def _opening(lm: LongContextModel, piece: real.Piece) -> list[int]:
-    from locret.conversation.text import open_document
-
-    return [token for block in lm.tokens(open_document(piece.text, "piece")) for token in block]
-
-
-def _turn(lm: LongContextModel, question: str, *, alone: bool = False) -> list[int]:
-    """Return the tokens of a question that follows a text, or of one that is asked without any."""
-    mark = "LocretQuestion"
-    written = lm.tokenizer.apply_chat_template(
-        [{"role": "user", "content": mark}], tokenize=False, add_generation_prompt=True
-    )
-    before, after = written.split(mark)
-    return encode(lm.tokenizer, f"{before}{question}{after}" if alone else f"\n\n{question}{after}")
-
-
-def _labels(lm: LongContextModel, piece: real.Piece, asked: Sequence[real.Asked]) -> Tensor:
-    import torch
-
-    from locret.labels.many_answers import labels_of_answers
-
-    pairs = [(torch.tensor(_turn(lm, one.question)), torch.tensor(encode(lm.tokenizer, one.answer))) for one in asked]
-    return labels_of_answers(lm.model, torch.tensor(_opening(lm, piece)), pairs, "log_attention", True)
+    def labels(self, piece: real.Piece, asked: Sequence[real.Asked]) -> Tensor:
+        """Return the labels of all right answers together."""
+        turns = [(self.turn(one.question), encode(self.lm.tokenizer, one.answer)) for one in asked]
+        pairs = [(torch.tensor(turn), torch.tensor(answer)) for turn, answer in turns]
+        return labels_of_answers(self.lm.model, torch.tensor(self.opening(piece)), pairs, "log_attention", True)
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -390,30 +321,27 @@ def recovered(rows: Sequence[dict[str, Any]], row: dict[str, Any]) -> float | No
 def tables(rows: Sequence[dict[str, Any]]) -> str:
     """Return the page of a run: for each length and set a row per method, a column per share."""
     lines: list[str] = []
-    for tokens, name in sorted(
-        {(row["tokens"], row["set"]) for row in rows}, key=lambda one: (one[0], one[1] != "all")
-    ):
+    places = {(row["tokens"], row["set"]) for row in rows}
+    for tokens, name in sorted(places, key=lambda one: (one[0], one[1] != "all")):
         own = [row for row in rows if (row["tokens"], row["set"]) == (tokens, name)]
-        shares = sorted({row["share"] for row in own if row["share"] is not None}, reverse=True)
-        ends = {row["method"]: row for row in own if row["share"] is None}
-        said = ", ".join(f"{m} {r['nats']:.2f} ({r['hits']:.0f} % hits)" for m, r in ends.items())
+        ends = ", ".join(f"{r['method']} {r['nats']:.2f} ({r['hits']:.0f} % hits)" for r in own if r["share"] is None)
         answers = max(row["answers"] for row in own)
-        lines += [f"**{name}, pieces of {tokens:,} tokens**, {answers} answers; {said}", ""]
-        body = []
-        for method in dict.fromkeys(row["method"] for row in own if row["share"] is not None):
-            cell = [method]
-            for share in shares:
-                found = [row for row in own if (row["method"], row["share"]) == (method, share)]
-                if not found:
-                    cell.append("")
-                    continue
-                won = recovered(own, found[0])
-                cell.append(
-                    f"{found[0]['nats']:.2f} ± {found[0]['error']:.2f}" + ("" if won is None else f" ({won:.0f} %)")
-                )
-            body.append(cell)
+        lines += [f"**{name}, pieces of {tokens:,} tokens**, {answers} answers; {ends}", ""]
+        bounded = {(row["method"], row["share"]): row for row in own if row["share"] is not None}
+        shares = sorted({share for _, share in bounded}, reverse=True)
+        body = [
+            [method, *(_cell_text(own, bounded.get((method, share))) for share in shares)]
+            for method in dict.fromkeys(method for method, _ in bounded)
+        ]
         lines += [*markdown(["kept", *(f"{share:g} %" for share in shares)], body), ""]
     return "\n".join(lines)
+
+
+def _cell_text(rows: Sequence[dict[str, Any]], row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    won = recovered(rows, row)
+    return f"{row['nats']:.2f} ± {row['error']:.2f}" + ("" if won is None else f" ({won:.0f} %)")
 
 
 def command(argv: Sequence[str]) -> int:
@@ -429,8 +357,6 @@ def command(argv: Sequence[str]) -> int:
         [RealOptions, PlacedModelOptions, ScorerOptions],
         argv,
     )
-    from locret.scorers.chosen import chosen_heads
-
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
     folder = Path(os.path.expanduser(options.output))
     with locked(folder, f"--output {options.output}"):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,68 +20,23 @@ KEY = ("task", "version", "tokens", "index", "method", "budget", "chunk_size", "
 PROTOCOLS = AWARE, AGNOSTIC = "aware", "agnostic"
 """The question stands in the prompt while that is read; or the document is read and evicted to the budget first, and
 the question comes afterwards, on a fork."""
-_AGAIN = "mend the file, or use --overwrite to start again"
-
-
-_COUNT, _TEXT, _UNITS, _OBJECT = "a whole number", "a text", "a whole number or null", "an object"
-_FIELDS = {
-    **dict.fromkeys(("task", "method", "prediction"), _TEXT),
-    **dict.fromkeys(("version", "tokens", "index", "prompt_tokens", "generated_tokens"), _COUNT),
-    **dict.fromkeys(("kept_units", "peak_units", "cache_bytes", "peak_bytes"), _COUNT),
-    **dict.fromkeys(("budget", "chunk_size", "stabilizers"), _UNITS),
-    "score": "a number from 0 to 1",
-    "targets": "a list of texts",
-    **dict.fromkeys(("prefill_seconds", "decode_seconds"), "a number, 0 or more"),
+_NUMBERS = ("score", "prompt_tokens", "generated_tokens", "prefill_seconds", "decode_seconds")
+_UNITS = ("kept_units", "peak_units", "cache_bytes", "peak_bytes")
+_FIELDS: dict[str, Any] = {
+    **dict.fromkeys(("task", "method", "prediction"), str),
+    **dict.fromkeys((*_NUMBERS, *_UNITS), int | float),
+    "targets": list,
 }
-"""What every record has, in words."""
-_OPTIONAL = {
-    "depth": "a number from 0 to 1",
-    "budget_share": "a number from 0 to 1",
-    "protocol": _TEXT,
-    "compared": _OBJECT,
-    **dict.fromkeys(("tokens_before", "tokens_after", "document_tokens", "question", "protected"), _COUNT),
-    **dict.fromkeys(("host_bytes", "moved_bytes", "kv_ranks"), _COUNT),
-}
+"""What every record has besides its key."""
 
 
-def problem(record: Any) -> str | None:
-    """Return what keeps an object from being a record of an evaluation, None if nothing does."""
-    if not isinstance(record, dict):
-        return "is no object"
-    for name, kind in (_FIELDS | {name: kind for name, kind in _OPTIONAL.items() if name in record}).items():
-        if name not in record:
-            return f"has no field {name!r}"
-        if not _is(record[name], kind):
-            return f"has {_short(record[name])} in field {name!r}, which must be {kind}"
-    return None
-
-
-def _is(value: Any, kind: str) -> bool:
-    if kind == _OBJECT:
-        return isinstance(value, dict)
-    if kind == _TEXT:
-        return isinstance(value, str)
-    if kind == "a list of texts":
-        return isinstance(value, list) and all(isinstance(entry, str) for entry in value)
-    if value is None:
-        return kind == _UNITS
-    if type(value) not in (int, float) or not 0 <= value < math.inf:
-        return False
-    return value <= 1 if kind == "a number from 0 to 1" else type(value) is int or kind == "a number, 0 or more"
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-def key(record: dict[str, Any]) -> tuple[Any, ...]:
+def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what tells a record from others."""
     varying = record.get("budget_share"), protocol_of(record), record.get("question")
     return (*(record[name] for name in KEY), *varying)
 
 
-def protocol_of(found: dict[str, Any]) -> str:
+def protocol_of(found: Mapping[str, Any]) -> str:
     """Return the protocol of a record or cell; the first toolkits knew one only."""
     return str(found.get("protocol", AWARE))
 
@@ -92,6 +46,34 @@ def shown(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         one if protocol_of(one) == AWARE else {**one, "method": f"{one['method']}, {one['protocol']}"} for one in found
     ]
+
+
+def with_error(score: float | None, error: float | None, places: int = 1) -> str:
+    """Return a score with its standard error, if they are known."""
+    if score is None:
+        return ""
+    return f"{score:.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
+
+
+def amount(found: Mapping[str, Any]) -> str:
+    """Return the budget of a record or a cell for people: "256", "10%" of the prompt, or "all"."""
+    if found.get("budget_share") is not None:
+        return percent(found["budget_share"])
+    return "all" if found["budget"] is None else f"{found['budget']:,}"
+
+
+def percent(share: float) -> str:
+    """Return a share for people."""
+    return f"{100 * share:.6g}%"
+
+
+def size(count: float) -> str:
+    """Return bytes for people."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
 
 
 def second_tier(memory: CacheMemory) -> dict[str, int]:
@@ -155,40 +137,27 @@ class SampleLog:
                     known.add(key(record))
                     self.records.append(record)
 
-    def check(self, order: dict[tuple[Any, ...], int], seed: int) -> None:
-        """Refuse records of another run: a folder's plan may get more methods, and nothing else changes.
-
-        Args:
-            order: Place of every record of the run by its key.
-            seed: Of the run's samples.
-
-        Raises:
-            ValueError: If a record answers no question of the run, or one of samples with another seed.
-        """
-        written = [(self.path, record) for record in self.records]
-        written += [(path, record) for path in parts(self.folder) for record in read(path)[0]]
-        for path, record in written:
-            where = f"{record['task']}, {record['tokens']} tokens, sample {record['index']}, method {record['method']}"
-            if key(record) not in order:
-                raise ValueError(f"{path} has an answer to what is not asked here ({where}); {_AGAIN}")
-            if record.get("seed", seed) != seed:
-                raise ValueError(f"{path} has an answer with seed {_short(record['seed'])} ({where}); {_AGAIN}")
-
-    def merge(self, order: dict[tuple[Any, ...], int]) -> None:
+    def merge(self, order: Mapping[tuple[Any, ...], int]) -> None:
         """Bring all that was written into one file, in the order of an evaluation in one process without interruption.
 
         Args:
             order: Place of every record by its key.
 
         Raises:
-            ValueError: If a line is broken.
+            ValueError: If a line is broken, or answers what is not asked.
             OSError: If the file cannot be written; then all that was there is still there.
         """
         before = len(self.records)
         self.collect()
-        ranks = [order.get(key(record), len(order)) for record in self.records]
+        for record in self.records:
+            if key(record) not in order:
+                raise ValueError(
+                    f"{self.path} has an answer to what is not asked here ({record['task']}, sample "
+                    f"{record['index']}, method {record['method']}); mend the file, or use --overwrite to start again"
+                )
+        ranks = [order[key(record)] for record in self.records]
         if len(self.records) > before or ranks != sorted(ranks):
-            self.records.sort(key=lambda record: order.get(key(record), len(order)))
+            self.records.sort(key=lambda record: order[key(record)])
             lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in self.records]
             write_text(self.path, "".join(lines))
         for path in parts(self.folder):
@@ -208,32 +177,31 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
     Raises:
         ValueError: If a line that is not the last one is broken, or two lines give different answers to one question.
     """
-    records: dict[tuple[Any, ...], tuple[int, dict[str, Any]]] = {}
+    records: dict[tuple[Any, ...], dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     good = 0
-    for number, line in enumerate(lines, start=1):
-        whole = number < len(lines)  # what follows the last line break was cut off
-        if not line:
-            good += whole
-            continue
-        try:
-            record = json.loads(line)
-            wrong = problem(record)
-        except (ValueError, RecursionError):
-            wrong = "is not JSON"
-        if wrong is not None:
-            if any(lines[number:]):
-                raise ValueError(f"{path}, line {number} is not a record of an evaluation: it {wrong}; {_AGAIN}")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break was cut off
+        record = _record(line) if line else {}
+        if record is None and not any(lines[number:]):
             break
-        if not whole:
-            break
-        first, before = records.setdefault(key(record), (number, record))
-        if (before["prediction"], before["score"]) != (record["prediction"], record["score"]):
-            raise ValueError(f"{path}, lines {first} and {number} answer one question in different ways; {_AGAIN}")
+        if record:
+            before = records.setdefault(key(record), record)
+            if (before["prediction"], before["score"]) != (record["prediction"], record["score"]):
+                record = None
+        if record is None:
+            raise ValueError(
+                f"{path}, line {number} is no record of an evaluation, or answers what another line answers in another "
+                "way; mend the file, or use --overwrite to start again"
+            )
         good += len(line) + 1
-    return [record for _, record in records.values()], good
+    return list(records.values()), good
 
 
-def in_order(records: Iterable[dict[str, Any]], order: dict[tuple[Any, ...], int]) -> list[dict[str, Any]]:
-    """Return the records that belong to a run, in the order it would write them without interruption."""
-    return sorted((record for record in records if key(record) in order), key=lambda record: order[key(record)])
+def _record(line: bytes) -> dict[str, Any] | None:
+    """Return the record of a line; None if it is none."""
+    try:
+        record = json.loads(line)
+        whole = all(isinstance(record[name], kind) for name, kind in _FIELDS.items()) and {key(record)}
+        return record if whole and all(record[name] >= 0 for name in (*_NUMBERS, *_UNITS)) else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None

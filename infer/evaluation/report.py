@@ -1,52 +1,65 @@
-"""What an evaluation leaves behind besides its records: results.json, the Markdown table and the pictures."""
+"""What an evaluation leaves behind besides its records: the cells of results.json, and the table of results.md."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locret.base.files import write_text
-from locret.infer.evaluation import output_folder, summary, tables
-from locret.infer.evaluation.job import Job
-from locret.infer.evaluation.records import RESULTS, TABLE, SampleLog, in_order, key, shown
-from locret.infer.evaluation.runner import Case, Run, Unmade
+from locret.base.tables import markdown
+from locret.data.tasks.task import SampleSet, Task
+from locret.environment import versions
+from locret.infer.evaluation import output_folder, suite_report
+from locret.infer.evaluation.plan import Case, Run, Unmade
+from locret.infer.evaluation.records import (
+    AWARE,
+    RESULTS,
+    TABLE,
+    SampleLog,
+    amount,
+    key,
+    protocol_of,
+    shown,
+    size,
+    with_error,
+)
+
+if TYPE_CHECKING:
+    from locret.infer.evaluation.job import Job
+
+CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers", "budget_share", "protocol")
+_OPTIONAL = ("host_bytes", "moved_bytes", "kv_ranks")
+ERRORS = "±: standard error, the samples' standard deviation / √n (by jackknife where a task's score is not a mean)"
 
 
 def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: Job) -> dict[str, Any]:
     """Write results.json and results.md from what has been measured so far, and return the results.
 
-    Args:
-        output: Folder of the evaluation.
-        log: Its records.
-        settings: The resolved configuration.
-        job: What is evaluated.
-
     Raises:
         OSError: If they cannot be written.
     """
-    cases, runs = job.cases, job.runs
+    cases, runs, here = job.cases, job.runs, versions()
     records = ordered(log, cases, runs)
-    found_cells = summary.cells(records, {(case.task.name, case.tokens): case.samples for case in cases})
-    named = shown(found_cells)
-    *earlier, found = output_folder.versions_of(output)
+    found = cells(records, {(case.task.name, case.tokens): case.samples for case in cases})
+    first = output_folder.first_versions(output)
     results: dict[str, Any] = {
         "config": settings,
         "configuration_sha256": output_folder.fingerprint(settings),
-        "versions": found,
-        "commit": found.get("commit"),
-        **({"resumed_from": earlier} if earlier else {}),
-        "seed": settings["seed"],
+        "versions": here,
+        "commit": here.get("commit"),
+        **({"begun_with": first} if first != here else {}),
         "complete": len(records) == len(cases) * len(runs),
         **({"left_out": [asdict(one) for one in job.unmade]} if job.unmade else {}),
-        "cells": found_cells,
+        "cells": found,
         "figures": [],
     }
     if suite := job.evaluation.chosen_suite():
         published = job.evaluation.published
-        results["suite"] = tables.suite_results(suite, named, job.missing, settings, published)
+        results["suite"] = suite_report.results(suite, shown(found), job.missing, settings, published)
     write_text(output / TABLE, as_markdown(results))
     write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
     return results
@@ -54,32 +67,146 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
 
 def as_markdown(results: dict[str, Any]) -> str:
     """Return the results as Markdown: a suite's table first."""
-    suite = tables.suite_table(results["suite"]) + "\n" if "suite" in results else ""
+    suite = [suite_report.table(results["suite"])] if "suite" in results else []
     left = [f"Left out: {Unmade(**one)}.\n" for one in results.get("left_out", ())]
-    return "\n".join([suite + tables.table(results["cells"]), *left])
-
-
-def write_figures(
-    output: Path, log: SampleLog, results: dict[str, Any], cases: Sequence[Case], runs: Sequence[Run]
-) -> None:
-    """Draw all pictures and add their names to results.json; numbers are on disk before the first one is drawn.
-
-    Raises:
-        ValueError: If matplotlib is not installed.
-        OSError: If one cannot be written.
-    """
-    from locret.infer.evaluation import figures
-
-    results["figures"] = figures.write_all(output, shown(ordered(log, cases, runs)), shown(results["cells"]))
-    write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
-
-
-def ordered(log: SampleLog, cases: Sequence[Case], runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the records in the order of an evaluation without interruption."""
-    return in_order(log.records, order_of(cases, runs))
+    return "\n".join([*suite, table(results["cells"]), *left])
 
 
 def order_of(cases: Sequence[Case], runs: Sequence[Run]) -> dict[tuple[Any, ...], int]:
     """Return the rank of every record in an evaluation without interruption, by its key."""
     keys = [key(case.axes | run.axes) for case in cases for run in runs]
     return {name: index for index, name in enumerate(keys)}
+
+
+def ordered(log: SampleLog, cases: Sequence[Case], runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Return the records in the order of an evaluation without interruption."""
+    order = order_of(cases, runs)
+    return sorted((one for one in log.records if key(one) in order), key=lambda one: order[key(one)])
+
+
+def cells(records: Sequence[dict[str, Any]], sets: Mapping[tuple[str, int], SampleSet]) -> list[dict[str, Any]]:
+    """Return one cell per task, length, method, policy and protocol, in the order of the records.
+
+    A cell holds `n` texts, where several questions were asked of each the number of `questions` in all, `score` (mean
+    x 100 over texts, of each the mean over its questions), its `standard_error`, per KV head `kept_units` (mean of the
+    layers) and `peak_units` (of the fullest layer), both the largest of the samples, `cache_bytes` after reading,
+    `peak_bytes`, with a second tier `host_bytes` and `moved_bytes` (fetched from it per sample, the largest), where
+    processes share the KV heads their number `kv_ranks` (bytes are those of one), and `prefill_tokens_per_second` and
+    `decode_tokens_per_second` (all tokens / all seconds). The `task` of a published set says how much of it was asked;
+    its plain name is `set`, its size `of` (None: unknown), and its score follows its protocol where that is not a mean.
+    """
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for record in records:
+        groups.setdefault(tuple(record.get(name) for name in CELL[:-1]) + (protocol_of(record),), []).append(record)
+    found = []
+    for group, members in groups.items():
+        cell = {name: value for name, value in zip(CELL, group, strict=True) if (name, value) != ("budget_share", None)}
+        whole, texts = sets[cell["task"], cell["tokens"]], by_text(members)
+        cell |= {"set": cell["task"], "task": whole.label(len(texts)), "n": len(texts)}
+        cell |= {"questions": len(members)} if any("question" in record for record in members) else {}
+        cell |= task_score(whole.task, texts) | ({} if whole.made else {"of": whole.of})
+        for name in ("kept_units", "peak_units", "cache_bytes", "peak_bytes", *_OPTIONAL):
+            if any(name in record for record in members):
+                cell[name] = max(record.get(name, 0) for record in members)
+        for name in ("tokens_before", "tokens_after"):
+            cell[name] = round(statistics.fmean(record.get(name, 0) for record in members), 1)
+        for name, tokens in (("prefill", "prompt_tokens"), ("decode", "generated_tokens")):
+            seconds = sum(record[f"{name}_seconds"] for record in members)
+            rate = round(sum(record[tokens] for record in members) / seconds, 1) if seconds else None
+            cell[f"{name}_tokens_per_second"] = rate
+        found.append(cell)
+    return found
+
+
+def task_score(task: Task, texts: Sequence[Sequence[dict[str, Any]]]) -> dict[str, float | None]:
+    """Return the `score` of a task from 0 to 100 by its own rule, and its `standard_error`.
+
+    The error of a mean is the samples' standard deviation over the root of n; that of any other rule (L-Eval's ROUGE)
+    is the jackknife's, which for a mean is the same. Several questions of one text count as one sample: they stand or
+    fall together.
+    """
+
+    def summarised(some: Sequence[Sequence[dict[str, Any]]]) -> float:
+        own = [record for text in some for record in text]
+        answers = [(record["prediction"], tuple(record["targets"])) for record in own]
+        return 100 * task.summarise([record["score"] for record in own], answers)
+
+    count, error = len(texts), None
+    if type(task).summarise is Task.summarise:
+        scores = [statistics.fmean(100 * record["score"] for record in text) for text in texts]
+        score = statistics.fmean(scores)
+        error = statistics.stdev(scores) / count**0.5 if count > 1 else None
+    else:
+        score = summarised(texts)
+        if count > 1:
+            without = [summarised([*texts[:out], *texts[out + 1 :]]) for out in range(count)]
+            error = (count - 1) / count**0.5 * statistics.stdev(without)
+    return {"score": round(score, 4), "standard_error": None if error is None else round(error, 4)}
+
+
+def by_text(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Return the records of each text, of one task, length and way of reading."""
+    texts: dict[int, list[dict[str, Any]]] = {}
+    for record in records:
+        texts.setdefault(record["index"] if "question" in record else len(texts), []).append(record)
+    return list(texts.values())
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table: a row per method and policy, a column per task and length, and what it took."""
+    found = shown(found)
+    columns = list(dict.fromkeys((cell["set"], cell["tokens"]) for cell in found))
+    rows: dict[tuple[Any, ...], dict[tuple[str, int], dict[str, Any]]] = {}
+    for cell in found:
+        rows.setdefault(tuple(cell.get(name) for name in CELL[2:]), {})[cell["set"], cell["tokens"]] = cell
+    policies = [dict(zip(CELL[2:], row, strict=True)) for row in rows]
+    varied = [n for n in CELL[4:6] if len({policy[n] for policy in policies if policy[n] is not None}) > 1]
+    names = [_title(column, found) for column in columns]
+    tiers = ["host"] if any("host_bytes" in cell for cell in found) else []
+    lines = []
+    for policy, own in zip(policies, rows.values(), strict=True):
+        full = _full(rows, policy)
+        texts = [policy["method"], amount(policy), *("" if policy[n] is None else f"{policy[n]:,}" for n in varied)]
+        texts += [_score(own.get(column), full.get(column), name) for column, name in zip(columns, names, strict=True)]
+        cells = list(own.values())
+        texts += [f"{max(cell['kept_units'] for cell in cells):,}", size(max(cell["peak_bytes"] for cell in cells))]
+        texts += [size(max(cell.get("host_bytes", 0) for cell in cells)) for _ in tiers]
+        for phase in ("prefill", "decode"):
+            rates = [rate for cell in cells if (rate := cell[f"{phase}_tokens_per_second"])]
+            texts.append(f"{statistics.fmean(rates):,.0f}" if rates else "")
+        lines.append(texts)
+    titles = ["method", "budget", *(name.replace("_", " ") for name in varied), *names, "units / KV head"]
+    titles += ["peak cache", *tiers, "read tokens/s", "write tokens/s"]
+    noted = ["", ERRORS] if any(cell["standard_error"] is not None for cell in found) else []
+    if sharing := {cell["kv_ranks"] for cell in found if "kv_ranks" in cell}:
+        noted += ["", f"peak cache: of {max(sharing)} processes that share the KV heads: bytes are those of one"]
+    return "\n".join([*markdown(titles, lines), *noted]) + "\n"
+
+
+def _full(rows: Mapping[tuple[Any, ...], Any], policy: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Return the plain cache's cells, of the same protocol if it was read in it."""
+    nothing, protocol = (None, None, None, None), policy["protocol"]
+    usual = rows.get(("full", *nothing, AWARE), {})
+    return {**usual, **rows.get((f"full, {protocol}", *nothing, protocol), {})}
+
+
+def _title(column: tuple[str, int], found: Sequence[dict[str, Any]]) -> str:
+    """Return a column's title: a task with the part of a published set that all methods read, and the length.
+
+    Published sets have prompts as long as they are, so their length is shown only where there are several.
+    """
+    task, tokens = column
+    own = [cell for cell in found if cell["set"] == task]
+    labels = {cell["task"] for cell in own if cell["tokens"] == tokens}
+    name = labels.pop() if len(labels) == 1 else task
+    single = "of" in own[0] and len({cell["tokens"] for cell in own}) == 1
+    return name if single or not tokens else f"{name} @ {tokens:,}"
+
+
+def _score(cell: dict[str, Any] | None, full: dict[str, Any] | None, title: str) -> str:
+    if cell is None:
+        return ""
+    # Methods of an unfinished run may have read different parts of a published set.
+    part = f" [{cell['task'].removeprefix(cell['set']).strip(' ()')}]" if cell["task"] not in title else ""
+    share = "" if full is None or cell is full or not full["score"] else f" ({cell['score'] / full['score']:.0%})"
+    return f"{with_error(cell['score'], cell['standard_error'])}{share}{part}"

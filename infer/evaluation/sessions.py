@@ -11,18 +11,17 @@ from os.path import commonprefix
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import Cache, DynamicCache
+from torch import Tensor
+from transformers import DynamicCache
 
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import input_device, unwrap
 from locret.chunked_prefill import read_turn
 from locret.conversation.text import decode, encode, leading_special_ids
 from locret.conversation.turns import MARK, Message, Transcript
-from locret.data.tasks import Task
 from locret.generation import FiniteLogits, check_finite_logits
 from locret.infer.evaluation.answering import bytes_of, settings_of
-from locret.infer.evaluation.methods import Prompt, knows_answers, make_scorer
+from locret.infer.evaluation.methods import Prompt, make_scorer
 from locret.infer.evaluation.records import second_tier
 
 
@@ -45,88 +44,55 @@ def _held(cache: Any) -> dict[str, int]:
     return dict.fromkeys(("cache_bytes", "peak_bytes"), bytes_of(cache))
 
 
-class Session:
-    """Reads turns into one cache and answers each by the choice whose first token is the likeliest.
+@torch.no_grad()
+def answer_turns(prompt: Prompt, run: Any) -> dict[str, Any]:
+    """Answer every turn of a sample by the choice whose first token is the likeliest; what it says is read with the
+    next turn. All are read into one cache that is never emptied.
 
     A RetentionCache evicts what exceeds its budget before it reads a turn, so that it never holds more than
     `budget + max(chunk_size, local_len)` units; a cache of transformers grows with every turn.
 
-    Args:
-        model: The backbone of the cache.
-        tokenizer: The backbone's.
-        cache: An empty cache.
-        turn: A turn's text, after which the choices are tokenised.
-        choices: The texts to choose from.
-
     Raises:
         ValueError: If two choices begin with the same token, so that their first tokens decide nothing.
     """
-
-    def __init__(self, model: nn.Module, tokenizer: Any, cache: Cache, turn: str, choices: tuple[str, ...]) -> None:
-        self.model, self.tokenizer, self.cache = model, tokenizer, cache
-        self.most_units = 0
-        """Most units per KV head held after any turn."""
-        self._unread = list(leading_special_ids(tokenizer))
-        self._choices = {choice: self._after(turn.rstrip(" "), choice) for choice in choices}
-        if len({ids[0] for ids in self._choices.values()}) < len(choices):
-            raise ValueError(
-                f"this tokenizer begins two of the choices {', '.join(choices)} with the same token, so the first "
-                "token cannot decide between them; use another backbone"
-            )
-
-    def _after(self, context: str, choice: str) -> list[int]:
-        """Return the tokens that a choice adds to a text; the space before it is the choice's."""
-        before, both = encode(self.tokenizer, context), encode(self.tokenizer, f"{context} {choice}")
-        return both[len(commonprefix([before, both])) :]
-
-    @torch.no_grad()
-    def rate(self, turn: str) -> dict[str, float]:
-        """Read a turn and return the log-probability of each choice's first token; the likeliest is remembered."""
-        ids = self._unread + encode(self.tokenizer, turn.rstrip(" "))
-        logits_V = self._read(torch.tensor([ids]))[0].float()
-        check_finite_logits(self.model, logits_V)
-        self.most_units = max(self.most_units, _units(self.cache))
-        chances = torch.log_softmax(logits_V, dim=-1)[[ids[0] for ids in self._choices.values()]].tolist()
-        rated = dict(zip(self._choices, chances, strict=True))
-        self._unread = self._choices[likeliest(rated)]
-        return rated
-
-    def _read(self, ids: Tensor) -> Tensor:
-        if isinstance(self.cache, RetentionCache):
-            return prefill(self.model, ids, self.cache)
-        ids = ids.to(input_device(self.model))
-        out = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1]  # type: ignore[no-any-return]
-
-
-def likeliest(rated: dict[str, float]) -> str:
-    """Return the choice with the highest log-probability, the first of equals."""
-    return max(rated, key=lambda choice: rated[choice])
-
-
-def answer_turns(prompt: Prompt, run: Any, task: Task) -> dict[str, Any]:
-    """Answer all turns of a sample in one cache that is never emptied; return the answers, units, bytes and seconds.
-
-    Raises:
-        ValueError: If the method rates the units of one prompt only, or the tokenizer cannot tell the choices apart.
-    """
-    sample, name = prompt.sample, run.method.name
-    if knows_answers(name):
-        raise ValueError(f"method {name} knows the answer to one prompt, and {task.name} is a session; leave one out")
-    cache = _cache_of(prompt, run)
-    session = Session(prompt.setup.model, prompt.setup.tokenizer, cache, sample.turns[-1], sample.choices)
-    start = time.perf_counter()
-    answers = [likeliest(session.rate(turn)) for turn in sample.turns]
+    model, tokenizer, sample = prompt.setup.model, prompt.setup.tokenizer, prompt.sample
+    cache, start, most, answers = _cache_of(prompt, run), time.perf_counter(), 0, list[str]()
+    said = {choice: _after(tokenizer, sample.turns[-1].rstrip(" "), choice) for choice in sample.choices}
+    if len({ids[0] for ids in said.values()}) < len(said):
+        raise ValueError(
+            f"this tokenizer begins two of the choices {', '.join(said)} with the same token, so the first token "
+            "cannot decide between them; use another backbone"
+        )
+    unread = leading_special_ids(tokenizer)
+    for turn in sample.turns:
+        logits_V = _last_logits(model, cache, torch.tensor([unread + encode(tokenizer, turn.rstrip(" "))]))
+        check_finite_logits(model, logits_V)
+        chances = torch.log_softmax(logits_V, dim=-1)
+        answers.append(max(said, key=lambda choice: float(chances[said[choice][0]])))  # the first of equals
+        unread, most = said[answers[-1]], max(most, _units(cache))
     return {
         "prediction": "".join(answers),
         "prompt_tokens": cache.seen if isinstance(cache, RetentionCache) else cache.get_seq_length(),
         "generated_tokens": len(answers),
-        "kept_units": session.most_units,
-        "peak_units": session.most_units,
+        "kept_units": most,
+        "peak_units": most,
         **_held(cache),
         "prefill_seconds": time.perf_counter() - start,
         "decode_seconds": 0.0,
     }
+
+
+def _after(tokenizer: Any, context: str, choice: str) -> list[int]:
+    """Return the tokens that a choice adds to a text; the space before it is the choice's."""
+    before, both = encode(tokenizer, context), encode(tokenizer, f"{context} {choice}")
+    return both[len(commonprefix([before, both])) :]
+
+
+def _last_logits(model: Any, cache: Any, ids_1N: Tensor) -> Tensor:
+    if isinstance(cache, RetentionCache):
+        return prefill(model, ids_1N, cache)[0].float()
+    out = model(input_ids=ids_1N.to(input_device(model)), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits[0, -1].float()  # type: ignore[no-any-return]
 
 
 class _Bounded:
@@ -162,7 +128,6 @@ class _Plain:
 
     @property
     def seen(self) -> int:
-        """Tokens of the talk that were read or written."""
         return self.ids_1N.shape[1]
 
     def read(self, ids: list[int]) -> None:
@@ -173,13 +138,10 @@ class _Plain:
             self.model(input_ids=rest_1L, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
     def write(self, *, stands: bool) -> tuple[list[int], list[int], Any]:
-        cache = self.cache if stands else copy.deepcopy(self.cache)
+        cache, mask_1N = self.cache if stands else copy.deepcopy(self.cache), torch.ones_like(self.ids_1N)
+        look = [FiniteLogits(self.model)]
         out_1N = self.model.generate(
-            self.ids_1N,
-            attention_mask=torch.ones_like(self.ids_1N),
-            past_key_values=cache,
-            logits_processor=[FiniteLogits(self.model)],
-            **self.settings,
+            self.ids_1N, attention_mask=mask_1N, past_key_values=cache, logits_processor=look, **self.settings
         )
         new: list[int] = out_1N[0, self.seen :].tolist()
         held = cache.get_seq_length() - self.seen
@@ -189,24 +151,19 @@ class _Plain:
 
 
 @torch.no_grad()
-def answer_conversation(prompt: Prompt, run: Any, task: Task) -> dict[str, Any]:
+def answer_conversation(prompt: Prompt, run: Any) -> dict[str, Any]:
     """Answer all turns of a sample in one cache; return the answers as a JSON list, units, bytes and seconds.
 
     Where the sample says what stands as the answer to a turn (`said`), the model's own answer is written on a fork.
 
-    Args:
-        prompt: Of the first turn.
-        run: How it is read.
-        task: Says how long an answer may be, and where it ends.
-
     Raises:
         ValueError: If the chat template refuses the turns.
     """
-    sample, tokenizer, settings = prompt.sample, prompt.setup.tokenizer, settings_of(prompt, task)
+    sample, tokenizer, task = prompt.sample, prompt.setup.tokenizer, prompt.text.task
+    settings = settings_of(prompt, task)
     ends = settings["eos_token_id"] if isinstance(settings["eos_token_id"], list) else [settings["eos_token_id"]]
-    template = "chat" if prompt.text is None else prompt.text.template
     # The first turn has been rendered with the document in it; a mark stands for it here.
-    transcript = Transcript(tokenizer, template, sample.system or None, (Message("user", MARK),))
+    transcript = Transcript(tokenizer, prompt.text.template, sample.system or None, (Message("user", MARK),))
     start, writing, answers, count = time.perf_counter(), 0.0, list[str](), 0
     talk = (_Plain if run.method.plain else _Bounded)(prompt, _cache_of(prompt, run), settings)
     kept = most = talk.seen if run.method.plain else _units(talk.cache)

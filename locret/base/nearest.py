@@ -42,9 +42,12 @@ _RETIRED = (
     *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
     *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
     *("option --devices", "option --host-memory", "option --gate", "option --offload-folder"),
+    *("option --skip-bad-rows", "option --data-revision"),
     *("option --streaming", "option --shuffle-buffer", "option --max-row-bytes"),
     *("task multivalue", "task variable_tracking", "task two_stage"),
     *("task option lookalikes", "option --density", "option --lookalikes"),
+    *("task option max_row_bytes", "task option answer_room", "task option replace_mask", "task option collection"),
+    *("task option max_turns", "task option no_context", "task option compensated", "task option digits"),
     *("modifier +d2o", "modifier +kvmerger", "modifier +refit"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""

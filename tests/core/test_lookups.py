@@ -7,13 +7,13 @@ from typing import Any, ClassVar
 import oracle as reference
 import pytest
 import torch
+from embedded import many_keys
 from families import build, prompt
 from lookup_runs import LAYERS, fresh, method
 from torch import Tensor
 
 from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, lookups, prefill
 from locret.cli.help import field_docs
-from locret.data import tasks
 from locret.lookups import Ask, Lookup
 from locret.lookups.codes import CodedKeys, turn
 from locret.shipped import find
@@ -214,7 +214,7 @@ def asked() -> list[Ask]:
         heads=find("checkpoints/tiny-heads"),
         policy={"budget": 32, "chunk_size": 512, "local_len": 16, "host_budget": "all", "recall": 8},
     )
-    sample = tasks.get("multikey", keys=24).sample(lm.tokenizer, tokens=2048, depth=0.4, seed=3)
+    sample = many_keys(lm.tokenizer, 2048, keys=24, depth=0.4, seed=3)
     chat = [{"role": "user", "content": sample.content}]
     ids = lm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     cache = lm.new_cache()

@@ -10,9 +10,10 @@ from typing import Any
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from locret.data.training.json_rows import Entry, stream_entries
+from locret.data.tasks.rows import Row
 
 HERE = Path(__file__).resolve().parent
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 CHATML = (
     "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
     "{% if add_generation_prompt %}<|im_start|> assistant {% endif %}"
@@ -45,26 +46,6 @@ def write_lines(path: Path, rows: list[Any]) -> Path:
     return path
 
 
-def load(path: Path, **options: Any) -> list[Any]:
-    """Return the rows of a file."""
-    return [entry.load() for entry in stream_entries([path], **options)]
-
-
-def entries(rows: Iterable[Any], place: str = "rows.jsonl:{}") -> list[Entry]:
+def entries(rows: Iterable[Any], place: str = "rows.jsonl:{}") -> list[Row]:
     """Return rows as a file would give them."""
-    return [Entry(number, place.format(number + 1), lambda row=row: row) for number, row in enumerate(rows)]
-
-
-def made(
-    task: Any,
-    tokenizer: Any,
-    tokens: int | None,
-    samples: int,
-    *,
-    seed: int = 0,
-    data_dir: Path | None = None,
-    only: Iterable[int] | None = None,
-) -> list[dict[str, Any]]:
-    """Return rows that a task makes, all or some of them."""
-    make = task.maker(tokenizer, tokens, samples=samples, seed=seed, data_dir=data_dir)
-    return [make(index) for index in (range(samples) if only is None else only)]
+    return [Row(number, place.format(number + 1), row) for number, row in enumerate(rows)]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from embedded import many_keys
 
 pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
 pytest.importorskip("gguf", reason="gguf is not installed")
@@ -35,7 +36,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, prefill
 from locret.cache.cache_file import save_cache
-from locret.data import tasks
 from locret.engines import llamacpp
 from locret.engines.llamacpp import INTERLEAVED, Layout, export, sequence_state, slot_file
 from locret.engines.prefix import Prefix
@@ -67,7 +67,7 @@ def lm() -> LongContextModel:
 
 
 def book(lm: LongContextModel, seed: int) -> Book:
-    sample = tasks.get("multikey").sample(lm.tokenizer, tokens=TOKENS, depth=0.3, seed=seed)
+    sample = many_keys(lm.tokenizer, TOKENS, seed=seed)
     asked = re.findall(r"for (\w+)", sample.content[-200:])[-1]
     cut = sample.content.rfind(asked)
 
@@ -263,7 +263,7 @@ def test_nothing_else_answers(model: Model, books: list[Book], version: int, mon
 
 def test_texts_have_the_ids_that_they_have_here(gguf_file: Path, lm: LongContextModel) -> None:
     llama = llama_cpp.Llama(str(gguf_file), vocab_only=True, verbose=False)
-    texts = [tasks.get(name).sample(lm.tokenizer, tokens=600, depth=0.5, seed=4).content for name in tasks.names()[:8]]
+    texts = [many_keys(lm.tokenizer, 600, seed=seed).content for seed in range(3)]
     texts += ["The\n\nkey \\n 'is' {12345}; \"a_b\"", "<user> a <assistant> 1 <eos>"]
     for text in texts:
         theirs = llama.tokenize(spaced_turn(text).encode(), add_bos=False, special=True)
@@ -335,7 +335,7 @@ def test_the_options_in_the_record_are_those_the_server_needs(
 
 @needs_server
 def test_a_question_can_be_text(gguf_file: Path, lm: LongContextModel, tmp_path: Path) -> None:
-    sample = tasks.get("multikey").sample(lm.tokenizer, tokens=2000, depth=0.3, seed=5)
+    sample = many_keys(lm.tokenizer, 2000, seed=5)
     document, _, question = sample.content.rpartition("\n")
     context = lm.read(document, name="keys")
     _, record = export(context, tmp_path / "keys.bin")

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from embedded import many_keys
 from test_cuda import model, prompt  # noqa: F401 (a fixture)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
-from locret.data import tasks
-from locret.data.tasks.prompts import build_prompt
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,9 +32,10 @@ def answer(model: torch.nn.Module, cache: RetentionCache) -> torch.Tensor:  # no
 def asked() -> tuple[Any, ...]:
     """The embedded backbone, whose choices are no near-ties that rounding decides, its heads, and a question."""
     trained = AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).eval()
-    tokenizer, task = AutoTokenizer.from_pretrained(TINY), tasks.get("multikey")
-    sample = task.sample(tokenizer, 1500, depth=0.3, seed=7)
-    ids = torch.tensor([build_prompt(task, sample, tokenizer).ids])
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    turn = [{"role": "user", "content": many_keys(tokenizer, 1500, seed=7).content}]
+    given = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+    ids = tokenizer.apply_chat_template(turn, **given)["input_ids"]
     return trained, RetainingHeads.from_pretrained(f"{TINY}-heads"), ids
 
 

@@ -12,8 +12,7 @@ from typing import Any
 
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import build_prompt
-from locret.data.tasks.task import Wanted
-from locret.infer.evaluation.runner import Case, plan_cases
+from locret.infer.evaluation.methods import Prompt, Setup, SharedText
 
 MODULE = "locret.infer.evaluation.command"
 TIMES = ("prefill_seconds", "decode_seconds", "prefill_tokens_per_second", "decode_tokens_per_second")
@@ -48,23 +47,19 @@ def records(folder: Path, name: str = "samples.jsonl") -> list[dict[str, Any]]:
     return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
 
 
+def results(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "results.json").read_text())
+    return found
+
+
 def cells(folder: Path) -> list[dict[str, Any]]:
-    found = json.loads((folder / "results.json").read_text())["cells"]
-    return [{k: v for k, v in cell.items() if k not in TIMES} for cell in found]
+    return [{k: v for k, v in cell.items() if k not in TIMES} for cell in results(folder)["cells"]]
 
 
-def cases(
-    tasks: Sequence[Task], lengths: Sequence[int], samples: int, seed: int, longest: int | None = None
-) -> list[Case]:
-    """Return what `locret-eval` asks of tasks that need no data."""
-    wanted = Wanted(tokenizer=lambda: None, lengths=lengths, samples=samples, seed=seed)
-    return plan_cases([task.select(wanted) for task in tasks], seed)
-
-
-def prompt_ids(tokenizer: Any, sample: Sample) -> Any:
-    """Return (1, N) ids of a sample of a task that needs no data."""
+def prompts(setup: Setup, task: Task, samples: Sequence[Sample]) -> list[Prompt]:
+    """Return the prompts of questions about one text."""
     import torch
 
-    from locret.data import tasks
-
-    return torch.tensor([build_prompt(tasks.get("passkey"), sample, tokenizer).ids])
+    text = SharedText(setup, task, samples[0])
+    built = [build_prompt(task, one, setup.tokenizer) for one in samples]
+    return [Prompt(torch.tensor([b.ids]), one, text) for one, b in zip(samples, built, strict=True)]

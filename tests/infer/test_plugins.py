@@ -27,7 +27,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from locret.data.tasks.generated.passkey import PassKey
+from locret.data.tasks.published.niah import NeedleTask
 from locret.scorers import Chunk, Scorer
 
 
@@ -70,7 +70,10 @@ class Strict(ValueNorm):
             raise ValueError("least is below 1")
 
 
-KEYS = PassKey(version=9)
+KEYS = NeedleTask(
+    name="keys", version=9, source="own", metric="first integer", max_new_tokens=16, file="keys.jsonl", passkey=True,
+    scored=lambda said, sample: float(sample.targets[0] in said),
+)
 '''
 POINTS = """[locret.scorers]
 acme_norm = acme_memory:ValueNorm
@@ -260,7 +263,7 @@ def test_a_list_of_methods_goes_on_where_an_announced_one_is_broken(installed: N
 def test_tasks_come_from_modules_files_and_packages(installed: None, site: Path) -> None:
     for name in ("acme_keys", "acme_memory:KEYS", f"{site / 'acme_memory.py'}:KEYS"):
         task = tasks.get(name)
-        assert (task.name, task.version, task.family) == (name, 9, "generated")
+        assert (task.name, task.version, task.family) == (name, 9, "")
         assert tasks.get(task.name) == task
     with pytest.raises(ValueError, match=r'task "acme_memory:ValueNorm" is no locret\.data\.tasks\.Task; derive it'):
         tasks.get("acme_memory:ValueNorm")

@@ -12,9 +12,8 @@ from locret.base.method_spec import MODIFIERS
 from locret.infer.command import command as infer
 from locret.infer.context_command import command as context
 from locret.infer.evaluation import methods
-from locret.infer.evaluation.allotment import Allotment
 from locret.infer.evaluation.command import command as evaluate
-from locret.infer.evaluation.runner import plan_runs
+from locret.infer.evaluation.plan import Allotment, plan_runs
 from locret.infer.speed.command import command as bench
 from locret.policy.policy import RetentionPolicy
 

@@ -38,11 +38,6 @@ def book_choice(prediction: str, text: str, letter: str) -> float:
     A text that begins with one of A to D is judged by that letter alone, so "A house" and "Because" are taken as
     answers A and B. Else the whole text, then what follows a phrase such as "answer is", then the first word that is
     part of "ABCD" must be the option's text or letter.
-
-    Args:
-        prediction: The generated text.
-        text: The right option's text.
-        letter: The right option's letter.
     """
     labels = (text, letter)
     prediction = prediction.strip()
@@ -63,13 +58,8 @@ def code_choice(prediction: str, function: str, letter: str, line_end: bool = Fa
     """Return 1 if the answer is the right option: InfiniteBench's C.Debug.
 
     It must begin with the letter and a full stop or colon, or name letter or function after "is:" or "answer:". A bare
-    letter scores 0, and so does the function's name alone.
-
-    Args:
-        prediction: The generated text.
-        function: Name of the function that has the error.
-        letter: The letter it has among the options.
-        line_end: Whether a letter alone on its line counts too, as in the Locret release.
+    letter scores 0, and so does the function's name alone; with `line_end` a letter alone on its line counts too, as in
+    the Locret release.
     """
     prediction = prediction.strip()
     ends = (".", ":", "\n") if line_end else (".", ":")
@@ -99,10 +89,8 @@ def one_class(prediction: str, expected: str, classes: Sequence[str]) -> float:
 def chosen_letters(prediction: str, several: bool) -> str:
     """Return the letters that an answer to one of L-Eval's exams chooses, "A" where it names none.
 
-    Args:
-        prediction: The generated text. An empty one gives "None", which is never right.
-        several: Whether more than one option can be right (coursera). Otherwise the first of the capitals A to D counts
-            wherever it stands, so "Because" is answer B.
+    An empty one gives "None", which is never right. Where one option alone can be right (not `several`, as in
+    coursera), the first of the capitals A to D counts wherever it stands, so "Because" is answer B.
     """
     if not prediction.strip():
         return "None"
@@ -149,12 +137,6 @@ def only_labels(prediction: str, target: str, question: str, labels: Sequence[st
     Labels are looked for as parts of words, in any case; those that the question names do not count, so that a target
     among them can never be right. Targets of several labels are separated by commas. The official code also cuts the
     answer at "Question", which it never finds in a text in small letters.
-
-    Args:
-        prediction: The generated text.
-        target: The right label, or several of them.
-        question: The question.
-        labels: All labels of the task.
     """
     said = prediction.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
     known = {label.lower() for label in labels}

@@ -41,10 +41,6 @@ from typing import Any
 def library(name: str, metric: str) -> ModuleType:
     """Return an optional library, imported.
 
-    Args:
-        name: The module's dotted name, such as "rouge_score.rouge_scorer".
-        metric: What needs it, for the message.
-
     Raises:
         ValueError: If it is not installed; the message says how to install it.
     """
@@ -182,13 +178,7 @@ def rouge_l(prediction: str, references: Sequence[str]) -> float:
 
 
 def rouge_recall(prediction: str, reference: str, kind: str) -> float:
-    """Return recall of ROUGE: LooGLE's. A text without any sentence scores 0, where the official code stops.
-
-    Args:
-        prediction: The generated text.
-        reference: The reference.
-        kind: "rouge-1", "rouge-2" or "rouge-l".
-    """
+    """Return recall of ROUGE: LooGLE's. A text without any sentence scores 0, where the official code stops."""
     return _of_sets(prediction, reference, kind, "r")
 
 
@@ -226,14 +216,7 @@ def chinese_rouge_l(prediction: str, references: Sequence[str]) -> float:
 def bleu(
     prediction: Sequence[str], reference: Sequence[str], *, grams: int | None = None, smooth: bool = False
 ) -> float:
-    """Return nltk's sentence BLEU, from 0 to 1.
-
-    Args:
-        prediction: The answer's words.
-        reference: The reference's words.
-        grams: Count n-grams of this length alone; None for 1 to 4.
-        smooth: Whether to smooth (method 4).
-    """
+    """Return nltk's sentence BLEU, from 0 to 1."""
     module = library("nltk.translate.bleu_score", "BLEU of LooGLE and of SCBench's code retrieval")
     weights = tuple(0.25 if grams is None else float(length == grams) for length in range(1, 5))
     smoothing = module.SmoothingFunction().method4 if smooth else None
@@ -269,10 +252,6 @@ def repeated_function(prediction: str, functions: Sequence[tuple[str, str]]) -> 
     """Return the name of the function that an answer is most like, and how much: RepoQA's retrieval.
 
     Likeness is smoothed BLEU over what white space separates, from 0 to 1. The first of equals counts.
-
-    Args:
-        prediction: The generated text.
-        functions: Name and code of each function that it could be.
     """
     code = first_code_block(prediction).strip()
     best, most = "", 0.0

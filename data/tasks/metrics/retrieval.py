@@ -35,13 +35,7 @@ def split_words(text: str, marks: Sequence[str] = _MARKS) -> list[str]:
 
 
 def value_among_words(prediction: str, value: str, more_marks: Sequence[str] = ()) -> float:
-    """Return 1 if the value is one of the answer's words: InfiniteBench's R.KV.
-
-    Args:
-        prediction: The generated text.
-        value: The value to find; case counts.
-        more_marks: Texts that end a word, besides white space and punctuation.
-    """
+    """Return 1 if the value is one of the answer's words: InfiniteBench's R.KV."""
     return float(value in split_words(prediction, (*_MARKS, *more_marks)))
 
 

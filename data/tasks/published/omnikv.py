@@ -1,25 +1,25 @@
-"""2StageRetr: add two numbers, then look the sum up in a dictionary of colours.
+"""OmniKV's tasks: 2StageRetr (add two numbers, then look the sum up in a dictionary of colours), and multi-step asking.
 
-Paper:     OmniKV (ICLR 2025), Section 5.
-Source:    antgroup/OmniKV, tiny_runs/make_2_stage_questions.py: sizes, prompt and the 23 colours.
-Fields:    prompt, answers (one colour).
-Deviates:  own random streams. OmniKV puts words into some models' mouths ("First, addition result is" for Yi, a
-           sentence about breaking the problem down for Llama) and lets Yi write 50 tokens instead of 200; set `lead`
-           and `max_new_tokens` for that.
+Paper:     OmniKV (ICLR 2025), Section 5 and Table 6.
+Source:    antgroup/OmniKV: tiny_runs/make_2_stage_questions.py (sizes, prompt and the 23 colours),
+           benchmark/long_bench/cot_pred.py, configs/template_for_chat.py; rows of LongBench, and of 2StageRetr.
+Fields:    prompt, answers (one colour); of questions those of LongBench.
+Metric:    an answer counts if it contains a reference, in any case; not LongBench's F1.
+Deviates:  own random streams. The prompt limit belongs to the model: `limit`, none by default.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
 from locret.data.tasks.metrics.retrieval import any_contained
-from locret.data.tasks.published.row_maker import RowMaker
+from locret.data.tasks.published.base import Making, PublishedTask, RowMaker, over, prompts_of
+from locret.data.tasks.published.longbench import SOURCE, rows_of
+from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Sample
-from locret.data.training.json_rows import text_of, texts_of
 
 SIZES = (40, 50, 60, 70, 80, 90, 100, 140, 180, 200)
 """Entries of the published rows, in turn."""
@@ -27,65 +27,103 @@ _COLORS = (
     "red green blue yellow orange purple pink brown black white gray cyan magenta lime maroon navy olive teal violet "
     "indigo gold silver beige"
 )
-COLORS = tuple(_COLORS.split())
-_PROMPT = (
-    "Let's play a game. You have a dict and a mathematical addition equation. The keys of a dictionary can be any "
-    "number. You need to find the corresponding key value in the dictionary after performing the addition and output "
-    "the value corresponding to that key. The Dict is {entries}\nThe equation is {first} + {second} = ?\nMUST first "
-    "output the result of the addition, and then answer the corresponding value based on the result."
-)
+COLORS = _COLORS.split()
+_PROMPTS: dict[str, Any] = prompts_of("omnikv")
+_YI_TOKENS = 50
+"""The longest answer to 2StageRetr that Yi may give."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TwoStageTask(RowMaker):
-    """The one task of 2StageRetr."""
-
-    settable: ClassVar[tuple[str, ...]] = (*RowMaker.settable, "chat", "lead")
-
-    lead: str = ""
-    """What is put into the model's mouth."""
+    """The one task of 2StageRetr; guessing scores 1/23."""
 
     def system_turn(self) -> str:
         """Return the system turn that a prompt begins with; empty if it has none."""
         return ""
 
-    def maker(
-        self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None
-    ) -> Callable[[int], dict[str, Any]]:
-        """Return what makes row `index`; without `tokens` sizes are the published ones. No source texts are needed."""
-        if tokens is None:
-            return lambda i: _row(random.Random(f"{self.name}/{seed}/{tokens}/{i}"), SIZES[i % len(SIZES)])
+    def maker(self, of: Making) -> Callable[[int], dict[str, Any]]:
+        """Return what makes row `index`; without a length sizes are the published ones. No source texts are needed."""
+        if of.tokens is None:
+            return lambda index: _row(self.stream(of, index), index, SIZES[index % len(SIZES)])
+        return self.filled(of, _row, guess=SIZES[0], system=self.system_turn())
 
-        def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
-            return _row(rng, size)
-
-        return self.filled(tokenizer, tokens, seed, row, guess=SIZES[0], exact=True, system=self.system_turn())
-
-    def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
+    def read(self, row: Row) -> list[Sample]:
         """Return the sample of a row."""
-        answers = texts_of(record, where, "answers")
-        return [self.sample_of(index, text_of(record, where, "prompt"), "", "", answers, lead=self.lead, span=(0, 0))]
-
-    def score(self, prediction: str, sample: Sample) -> float:
-        """Return 1 if the colour is in the answer, in any case. Guessing scores 1/23."""
-        return any_contained(prediction, sample.targets)
+        return [self.sample_of(row, row.text("prompt"), "", "", row.texts("answers"), span=(0, 0))]
 
 
-def _row(rng: random.Random, size: int) -> dict[str, Any]:
+def _row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
     colors = dict(enumerate(rng.choices(COLORS, k=size)))
     total = rng.randrange(size)
     first = rng.randint(0, total)
-    prompt = _PROMPT.format(entries=colors, first=first, second=total - first)
-    return {"prompt": prompt, "answers": [colors[total]]}
+    return {
+        "prompt": _PROMPTS["two_stage"].format(entries=colors, first=first, second=total - first),
+        "answers": [colors[total]],
+    }
 
 
-TASKS = (
-    TwoStageTask(
-        name="twostage/2stage",
-        source="2StageRetr (OmniKV, ICLR 2025), antgroup/OmniKV",
-        metric="string match, any",
-        max_new_tokens=200,
-        chat=True,
-        file="2stage.jsonl",
+@dataclass(frozen=True, kw_only=True)
+class Steps(PublishedTask):
+    """A question of LongBench over several passages that is answered step by step."""
+
+    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "cot", "style")
+
+    cot: bool = True
+    """Whether the model is led into steps; else it answers at once."""
+    style: Literal["chat", "yi"] = "chat"
+    """chat: the backbone's chat template, as for Llama; yi: the text that Yi-9B was given to complete, whose answers to
+    2StageRetr have 50 tokens."""
+
+    def __post_init__(self) -> None:
+        if self.style == "yi":
+            object.__setattr__(self, "chat", False)
+
+    def system_turn(self) -> str:
+        """Return the system turn that a prompt begins with; Yi has none."""
+        return "" if self.style == "yi" else _PROMPTS["system"] if self.cot else _PROMPTS["system"].rstrip()
+
+    def put(self, sample: Sample, lead: str, yi: str) -> Sample:
+        """Return a sample with its system turn, or Yi's words before it, and what is put into the model's mouth."""
+        if self.style == "chat":
+            return replace(sample, system=self.system_turn(), lead=lead)
+        head = yi if self.cot else _PROMPTS["yi_at_once"]
+        start, end = (len(head) + edge if sample.document else 0 for edge in sample.span)
+        return replace(sample, content=head + sample.content, lead=lead, span=(start, end))
+
+    def read(self, row: Row) -> list[Sample]:
+        """Return the sample of a row."""
+        own, (before, after) = _PROMPTS, _PROMPTS["question"]
+        after = after.format(input=row.text("input"))
+        sample = self.sample_of(row, before, row.text("context"), after, row.texts("answers"))
+        return [self.put(sample, own["leads"][self.style] if self.cot else "", own["yi"] + own["yi_short"])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoStageSteps(Steps, TwoStageTask):
+    """2StageRetr, with its lead, or asked for the colour at once without steps."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.style == "yi":
+            object.__setattr__(self, "max_new_tokens", min(self.max_new_tokens, _YI_TOKENS))
+
+    def read(self, row: Row) -> list[Sample]:
+        """Return the sample of a row."""
+        (sample,) = TwoStageTask.read(self, row)
+        own, content = _PROMPTS, sample.content
+        if not self.cot:
+            content = content.replace(own["steps"], own["no_steps"])
+        lead = own["two_stage_leads"][self.style] if self.cot else own["direct"]
+        return [self.put(replace(sample, content=content), lead, own["yi"])]
+
+
+_SCORED: dict[str, Any] = {"metric": "string match, any", "max_new_tokens": 200, "scored": over(any_contained)}
+_TWO_STAGE: dict[str, Any] = {"source": "2StageRetr (OmniKV, ICLR 2025), antgroup/OmniKV", "file": "2stage.jsonl"}
+TASKS: tuple[PublishedTask, ...] = (
+    TwoStageTask(name="twostage/2stage", **_TWO_STAGE, **_SCORED),
+    *(
+        Steps(name=f"multistep/{name}", source=f"{SOURCE}, as OmniKV asks it step by step", **rows_of(name), **_SCORED)
+        for name in ("2wikimqa", "hotpotqa")
     ),
+    TwoStageSteps(name="multistep/2stage", **_TWO_STAGE, **_SCORED),
 )

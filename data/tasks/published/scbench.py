@@ -23,9 +23,9 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from locret.data.tasks.metrics.choice import book_choice
 from locret.data.tasks.metrics.overlap import character_f1, repeated_function, rouge_lsum
@@ -36,162 +36,115 @@ from locret.data.tasks.metrics.retrieval import (
     first_number,
     value_contained,
 )
-from locret.data.tasks.published.base import PublishedTask, row_id
+from locret.data.tasks.published.base import PublishedTask, prompts_of, whole_or_decimal
+from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Question, Sample
-from locret.data.training.json_rows import BadRow, text_of, texts_of
 
 LETTERS = "ABCD"
 TURNS, LONGEST, REQUEST_ROOM = 5, 131_072, 1000
 """Questions asked of a text, tokens of text, questions and answers together, and tokens left for a request."""
 LIKE = 0.8
 """How like the function an answer must be, besides being likest to it: RepoQA's threshold."""
-_OPTIONS = "Question: {input}\nA. {A}\nB. {B}\nC. {C}\nD. {D}\n\nThe the correct answer is"
-_BOOK = "Read the book and answer the question."
-# What stands before the text, and a question.
-_FORMS = {
-    "kv": ("Extract the value corresponding to the specified key in the JSON object below.\n\n", "{input}"),
-    "choice_eng": (_BOOK + "\n\n", _OPTIONS),
-    "qa_eng": (_BOOK + " Be very concise in your answer.\n\n", "Question: {input}\nAnswer:"),
-    "qa_chn": ("阅读以下书籍然后回答问题。\n\n", "问题：{input}\n答案："),
-    "mf": ("", "{sought}\n\n{input}"),  # what precedes the text is made from the first question
-    "repoqa": (
-        "Based on the function description and code context, please retrieve and repeat the exact described function "
-        "from the code context in a code block wrapped by ```:\n\n",
-        "{input}",
-    ),
-}
+# What stands before the text, and a question; in mf what precedes the text is made from the first question.
+_FORMS: dict[str, list[str]] = prompts_of("scbench")
 KINDS = {"summary_with_needles": ("summary", "passkey"), "repoqa_and_kv": ("repoqa", "kv")}
 """Tasks whose questions are of two kinds."""
+# What an answer must be, where the metric reads a number.
+_NUMBERS = {"mf": r"-?\d+(\.\d+)?", "passkey": r"\d+"}
+Functions = Sequence[tuple[str, str]]
+"""Name and code of the functions that an answer is compared with."""
 
 
-def score(kind: str, prediction: str, targets: Sequence[str], functions: Sequence[tuple[str, str]] = ()) -> float:
-    """Return the score of an answer, from 0 to 1.
-
-    Args:
-        kind: The task's name without "scbench_"; of a mixed task the kind of the question, such as passkey.
-        prediction: The generated text, as decoded.
-        targets: The references; of choice_eng the option and its letter, of repoqa the function and its name.
-        functions: For repoqa, name and code of the functions that the answer is compared with.
-    """
-    if kind in ("kv", "prefix_suffix"):
-        return value_contained(prediction, targets[0])
-    if kind in ("qa_eng", "many_shot"):
-        return any_contained(prediction, targets)
-    if kind == "vt":
-        return round(all_contained(prediction, targets), 2)
-    if kind == "mf":
-        return first_number(prediction, float(targets[0]) if "." in targets[0] else int(targets[0]))
-    if kind == "passkey":
-        return first_integer(prediction, targets[0])
-    if kind == "summary":
-        return rouge_lsum(prediction, targets)
-    if kind == "qa_chn":
-        return character_f1(prediction, targets)
-    if kind == "choice_eng":
-        return book_choice(prediction, targets[0], targets[-1])
+def _repeated(prediction: str, targets: Sequence[str], functions: Functions) -> float:
     name = "".join(targets[1:2])
     found, likeness = repeated_function(prediction, functions or [(name, targets[0])])
     return float(found == name and likeness >= LIKE)
+
+
+# By the kind of a question.
+_METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
+    **dict.fromkeys(("kv", "prefix_suffix"), lambda said, targets: value_contained(said, targets[0])),
+    **dict.fromkeys(("qa_eng", "many_shot"), any_contained),
+    "vt": lambda said, targets: round(all_contained(said, targets), 2),
+    "mf": lambda said, targets: first_number(said, whole_or_decimal(targets[0])),
+    "passkey": lambda said, targets: first_integer(said, targets[0]),
+    "summary": rouge_lsum,
+    "qa_chn": character_f1,
+    "choice_eng": lambda said, targets: book_choice(said, targets[0], targets[-1]),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SCBenchTask(PublishedTask):
     """One file of SCBench; a row is a sample: a conversation, or a text with all questions about it."""
 
-    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "max_turns", "golden", "scorer")
+    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "golden", "scorer")
 
     task: str
     """The file's name in the published set, without "scbench_"."""
     requests: bool = False
     """Whether every question is asked of the text alone."""
-    max_turns: int = TURNS
-    """Turns of a conversation; as many are asked in the published runs."""
     golden: bool = True
     """Whether the right answer stands in the history of a conversation, whatever the model wrote."""
     scorer: Literal["fixed", "official"] = "fixed"
     """How text answers of qa_chn and many_shot are compared, see the module."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if type(self.max_turns) is not int or self.max_turns < 1:
-            raise ValueError(f"task {self.name}: max_turns={self.max_turns!r} must be a whole number, 1 or more")
-        self.check_choice("scorer", ("fixed", "official"))
-        if self.requests and not self.golden:
-            raise ValueError(f"task {self.name}: golden=False has no effect, as requests have no history")
-        if self.requests and self.max_turns != TURNS:
-            raise ValueError(f"task {self.name}: max_turns={self.max_turns} has no effect on requests; use --questions")
 
     @property
     def session(self) -> bool:
         """A conversation is a session, a request is none."""
         return not self.requests
 
-    def read(self, index: int, where: str, record: Mapping[str, Any]) -> list[Sample]:
+    def read(self, row: Row) -> list[Sample]:
         """Return the conversation of a row, or its first question with all others."""
-        document = _numbers(where, record) if self.task == "mf" else text_of(record, where, "context")
-        turns = record.get("multi_turns")
+        document = _numbers(row) if self.task == "mf" else row.text("context")
+        turns = row.fields.get("multi_turns")
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
-            raise BadRow(where, "no multi_turns", "has no list of questions in field 'multi_turns'")
-        turns = turns if self.requests else turns[: self.max_turns]
-        asked = tuple(self._question(where, turn, record) for turn in turns)
-        head = self._head(where, turns[0])
+            raise row.bad("has no list of questions in field 'multi_turns'")
+        turns = turns if self.requests else turns[:TURNS]
+        asked = tuple(self._question(row, row.inside(turn)) for turn in turns)
+        head = _FORMS.get(self.task, [""])[0]
+        if self.task == "mf":
+            head = (str(turns[0]["input"]) if self.requests else _sought(row, turns[0]["input"])) + "\n\n"
         span = (len(head), len(head) + len(document))
-        extra = row_id(record)
         if self.requests:
-            text = Sample(
-                id=str(index), content=head + document, targets=(), reply="", span=span, extra=extra, asked=asked
-            )
+            text = Sample(id=str(row.number), content=head + document, targets=(), reply="", span=span, asked=asked)
             return [text.asking(asked[0])]
         # In mf the number that is sought stands before the text already.
-        opening = text_of(turns[0], where, "input") if self.task == "mf" else asked[0].text
-        content = f"{head}{document}\n\n{opening}"
+        content = f"{head}{document}\n\n{turns[0]['input'] if self.task == 'mf' else asked[0].text}"
         return [
             Sample(
-                id=str(index),
+                id=str(row.number),
                 content=content,
                 turns=(content, *(one.text for one in asked[1:])),
-                said=tuple(_answer(turn) for turn in turns[:-1]) if self.golden else (),
+                said=tuple(one.reply for one in asked[:-1]) if self.golden else (),
                 targets=tuple(json.dumps(one.targets, ensure_ascii=False) for one in asked),
                 reply=json.dumps([one.reply for one in asked], ensure_ascii=False),
                 question=asked[0].text,
                 span=span,
-                extra=extra,
             )
         ]
 
-    def _head(self, where: str, first: Mapping[str, Any]) -> str:
-        if self.task != "mf":
-            return _FORMS.get(self.task, ("",))[0]
-        question = text_of(first, where, "input")
-        return (question if self.requests else _sought(where, question)) + "\n\n"
-
-    def _question(self, where: str, turn: Mapping[str, Any], record: Mapping[str, Any]) -> Question:
-        kind = self._kind(where, turn)
-        values = {"input": text_of(turn, where, "input")}
-        targets = texts_of(turn, where, "answer")
+    def _question(self, row: Row, turn: Row) -> Question:
+        kind, targets = self.task, turn.texts("answer")
+        if self.task in KINDS:
+            kind = turn.one_of("task", (*KINDS[self.task], *(f"scbench_{kind}" for kind in KINDS[self.task])))
+            kind = kind.removeprefix("scbench_")
+        values = {"input": turn.text("input")}
         if kind == "choice_eng":
-            options = texts_of(turn, where, "options")
+            options = turn.texts("options")
             if len(options) != len(LETTERS) or targets[0] not in options:
-                raise BadRow(where, "wrong options", f"has the options {options!r} to the answer {targets[0]!r}")
+                raise row.bad(f"has the options {options!r} to the answer {targets[0]!r}")
             values |= dict(zip(LETTERS, options, strict=True))
             targets = targets[0], LETTERS[options.index(targets[0])]
         elif kind == "repoqa":
-            targets = targets[0], text_of(turn, where, "name"), text_of(record, where, "repo")
+            targets = targets[0], turn.text("name"), row.text("repo")
         elif kind in _NUMBERS and not re.fullmatch(_NUMBERS[kind], targets[0]):
-            raise BadRow(where, "wrong answer", f"holds {targets[0]!r} in field 'answer' where a number is needed")
+            raise row.bad(f"holds {targets[0]!r} in field 'answer' where a number is needed")
         if kind == "mf":
-            values["sought"] = _sought(where, values["input"])
-        text = _FORMS.get(self.task, ("", "{input}"))[1].format_map(values)
-        return Question(text=text, targets=targets, reply=_answer(turn), gap="" if self.requests else "\n")
-
-    def _kind(self, where: str, turn: Mapping[str, Any]) -> str:
-        if self.task not in KINDS:
-            return self.task
-        kind = text_of(turn, where, "task").removeprefix("scbench_")
-        if kind not in KINDS[self.task]:
-            known = " or ".join(KINDS[self.task])
-            raise BadRow(where, "unknown task", f"holds {kind!r} in field 'task' where {known} is right")
-        return kind
+            values["sought"] = _sought(row, values["input"])
+        text = _FORMS.get(self.task, ["", "{input}"])[1].format_map(values)
+        # The official code writes the answer into the history as it stands.
+        return Question(text=text, targets=targets, reply=str(turn.fields["answer"]), gap="" if self.requests else "\n")
 
     def kind_of(self, targets: Sequence[str]) -> str:
         """Return the kind of the question that has these references; the task's own unless it is mixed."""
@@ -208,14 +161,17 @@ class SCBenchTask(PublishedTask):
             ValueError: If a conversation has not one answer for each turn, or the metric's library is not installed.
         """
         answers = _turn_by_turn(prediction, sample.targets)
-        rows = [one.targets for one in sample.asked] or [targets for _, targets in answers]
-        functions = [(one[1], one[0]) for one in rows if self.kind_of(one) == "repoqa" and len(one) > 1]
+        known = [one.targets for one in sample.asked] or [targets for _, targets in answers]
+        functions = [(one[1], one[0]) for one in known if self.kind_of(one) == "repoqa" and len(one) > 1]
         return sum(self._one(said, targets, functions) for said, targets in answers) / len(answers)
 
-    def _one(self, prediction: str, targets: Sequence[str], functions: Sequence[tuple[str, str]]) -> float:
+    def _one(self, prediction: str, targets: Sequence[str], functions: Functions) -> float:
+        kind = self.kind_of(targets)
+        if kind == "repoqa":
+            return _repeated(prediction, targets, functions)
         if self.scorer == "official" and self.task in ("qa_chn", "many_shot") and len(targets) == 1:
             targets = tuple(targets[0])
-        return score(self.kind_of(targets), prediction, targets, functions)
+        return _METRICS[kind](prediction, targets)
 
     def summarise(self, scores: Sequence[float], answers: Sequence[tuple[str, tuple[str, ...]]]) -> float:
         """Return the mean over all answers; of two kinds the mean of theirs.
@@ -223,8 +179,6 @@ class SCBenchTask(PublishedTask):
         An answer that repeats a function is compared with all functions of its repository that are asked for.
         """
         found = [one for prediction, targets in answers for one in _turn_by_turn(prediction, targets)]
-        if not found:
-            return super().summarise(scores, answers)
         functions, kinds = defaultdict[str, list[tuple[str, str]]](list), defaultdict[str, list[float]](list)
         for _, targets in found:
             if len(targets) == 3 and self.kind_of(targets) == "repoqa":
@@ -232,31 +186,22 @@ class SCBenchTask(PublishedTask):
         for said, targets in found:
             kinds[self.kind_of(targets)].append(self._one(said, targets, functions["".join(targets[2:3])]))
         means = [sum(part) / len(part) for part in kinds.values()]
-        return sum(means) / len(means)
+        return sum(means) / len(means) if means else 0.0
 
 
-# What an answer must be, where the metric reads a number.
-_NUMBERS = {"mf": r"-?\d+(\.\d+)?", "passkey": r"\d+"}
-
-
-def _numbers(where: str, record: Mapping[str, Any]) -> str:
+def _numbers(row: Row) -> str:
     """Return the list of numbers as the prompt has it: as Python writes lists."""
-    numbers = record.get("context")
+    numbers = row.fields.get("context")
     if not isinstance(numbers, list) or not numbers or any(type(one) not in (int, float) for one in numbers):
-        raise BadRow(where, "no context", "has no list of numbers in field 'context'")
+        raise row.bad("has no list of numbers in field 'context'")
     return str(numbers)
 
 
-def _sought(where: str, question: str) -> str:
+def _sought(row: Row, question: str) -> str:
     found = re.search(r"The .+ is", question)
     if found is None:
-        raise BadRow(where, "no number", f"does not say \"The ... is\" in field 'input': {question[:80]!r}")
+        raise row.bad(f"does not say \"The ... is\" in field 'input': {question[:80]!r}")
     return f"What is {found[0].lower()[:-3]}?"
-
-
-def _answer(turn: Mapping[str, Any]) -> str:
-    """Return the answer as the official code writes it into the history."""
-    return str(turn["answer"])
 
 
 def _turn_by_turn(prediction: str, targets: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
@@ -282,26 +227,6 @@ def _list(text: str) -> list[str] | None:
     return found if isinstance(found, list) and all(isinstance(one, str) for one in found) else None
 
 
-def _task(name: str, new: int, room: int, metric: str, size: int, requests: bool) -> SCBenchTask:
-    return SCBenchTask(
-        name=f"scbench/{name}{'_requests' * requests}",
-        source=f"SCBench, arXiv 2412.10319, multi-{'request' if requests else 'turn'} mode",
-        metric=metric,
-        max_new_tokens=new,
-        limit=LONGEST - room - REQUEST_ROOM * requests,
-        truncation="middle",
-        reencode=True,
-        file=f"data/scbench_{name}.jsonl",
-        repo="microsoft/SCBench",
-        revision="283310bb8c5ba6909dd9a6b1be087d2937f76f6d",
-        size=size,
-        questions=TURNS if requests else None,
-        max_row_bytes=64 << 20,  # novels of several million characters are the published data
-        task=name,
-        requests=requests,
-    )
-
-
 # New tokens, what the official code leaves for all answers, metric, rows.
 _TASKS = {
     "kv": (150, 150 * TURNS, "the value is in the answer", 100),
@@ -318,5 +243,22 @@ _TASKS = {
     "repoqa_and_kv": (1024, (1024 + 80) * TURNS // 2, "mean of the likest function and the value", 88),
 }
 TASKS: tuple[SCBenchTask, ...] = tuple(
-    _task(name, *facts, requests) for requests in (False, True) for name, facts in _TASKS.items()
+    SCBenchTask(
+        name=f"scbench/{name}{'_requests' * requests}",
+        source=f"SCBench, arXiv 2412.10319, multi-{'request' if requests else 'turn'} mode",
+        metric=metric,
+        max_new_tokens=new,
+        limit=LONGEST - room - REQUEST_ROOM * requests,
+        truncation="middle",
+        reencode=True,
+        file=f"data/scbench_{name}.jsonl",
+        repo="microsoft/SCBench",
+        revision="283310bb8c5ba6909dd9a6b1be087d2937f76f6d",
+        size=size,
+        questions=TURNS if requests else None,
+        task=name,
+        requests=requests,
+    )
+    for requests in (False, True)
+    for name, (new, room, metric, size) in _TASKS.items()
 )

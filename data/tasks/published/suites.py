@@ -19,20 +19,21 @@ from locret.base.nearest import check_retired, nearest
 
 @dataclass(frozen=True, kw_only=True)
 class PublishedRow:
-    """One row of a published table, in the order of its suite's tasks."""
+    """One row of a published table."""
 
     source: str
     model: str
     method: str
-    precision: str = "not stated"
-    """Of weights or cache, where the paper gives it."""
+    precision: str
+    """Of weights or cache; "not stated" where the paper gives none."""
     scores: tuple[float | None, ...]
-    """0 to 100; None where the paper has no cell. Empty where it prints the average alone."""
+    """In the order of the suite's tasks, 0 to 100; None where the paper has no cell. Empty where it prints the average
+    alone."""
     average: float | None
     """As printed; None where the paper prints none."""
-    note: str = ""
-    memory: tuple[float, float] | None = None
-    """Most gigabytes on the GPU and in the CPU's memory, weights included; None where the paper has none."""
+    note: str
+    memory: tuple[float, ...]
+    """Most gigabytes on the GPU and in the CPU's memory, weights included; empty where the paper has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +44,7 @@ class Suite:
     title: str
     tasks: tuple[str, ...]
     """In the order of the table's columns."""
-    groups: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    groups: tuple[tuple[str, ...], ...] = ()
     """Groups of tasks whose means are averaged; without them the average is that of the tasks."""
     tokens: int | None = None
     """Length of the prompts, where it belongs to the suite; 0 for rows of the published sizes."""
@@ -60,19 +61,10 @@ class Suite:
         return f"mean of {len(self.groups)} groups' means" if self.groups else f"mean of {len(self.tasks)} tasks"
 
     def average(self, scores: Mapping[str, float]) -> float | None:
-        """Return the average of what is there; None if nothing is. Whoever shows it says what is missing.
-
-        Args:
-            scores: Scores by task; tasks may be missing.
-        """
-        parts = [names for _, names in self.groups] or [(name,) for name in self.tasks]
+        """Return the average of the scores that are there, by task; None if none is."""
+        parts = self.groups or tuple((name,) for name in self.tasks)
         means = [_mean([scores[name] for name in names if name in scores]) for names in parts]
         return _mean([mean for mean in means if mean is not None])
-
-    def group_means(self, scores: Mapping[str, float]) -> dict[str, float]:
-        """Return the means of the groups all of whose tasks are there."""
-        whole = {title: names for title, names in self.groups if all(name in scores for name in names)}
-        return {title: math.fsum(scores[name] for name in names) / len(names) for title, names in whole.items()}
 
     def cells_average(self, row: PublishedRow) -> float | None:
         """Return the average of a published row's cells by this suite's rule; None if cells are missing."""
@@ -94,8 +86,8 @@ def _suite(name: str, facts: Mapping[str, Any]) -> Suite:
     def named(text: str) -> tuple[str, ...]:
         return tuple(f"{facts['family']}/{task}" for task in text.split())
 
-    groups = tuple((title, named(text)) for title, text in facts.get("groups", {}).items())
-    own = named(facts["tasks"]) if "tasks" in facts else tuple(task for _, names in groups for task in names)
+    groups = tuple(map(named, facts.get("groups", {}).values()))
+    own = named(facts["tasks"]) if "tasks" in facts else tuple(task for names in groups for task in names)
     return Suite(
         name=name,
         title=facts["title"],
@@ -112,7 +104,6 @@ def _rows(table: str, model: str, rows: str) -> Iterator[PublishedRow]:
     for line in rows.strip().splitlines():
         method, _, rest = line.partition(":")
         cells, average, precision, note, memory, *_ = [*(part.strip() for part in rest.split("|")), "", "", "", ""]
-        gigabytes = [float(part) for part in memory.split()]
         yield PublishedRow(
             source=table,
             model=model,
@@ -121,7 +112,7 @@ def _rows(table: str, model: str, rows: str) -> Iterator[PublishedRow]:
             scores=tuple(None if cell == "-" else float(cell) for cell in cells.split()),
             average=None if average == "-" else float(average),
             note=note,
-            memory=(gigabytes[0], gigabytes[1]) if gigabytes else None,
+            memory=tuple(map(float, memory.split())),
         )
 
 

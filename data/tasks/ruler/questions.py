@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal, NamedTuple
 
-from locret.data.tasks.ruler.task import Draft, Drafter, RulerTask, Setting
+from locret.data.tasks.ruler.task import PROMPTS, Draft, Drafter, Making, RulerTask
 
-_PROMPT = (
-    "Answer the question based on the given documents. Only give me the answer and do not output any other words.\n\n"
-    "The following are given documents.\n\n{documents}\n\nAnswer the question based on the given documents. Only give "
-    "me the answer and do not output any other words.\n\nQuestion: {question}"
-)
-_PREFIX = " Answer:"
 FILES = {
     "squad": ("squad.json", "dev-v2.0.json", "dev-v1.1.json"),
     "hotpotqa": ("hotpotqa.json", "hotpot_dev_distractor_v1.json"),
 }
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """A question, its answers, the numbers of its documents, and of documents about the same article."""
 
     question: str
@@ -32,87 +25,70 @@ class Asked:
     near: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class QuestionSet:
+class QuestionSet(NamedTuple):
     """Questions in the order of their file, and all documents in alphabetical order."""
 
     questions: list[Asked]
     documents: list[str]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Questions(RulerTask):
-    """One question answering task; its size is the number of documents."""
+def questions(dataset: Literal["squad", "hotpotqa"]) -> Callable[[RulerTask, Making], Drafter]:
+    """Return what makes prompts with so many documents (all there are, if that is fewer; never fewer than the
+    question's); row i asks question i of the file, and starts over at its end.
+    """
 
-    match: ClassVar[Literal["all", "part"]] = "part"
+    def drafter(task: RulerTask, of: Making) -> Drafter:
+        (every, documents), (form, prefix) = load(task.name, dataset, of.data_dir), PROMPTS["qa"]
 
-    metric: str = "string match, part"
-    dataset: Literal["squad", "hotpotqa"]
-    opening: ClassVar[str] = " Answer:"
-    unit: ClassVar[int] = 150
-    least: ClassVar[int] = 1
+        def draft(rng: random.Random, index: int, size: int) -> Draft:
+            asked = every[index % len(every)]
+            room, near = max(0, size - len(asked.own)), [*asked.near]
+            if size >= len(documents):
+                chosen = [*range(len(documents))]
+            elif room <= len(near):
+                chosen = [*asked.own, *rng.sample(near, room)]
+            else:
+                held = {*asked.own, *near}
+                others = [number for number in range(len(documents)) if number not in held]
+                chosen = [*asked.own, *near, *rng.sample(others, min(room - len(near), len(others)))]
+            rng.shuffle(chosen)
+            text = "\n\n".join(f"Document {place}:\n{documents[number]}" for place, number in enumerate(chosen, 1))
+            return Draft(form.format(documents=text, question=asked.question), prefix, asked.answers)
 
-    def texts(self, data_dir: Path | None) -> str:
-        """Return where the questions come from."""
-        return f"{self.dataset} in {data_dir.name if data_dir else 'no folder'}"
+        return draft
 
-    def drafter(self, setting: Setting) -> tuple[Drafter, str]:
-        """Return what writes a prompt; row i asks question i of the file, and starts over at its end."""
-        found = self.load(setting.data_dir)
-        asked = found.questions
-        return (lambda rng, index, size: self.draft(rng, size, asked[index % len(asked)], found.documents)), ""
+    return drafter
 
-    def draft(self, rng: random.Random, size: int, asked: Asked, documents: list[str]) -> Draft:
-        """Return a prompt with `size` documents (all there are, if that is fewer; never fewer than the question's)."""
-        room, near = max(0, size - len(asked.own)), [*asked.near]
-        if size >= len(documents):
-            chosen = [*range(len(documents))]
-        elif room <= len(near):
-            chosen = [*asked.own, *rng.sample(near, room)]
-        else:
-            held = {*asked.own, *near}
-            others = [number for number in range(len(documents)) if number not in held]
-            chosen = [*asked.own, *near, *rng.sample(others, min(room - len(near), len(others)))]
-        rng.shuffle(chosen)
-        text = "\n\n".join(f"Document {place}:\n{documents[number]}" for place, number in enumerate(chosen, 1))
-        return Draft(_PROMPT.format(documents=text, question=asked.question), _PREFIX, asked.answers)
 
-    def load(self, data_dir: Path | None) -> QuestionSet:
-        """Read the question set.
+def load(task: str, dataset: str, data_dir: Path | None) -> QuestionSet:
+    """Read one of `FILES`, from a folder itself, from `ruler` in it, or from a folder named as the data set.
 
-        Args:
-            data_dir: Holds one of `FILES`, itself, in a folder `ruler`, or in one named as the data set.
-
-        Raises:
-            ValueError: If there is no such file, or it has another form.
-        """
-        names = FILES[self.dataset]
-        if data_dir is None:
-            raise ValueError(
-                f"{self.name} is made from questions of {self.dataset}, which cannot be generated; pass --data-dir "
-                f"with a folder that holds {' or '.join(names)}, or leave the task out"
-            )
-        places = [folder / name for folder in (data_dir, data_dir / "ruler", data_dir / self.dataset) for name in names]
-        path = next((place for place in places if place.is_file()), None)
-        if path is None:
-            raise ValueError(
-                f"--data-dir {data_dir} has no question set for {self.name}; put {' or '.join(names)} there, or leave "
-                "the task out"
-            )
-        try:
-            data = json.loads(path.read_text(encoding="utf-8"))
-            return _squad(data) if self.dataset == "squad" else _hotpotqa(data)
-        except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} is no {self.dataset} file ({type(error).__name__}: {error}); get it anew"
-            ) from None
+    Raises:
+        ValueError: If there is no such file, or it has another form.
+    """
+    names = FILES[dataset]
+    folders = [data_dir, data_dir / "ruler", data_dir / dataset] if data_dir is not None else []
+    path = next((folder / name for folder in folders for name in names if (folder / name).is_file()), None)
+    if path is None:
+        raise ValueError(
+            f"{task} is made from questions of {dataset}, which cannot be generated; pass --data-dir with a folder "
+            f"that holds {' or '.join(names)}, or leave the task out"
+        )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        found = _squad(data) if dataset == "squad" else _hotpotqa(data)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is no {dataset} file ({type(error).__name__}: {error}); get it anew") from None
+    if not found.questions or not all(asked.answers for asked in found.questions):
+        raise ValueError(f"{path} has no questions, or questions without an answer; get it anew")
+    return found
 
 
 def _squad(data: Any) -> QuestionSet:
     paragraphs = [[part["context"] for part in article["paragraphs"]] for article in data["data"]]
     documents = sorted({text for article in paragraphs for text in article})
     number = {text: place for place, text in enumerate(documents)}
-    questions = []
+    found = []
     for article, texts in zip(data["data"], paragraphs, strict=True):
         for part in article["paragraphs"]:
             own = number[part["context"]]
@@ -120,29 +96,19 @@ def _squad(data: Any) -> QuestionSet:
             for asked in part["qas"]:
                 if not asked.get("is_impossible", False):
                     answers = tuple(answer["text"] for answer in asked["answers"])
-                    questions.append(Asked(asked["question"], answers, (own,), near))
-    return _checked(questions, documents)
+                    found.append(Asked(asked["question"], answers, (own,), near))
+    return QuestionSet(found, documents)
 
 
 def _hotpotqa(data: Any) -> QuestionSet:
-    rows = [(row, [f"{title}\n{''.join(lines)}" for title, lines in _paragraphs(row["context"])]) for row in data]
+    def paragraphs(context: Any) -> Any:  # pairs of title and sentences in the original file, two lists on the Hub
+        return zip(context["title"], context["sentences"], strict=True) if isinstance(context, dict) else context
+
+    rows = [(row, [f"{title}\n{''.join(lines)}" for title, lines in paragraphs(row["context"])]) for row in data]
     documents = sorted({text for _, texts in rows for text in texts})
     number = {text: place for place, text in enumerate(documents)}
     found = [
         Asked(row["question"], (row["answer"],), tuple(dict.fromkeys(number[text] for text in texts)))
         for row, texts in rows
     ]
-    return _checked(found, documents)
-
-
-def _paragraphs(context: Any) -> list[tuple[str, list[str]]]:
-    """Return titles and sentences, from pairs (the original file) or from two lists (the Hub's)."""
-    if isinstance(context, dict):
-        return list(zip(context["title"], context["sentences"], strict=True))
-    return [(title, lines) for title, lines in context]
-
-
-def _checked(questions: list[Asked], documents: list[str]) -> QuestionSet:
-    if not questions or not all(asked.answers for asked in questions):
-        raise ValueError("it has no questions, or questions without an answer")
-    return QuestionSet(questions, documents)
+    return QuestionSet(found, documents)

@@ -10,11 +10,6 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-SOURCES = ("own", "wonderwords")
-
-
-_OWN = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
-_ADJECTIVES, _NOUNS = (tuple(" ".join(_OWN[kind]).split()) for kind in ("adjectives", "nouns"))
 _SYLLABLES = ["".join(pair) for pair in product("bdfgklmnprstvz", "aeiou")]
 
 
@@ -44,23 +39,17 @@ class Vocabulary(NamedTuple):
         ]
 
 
-def word_source(source: str) -> str:
-    """Return where words come from, for results.json."""
-    return "words of our own, not those of wonderwords" if source == "own" else f"words of {source}"
-
-
 @lru_cache
 def vocabulary(source: str) -> Vocabulary:
     """Return the words of a source: "own" or "wonderwords".
 
     Raises:
-        ValueError: If there is no such source, or the package is not installed.
+        ValueError: If the package is not installed.
     """
     if source == "own":
-        words = sorted({*_ADJECTIVES, *_NOUNS})
-        return Vocabulary(_ADJECTIVES, _NOUNS, tuple(words))
-    if source != "wonderwords":
-        raise ValueError(f'words="{source}" is not a source of words; choose one of {", ".join(SOURCES)}')
+        own = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
+        adjectives, nouns = (tuple(" ".join(own[kind]).split()) for kind in ("adjectives", "nouns"))
+        return Vocabulary(adjectives, nouns, tuple(sorted({*adjectives, *nouns})))
     try:
         folder = resources.files("wonderwords") / "assets"
     except ModuleNotFoundError:
@@ -68,8 +57,6 @@ def vocabulary(source: str) -> Vocabulary:
             'words="wonderwords" needs the package of that name; install it with `pip install wonderwords`, '
             'or use words="own"'
         ) from None
-    adjectives, nouns, verbs = (
-        (folder / f"{kind}list.txt").read_text(encoding="utf-8").split("\n") for kind in ("adjective", "noun", "verb")
-    )
-    lists = [tuple(sorted({word.strip() for word in found} - {""})) for found in (adjectives, nouns, verbs)]
-    return Vocabulary(lists[0], lists[1], tuple(sorted({word for found in lists for word in found})))
+    texts = [(folder / f"{kind}list.txt").read_text(encoding="utf-8") for kind in ("adjective", "noun", "verb")]
+    adjectives, nouns, verbs = (tuple(sorted({word.strip() for word in text.split("\n")} - {""})) for text in texts)
+    return Vocabulary(adjectives, nouns, tuple(sorted({*adjectives, *nouns, *verbs})))

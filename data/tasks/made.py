@@ -9,23 +9,15 @@ from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from pathlib import Path
 
-from locret.data.text.filler import NOISE, Filler, FillerOptions
-
-NOISE_LINE = " ".join(NOISE)
+NOISE_LINE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """The noise of InfiniteBench and RULER, without a line end."""
-_PLACES = ("PaulGrahamEssays", "niah/PaulGrahamEssays", "PaulGrahamEssays.json", "ruler/PaulGrahamEssays.json")
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
-_PLAIN = FillerOptions(number_share=0.0, keylike_share=0.0)
-"""Essays hold few numbers and no look-alikes of needles, and so does what stands in for them."""
-
-
 FILLER = "filler"
 """What tables call a haystack of our own in place of the essays."""
-
-
-def haystack_source(data_dir: Path | None) -> str:
-    """Return where a haystack's text comes from, for results.json."""
-    return "our own filler, not the published essays" if data_dir is None else f"essays in {data_dir.name}"
+_PLACES = ("PaulGrahamEssays", "niah/PaulGrahamEssays", "PaulGrahamEssays.json", "ruler/PaulGrahamEssays.json")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+")
+_WORDS = {
+    name: tuple(text.split()) for name, text in json.loads(Path(__file__).with_name("filler.json").read_text()).items()
+}
 
 
 def read_essays(data_dir: Path) -> list[str]:
@@ -56,24 +48,25 @@ def read_essays(data_dir: Path) -> list[str]:
     )
 
 
-def essay_words(data_dir: Path | None, seed: int) -> Iterator[str]:
-    """Yield the words of the haystack without end: the essays over and over, or filler.
-
-    Args:
-        data_dir: Where the essays lie; None for filler.
-        seed: Of the filler.
-    """
-    if data_dir is not None:
-        words = [word for text in read_essays(data_dir) for word in text.split()]
-        return cycle(words)
-    return chain.from_iterable(sentence.split() for sentence in filler_sentences(seed))
-
-
 def filler_sentences(seed: int) -> Iterator[str]:
-    """Yield sentences of our own without end, without numbers."""
-    filler = Filler(random.Random(f"locret/haystack/{seed}"), _PLAIN)
+    """Yield sentences of our own without end, without numbers and look-alikes of needles, as essays are."""
+    rng = random.Random(f"locret/haystack/{seed}")
+
+    def word(kind: str) -> str:
+        return rng.choice(_WORDS[kind])
+
+    forms = (
+        lambda: f"The {word('adjectives')} {word('nouns')} {word('verbs')} {word('places')} the {word('nouns')}.",
+        lambda: f"A {word('nouns')} is {word('adjectives')} and {word('adjectives')}.",
+        lambda: f"They say that {word('names')} is {word('adjectives')}.",
+        lambda: f"We go from {word('names')} to {word('names')} {word('times')}.",
+        lambda: (
+            f"The {word('nouns')} {word('verbs')} {word('times')}, but the {word('nouns')} is {word('adjectives')}."
+        ),
+    )
     while True:
-        yield filler.sentence()
+        rng.random()  # one draw a sentence, as every text of earlier releases has it
+        yield rng.choice(forms)()
 
 
 def sentences(text: str) -> list[str]:
@@ -82,11 +75,12 @@ def sentences(text: str) -> list[str]:
 
 
 class Words:
-    """Words of the essays, or of the filler that stands in for them, read no further than needed."""
+    """Words of the essays over and over, or of the filler that stands in for them, read no further than needed."""
 
     def __init__(self, data_dir: Path | None, seed: int) -> None:
-        self.name = FILLER if data_dir is None else "essays"
-        self._more = essay_words(data_dir, seed)
+        texts = filler_sentences(seed) if data_dir is None else read_essays(data_dir)
+        words = chain.from_iterable(text.split() for text in texts)
+        self._more = words if data_dir is None else cycle(words)
         self._read: list[str] = []
 
     def first(self, count: int) -> list[str]:

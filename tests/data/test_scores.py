@@ -1,16 +1,20 @@
-"""Quirks of the official metrics that move a published figure, in cases small enough to check by hand."""
+"""Answers score as the official code scores them: quirks by hand, golden scores, whole published prediction files."""
 
 from __future__ import annotations
 
+import json
 import sys
 from importlib import import_module
 from typing import Any
 
 import pytest
+from bench_cases import SHARED, entries, golden
 
+from locret.data import tasks
+from locret.data.tasks import Sample
 from locret.data.tasks.metrics import overlap, retrieval
 from locret.data.tasks.metrics.overlap import edit_similarity, first_code_line, library
-from locret.data.tasks.published import infinitebench, leval, longbench
+from locret.data.tasks.published.leval import exact_match, rouge_parts
 
 CITY = ("City", "Other location")
 # Task, answer, references, score; of classifications also the classes.
@@ -110,13 +114,13 @@ ANSWERS: list[tuple[Any, ...]] = [
 ]
 
 
-def score(task: str, prediction: str, targets: list[str], classes: tuple[str, ...] = ()) -> float:
+def score(task: str, said: str, targets: Any, classes: tuple[str, ...] = (), **options: str) -> float:
     family, _, name = task.partition("/")
-    if family == "leval":
-        return leval.score(name, prediction, targets[0])
-    if family == "longbench":
-        return longbench.score(name, prediction, targets, classes)
-    return infinitebench.score(name, prediction, targets, "locret" if family == "locret" else "official")
+    if family == "locret":
+        family, options = "infinitebench", {"scorer": "locret"}
+    targets = [str(one) for one in (targets if isinstance(targets, list) else [targets])]
+    sample = Sample(content="", targets=tuple(targets), reply="", choices=classes)
+    return tasks.get(f"{family}/{name}", **options).score(said, sample)
 
 
 def test_short_answers_get_their_official_scores() -> None:
@@ -153,9 +157,9 @@ WORDS: list[tuple[Any, str, list[str], float]] = [
     (retrieval.all_contained, "a", ["a", "b", "c"], 1 / 3),
     (retrieval.any_contained, "it is 12 and Blue", ["34", "BLUE"], 1),
     (retrieval.any_contained, "nothing", ["34"], 0),
-    (lambda said, right: leval.exact_match(said, right[0]), "18", ["18.0"], 1),  # numbers before texts
-    (lambda said, right: leval.exact_match(said, right[0]), "118", ["18"], 0),
-    (lambda said, right: leval.exact_match(said, right[0]), "it is 118", ["18"], 1),
+    (lambda said, right: exact_match(said, right[0]), "18", ["18.0"], 1),  # numbers before texts
+    (lambda said, right: exact_match(said, right[0]), "118", ["18"], 0),
+    (lambda said, right: exact_match(said, right[0]), "it is 118", ["18"], 1),
 ]
 
 
@@ -165,11 +169,6 @@ def test_overlaps_by_hand() -> None:
     assert overlap.segmented_words("田立帆在商家堡。") == ["田立帆", "在", "商家堡"]
     assert overlap.rouge_l("a b", ["a b"]) == pytest.approx(1 - 5e-9, abs=1e-12)  # 1e-8 in the denominator
     assert overlap.chinese_rouge_l("商家堡", ["田立帆 在 商家堡", "没有"]) > 0.4
-
-
-def test_a_reference_without_a_paragraph_number_is_named() -> None:
-    with pytest.raises(ValueError, match=r"reference 'number 8' names no paragraph; it must be such as 'Paragraph 12'"):
-        longbench.score("passage_retrieval_en", "8", ["number 8"])
 
 
 def test_code_similarity_takes_the_first_line_of_code_in_whole_percent() -> None:
@@ -201,10 +200,9 @@ def test_longbench_rouge_l_of_a_very_long_sentence_is_0_as_in_the_official_runs(
 def test_leval_rouge_averages_before_the_geometric_mean() -> None:
     parts = [(1.0, 0.0, 0.5), (0.0, 0.5, 0.5)]
     assert overlap.geometric_mean(parts) == pytest.approx((0.5 * 0.25 * 0.5) ** (1 / 3))
-    assert overlap.geometric_mean([]) == 0.0
-    texts = ["a quick cat sat", "it rains"]
-    assert leval.task_score("meeting_summ", texts, texts) == pytest.approx(1.0)
-    assert leval.rouge_parts("the cat\nsat", "sat\nthe cat") == pytest.approx((1.0, 0.5, 2 / 3))
+    answers = [(text, (text,)) for text in ("a quick cat sat", "it rains")]
+    assert tasks.get("leval/meeting_summ").summarise([], answers) == pytest.approx(1.0)
+    assert rouge_parts("the cat\nsat", "sat\nthe cat") == pytest.approx((1.0, 0.5, 2 / 3))
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,3 +213,153 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     message = r"ROUGE needs the library rouge-score; install it with `pip install 'locret\[eval\]'`"
     with pytest.raises(ValueError, match=message):
         library("rouge_score.rouge_scorer", "ROUGE")
+
+
+@pytest.mark.parametrize("family", ["babilong", "loogle", "scbench"])
+def test_answers_score_as_the_official_code_scored_them(family) -> None:
+    pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
+    for name, case in golden(family).items():
+        form = f"{family}/{name}" + "_requests" * (family == "scbench")
+        one = next(iter(tasks.get(form).items(entries(case["records"]))))
+        asked = [one.asking(question) for question in one.asked]
+        for number, said, wanted in [(0, *one) for one in case["scores"]] if family == "babilong" else case["scores"]:
+            for scorer, expected in (wanted if isinstance(wanted, dict) else {"official": wanted}).items():
+                task = tasks.get(form, **({} if family == "babilong" else {"scorer": scorer}))
+                assert task.score(said, asked[number] if asked else one) == pytest.approx(expected), (
+                    form,
+                    scorer,
+                    said,
+                )
+
+
+@pytest.mark.parametrize(("said", "letter"), golden("longbench_v2")["scores"])
+def test_letters_are_read_as_the_official_code_reads_them(said, letter) -> None:
+    assert [score("longbench_v2/all", said, one) for one in "ABCD"] == [float(one == letter) for one in "ABCD"]
+
+
+def test_what_a_cloze_answer_says_is_never_run_and_a_task_counts_masks_not_texts() -> None:
+    task = tasks.get("loogle/shortdep_cloze")
+    (text,) = task.items(entries(golden("loogle")["shortdep_cloze"]["records"]))
+    one, other = (text.asking(question) for question in text.asked)
+    for said in ("__import__('os').abort()", "(" * 10_000, "{'<mask-0>': 'A cat', '<mask-1>': 3}", "\0", "[1]"):
+        assert task.score(said, one) <= 0.5
+    answers = [("{'<mask-0>': 'A cat'}", one.targets), ("nothing", other.targets)]
+    assert task.summarise([0.5, 0.0], answers) == pytest.approx(1 / 3)
+
+
+def test_a_conversation_scores_the_mean_of_its_turns_and_a_mixed_task_the_mean_of_its_kinds() -> None:
+    pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
+    found = {name: tasks.get(f"scbench/{name}") for name in ("kv", "summary_with_needles", "repoqa_requests")}
+    rows = {name: golden("scbench")[name.removesuffix("_requests")]["records"] for name in found}
+    first = {name: next(iter(task.items(entries(rows[name])))) for name, task in found.items()}
+    kv, mixed = first["kv"], first["summary_with_needles"]
+    assert [found["kv"].score(said, kv) for said in (json.dumps(["it is b3f1", "x"]), kv.reply)] == [0.5, 1]
+    for wrong in ("b3f1", "[1, 2]", '["b3f1"]', "[" * 10_000):
+        with pytest.raises(ValueError, match="is not a JSON list of 2 answers, one for each turn"):
+            found["kv"].score(wrong, kv)
+    answers = [(json.dumps(["A cat purred.", said]), mixed.targets) for said in ("48213", "none", "none")]
+    assert found["summary_with_needles"].summarise([], answers) == pytest.approx((1 + 1 / 3) / 2)
+    # An answer that repeats a function is compared with all functions of its repository that are asked for.
+    asked = [first["repoqa_requests"].asking(question) for question in first["repoqa_requests"].asked]
+    block = f"Here it is:\n```python\n{asked[0].reply}```\nIt adds."
+    assert [found["repoqa_requests"].score(block, one) for one in asked] == [1, 0]
+    answers = [(asked[1].reply, asked[0].targets), (asked[1].reply, asked[1].targets)]
+    assert found["repoqa_requests"].summarise([], answers) == 0.5
+
+
+# References of the kind that a task has; the rest are sentences.
+REFERENCES = {
+    **dict.fromkeys(("passkey", "number_string", "gsm100", "passage_count"), "91717"),
+    "kv_retrieval": "0aab207e-619c-45e7-af9b-3a655f9c3996",
+    "longdialogue_qa_eng": "TIFFANY",
+    "code_run": -4,
+    "math_find": 1.5,
+    "math_calc": [90, 2, 7],
+    "codeU": "[7, 8.0]",
+    "coursera": "BC",
+    "quality": "(C) He was reduced to particles",
+    "tpo": "C",
+    "sci_fi": "True [fact: False]",
+    "passage_retrieval_en": "Paragraph 12",
+    "passage_retrieval_zh": "段落12",
+    **dict.fromkeys(("lcc", "repobench-p"), "        return self.width * 2"),
+    **dict.fromkeys(("multifieldqa_zh", "dureader", "vcsum", "longbook_qa_chn"), "很久以前，有一只猫。"),
+    **dict.fromkeys(("trec", "lsht"), "Other entity"),
+}
+SENTENCE = "The cat sat on a mat"
+CASES = [(family, form) for family in ("infinitebench", "leval", "longbench") for form in golden(family)]
+
+
+@pytest.mark.parametrize(("family", "form"), CASES, ids=map("/".join, CASES))
+def test_the_reply_of_every_task_scores_full_and_another_answer_less(family, form) -> None:
+    pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
+    name, reference = f"{family}/{form}", REFERENCES.get(form, SENTENCE)
+    row = golden(family)[form]["records"][0]
+    row |= {"outputs": [reference], "answers": [reference], "all_classes": ["Other entity", "entity", "b"]}
+    row |= {"answer": reference, "options": [SENTENCE, "f", "g", "h"]}
+    for item in tasks.get(name).items(entries([row])):
+        assert tasks.get(name).score(item.reply, item) == pytest.approx(1)
+        assert tasks.get(name).score("zzz", item) < 0.3
+
+
+# --- published prediction files ---
+
+FILES = {
+    "infinitebench/{}/preds_{}.jsonl": {
+        "yi-6b-200k": "passkey number_string kv_retrieval math_find code_run code_debug longbook_choice_eng "
+        "longbook_qa_eng longbook_qa_chn longdialogue_qa_eng",
+        "gpt4": "longbook_sum_eng",
+    },
+    "longbench/{}/{}.jsonl": {
+        "Pred_LongBench": "2wikimqa hotpotqa lcc multifieldqa_en passage_count passage_retrieval_en samsum trec"
+    },
+    "leval/Predictions/{}/{}.pred.jsonl": {
+        "exam_eval/gpt4-32k": "codeU coursera gsm100 topic_retrieval_longchat",
+        "ngram_eval/turbo-16k-0613": "legal_contract_qa meeting_summ narrative_qa natural_question review_summ",
+    },
+}
+PREDICTED = [(f, model, task) for f, models in FILES.items() for model, own in models.items() for task in own.split()]
+
+
+def rows_of(file: str, model: str, task: str) -> list[dict[str, Any]]:
+    path = SHARED / "scoring" / file.format(model, task)
+    if not path.is_file():
+        pytest.skip("needs the published predictions in ../shared/data")
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("file", "model", "task"), PREDICTED)
+def test_a_prediction_file_gets_its_official_figure_to_the_printed_precision(file, model, task) -> None:
+    """Four figures are printed only as "< 5%"; no figure belongs to the files of L-Eval's two ROUGE tasks."""
+    rows, family = rows_of(file, model, task), file.split("/")[0]
+    known = json.loads((SHARED / "scoring" / "expected_scores.json").read_text())[family]
+    expected = known["LongAlpaca-7B-16k" if family == "longbench" else model][task]
+    said = next(name for name in rows[0] if name in ("pred", "prediction") or name.endswith("_pred"))
+    right = next(name for name in ("answers", "ground_truth", "gt") if name in rows[0])
+    scores = [score(f"{family}/{task}", row[said], row[right], tuple(row.get("all_classes") or ())) for row in rows]
+    answers = [(row[said], (row[right],)) for row in rows]
+    ours = 100 * (
+        tasks.get(f"leval/{task}").summarise(scores, answers) if family == "leval" else sum(scores) / len(scores)
+    )
+    published = str(expected["published"]).rstrip("%")
+    if expected["score"] is not None:
+        assert f"{ours:.2f}" == f"{expected['score']:.2f}"
+    if published.startswith("<"):
+        assert ours < 5
+    elif published != "None":
+        printed = int(100 * ours) / 100 if task == "codeU" else ours  # the repository's table cuts 25.5556 off
+        assert f"{printed:.2f}" == f"{float(published):.2f}"
+
+
+# Leaderboard/ngram_LEval_leaderboard.csv of OpenLMLab/LEval, ROUGE-1, -2 and -L of turbo-16k-0613 on the whole tasks
+# (156 and 120 answers); the files hold 135 and 102 of them, so that nearness is all that can be asked. A stemmer, or
+# LongBench's package, is more than a point off.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "whole"), [("meeting_summ", (30.20, 7.22, 19.31)), ("review_summ", (30.18, 7.14, 18.67))]
+)
+def test_leval_rouge_of_part_of_a_task_is_near_the_leaderboard_of_the_whole(task, whole) -> None:
+    rows = rows_of("leval/Predictions/{}/{}.pred.jsonl", "ngram_eval/turbo-16k-0613", task)
+    parts = [rouge_parts(row["turbo-16k-0613_pred"], row["gt"]) for row in rows]
+    assert [100 * sum(column) / len(rows) for column in zip(*parts, strict=True)] == pytest.approx(whole, abs=0.25)

@@ -1,0 +1,238 @@
+"""Rows of published benchmarks: a local copy in the published layout, or the Hub at a pinned revision.
+
+A file is a list of objects or one object a line, plain or inside a zip archive, or a table in Parquet.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from locret.data.tasks.task import NoSamples, Sample, SampleSet
+
+if TYPE_CHECKING:
+    from locret.data.tasks.published.base import PublishedTask
+
+
+class BadRow(ValueError):
+    """A row that cannot be asked; the message names its place and what is wrong."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a file."""
+
+    number: int
+    """Its index in the data set, from 0."""
+    where: str
+    """Its place, for messages."""
+    fields: Mapping[str, Any]
+
+    def bad(self, detail: str) -> BadRow:
+        """Return the error of a row that has something wrong in it."""
+        return BadRow(f"{self.where} {detail}; mend or drop the row")
+
+    def inside(self, fields: Mapping[str, Any]) -> Row:
+        """Return an object that lies in the row, which is read as the row is."""
+        return replace(self, fields=fields)
+
+    def text(self, name: str, *, may_be_empty: bool = False) -> str:
+        """Return a text field; one that is missing, empty or no text is refused."""
+        value = self._value(name)
+        if not isinstance(value, str):
+            raise self.bad(f"has a field {name!r} of type {type(value).__name__} where text is needed")
+        if not (may_be_empty or value.strip()):
+            raise self.bad(f"has an empty field {name!r}")
+        return value
+
+    def texts(self, name: str, *, may_be_empty: bool = False) -> tuple[str, ...]:
+        """Return a field that holds a list of texts or numbers, or a single one; numbers as they are written."""
+        value = self._value(name)
+        found = value if isinstance(value, list) else [] if value is None else [value]
+        for one in found:
+            if isinstance(one, bool) or not isinstance(one, str | int | float):
+                raise self.bad(f"has a field {name!r} with a {type(one).__name__} where text or a number is needed")
+        if not may_be_empty and not (found and all(str(one).strip() for one in found)):
+            raise self.bad(f"has an empty field {name!r}")
+        return tuple(map(str, found))
+
+    def one_of(self, name: str, known: Collection[str]) -> str:
+        """Return a field that holds one of the known texts."""
+        if (value := self.text(name)) not in known:
+            raise self.bad(f"holds {value!r} in field {name!r} where {' or '.join(known)} is right")
+        return value
+
+    def _value(self, name: str) -> Any:
+        if name not in self.fields:
+            raise self.bad(f"has no field {name!r} (it has {', '.join(self.fields) or 'none'})")
+        return self.fields[name]
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """Yield the rows of a file; `archive.zip!a/b.jsonl` is one inside an archive.
+
+    Raises:
+        ValueError: If it is damaged, or a row is no object.
+        OSError: If it cannot be read.
+    """
+    file, _, member = path.partition("!")
+    try:
+        if member:
+            with zipfile.ZipFile(file) as archive, archive.open(member) as stream:
+                yield from _rows(path, _objects(stream, member))
+        elif file.endswith(".parquet"):
+            from pyarrow.parquet import ParquetFile  # heavy
+
+            tables = ParquetFile(file).iter_batches(16)
+            yield from _rows(path, (fields for table in tables for fields in table.to_pylist()))
+        else:
+            with open(file, "rb") as stream:
+                yield from _rows(path, _objects(stream, file))
+    except BadRow:
+        raise
+    except (ValueError, KeyError, zipfile.BadZipFile, RecursionError) as error:
+        raise ValueError(f"{path} is no intact file of rows ({' '.join(str(error).split())}); fetch it again") from None
+
+
+def _objects(stream: Any, name: str) -> Iterator[Any]:
+    if name.endswith(".jsonl"):
+        yield from (json.loads(line.decode("utf-8-sig")) for line in stream if line.strip())
+        return
+    text = stream.read().decode("utf-8-sig")
+    yield from json.loads(text) if text.lstrip()[:1] == "[" else map(json.loads, filter(None, text.splitlines()))
+
+
+def _rows(path: str, objects: Iterator[Any]) -> Iterator[Row]:
+    for number, fields in enumerate(objects):
+        row = Row(number, f"{path}: row {number} (counted from 0)", fields)
+        if not isinstance(fields, dict):
+            raise row.bad(f"is of type {type(fields).__name__} where an object is needed")
+        yield row
+
+
+@dataclass
+class FileSamples(SampleSet):
+    """The samples of a file that are asked: all of them, or so many, evenly spread over the file."""
+
+    task: PublishedTask  # type: ignore[assignment]
+    path: str
+    """The file, or `archive.zip!member`."""
+    origin: str
+    """The file, or "owner/name/file" on the Hub."""
+    commit: str | None
+    """Of the Hub; None for a local file."""
+    samples: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.count:
+            raise NoSamples(
+                f"{self.origin} holds no row that {self.task.name} could ask; check that it is the right file",
+                "no rows to ask in its file",
+            )
+
+    def items(self) -> Iterator[Sample]:
+        """Yield all samples of the file."""
+        return self.task.items(read_rows(self.path))
+
+    @cached_property
+    def count(self) -> int:
+        """Samples that the file has."""
+        return sum(1 for _ in self.items())
+
+    @cached_property
+    def chosen(self) -> Sequence[int]:  # type: ignore[override]
+        """Positions of the asked samples, ascending."""
+        asked = min(self.samples or self.count, self.count)
+        return [index * self.count // asked for index in range(asked)]
+
+    @cached_property
+    def _held(self) -> dict[int, Sample]:
+        wanted = set(self.chosen)
+        return {number: sample for number, sample in enumerate(self.items()) if number in wanted}
+
+    def sample(self, number: int, tokenizer: Any) -> Sample:
+        """Return the sample at a position."""
+        return self._held[number]
+
+    @property
+    def of(self) -> int | None:  # type: ignore[override]
+        """Size of the whole set; some files have more than their papers count."""
+        return None if self.task.size is None else max(self.task.size, self.count)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what tells these data from others."""
+        with open(self.path.partition("!")[0], "rb") as stream:
+            digest = hashlib.sha256()
+            for block in iter(lambda: stream.read(1 << 20), b""):
+                digest.update(block)
+        file = self.origin if self.commit else Path(self.path).name
+        return {"file": file, "revision": self.commit, "sha256": digest.hexdigest(), "items": self.count}
+
+
+def open_rows(task: PublishedTask, folders: Sequence[str] | None = None, samples: int | None = None) -> FileSamples:
+    """Find a task's rows, of which so many `samples` are asked, or all.
+
+    Local copies are searched in order: the benchmark's folder in its published layout, or a folder of such folders
+    (`DIR/longbench/data/qasper.jsonl`); the Hub where there are none.
+
+    Raises:
+        NoSamples: If no folder holds the file, or the task is not on the Hub.
+        ValueError: If a folder is none, the Hub has no such file, or a row is bad.
+        OSError: If the Hub or the file cannot be read.
+    """
+    if folders is None:
+        path, commit = _fetched(task)
+        return FileSamples(task, path, f"{task.repo}/{task.hub_file or task.file}", commit, samples)
+    path = local(task, folders)
+    if path is None:
+        raise NoSamples(
+            f"--data-dir {', '.join(folders)} holds no rows of {task.name}; looked for "
+            f"{', '.join(candidates(task)[:4])}; put the published file there, or leave out --data-dir to read the Hub",
+            "no rows found",
+        )
+    return FileSamples(task, path, path, None, samples)
+
+
+def candidates(task: PublishedTask) -> list[str]:
+    """Return where a local copy may have a task's rows, relative to it, in the order they are looked for."""
+    spots = [task.file, task.hub_file or task.file, Path(task.file).name]
+    ordered = [f"{task.family}/{spot}" for spot in spots] + spots
+    # An export of another ending is as good: the rows are the same.
+    plain = [spot.removesuffix(".jsonl") for spot in ordered if "!" not in spot]
+    return list(dict.fromkeys([*ordered, *(f"{spot}{end}" for spot in plain for end in (".json", ".parquet"))]))
+
+
+def local(task: PublishedTask, folders: Sequence[str]) -> str | None:
+    """Return the file of a local copy that has a task's rows; None if there is none."""
+    for folder in map(os.path.expanduser, folders):
+        if not os.path.isdir(folder):
+            raise ValueError(f"--data-dir {folder} is not a folder; give the folder of a local copy")
+        for spot in candidates(task):
+            if os.path.isfile(os.path.join(folder, spot.partition("!")[0])):
+                return os.path.join(folder, spot)
+    return None
+
+
+def _fetched(task: PublishedTask) -> tuple[str, str]:
+    """Return the local path of a file on the Hub, fetched unless it is in the cache, and its commit."""
+    from huggingface_hub import hf_hub_download
+
+    from locret.hub import one_sentence
+
+    if not task.repo:
+        missing = f"task {task.name} is not on the Hub; give --data-dir with a local copy of {task.file}"
+        raise NoSamples(missing, "no rows found")
+    name, _, member = (task.hub_file or task.file).partition("!")
+    lacks = f"has no {name} at {task.revision}, the rows of {task.name}; give --data-dir with a local copy"
+    with one_sentence("load", task.repo, what="data set", lacks=lacks):
+        path = hf_hub_download(task.repo, name, repo_type="dataset", revision=task.revision)
+    # .../snapshots/<commit>/<file>
+    commit = Path(path).parents[len(Path(name).parts) - 1].name
+    return (f"{path}!{member}" if member else path), commit

@@ -1,0 +1,250 @@
+"""The prompts of published tasks are the official ones, character by character, and are cut as the protocols say."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+
+import pytest
+from bench_cases import SHARED, entries, golden, word_tokenizer
+
+from locret.data import tasks
+from locret.data.tasks import Sample
+from locret.data.tasks.prompts import build_prompt, cut_middle, cut_words
+from locret.data.tasks.rows import open_rows
+
+PLAIN = [(family, form) for family in ("infinitebench", "longbench") for form in golden(family)]
+SC, LOOGLE, V2 = golden("scbench"), golden("loogle"), golden("longbench_v2")
+
+
+def items_of(name, records, **options):
+    return list(tasks.get(name, **options).items(entries(records)))
+
+
+@pytest.mark.parametrize(("family", "form"), PLAIN, ids=map("/".join, PLAIN))
+def test_three_prompts_of_each_task_are_the_official_ones(family, form) -> None:
+    case, mask = golden(family)[form], "**MASK**" if family == "infinitebench" else "$$MASK$$"
+    items = items_of(f"{family}/{form}", case["records"])
+    assert [item.content for item in items] == case["prompts"]
+    assert [item.document for item in items] == [row["context"].replace("$$MASK$$", mask) for row in case["records"]]
+
+
+@pytest.mark.parametrize("form", golden("leval"))
+def test_three_prompts_of_each_leval_task_are_the_official_ones(form) -> None:
+    case = golden("leval")[form]
+    items = {item.id: item for item in items_of(f"leval/{form}", case["records"])}
+    expected = {f"{row}/{name}": rest for row, asked in enumerate(case["prompts"]) for name, rest in asked.items()}
+    assert list(items) == list(expected)
+    for name, rest in expected.items():
+        item = items[name]
+        assert (item.content, item.lead, item.system) == (
+            rest["content"],
+            rest["lead"],
+            rest.get("system", item.system),
+        )
+        assert item.document == ("" if item.plain else case["records"][int(name[0])]["input"])
+
+
+@pytest.mark.parametrize(("family", "marker"), [("llama", "<|start_header_id|>"), ("phi", "<|assistant|>")])
+@pytest.mark.parametrize("form", golden("leval"))
+def test_the_official_style_writes_the_malformed_turns_of_the_official_runs(form, family, marker) -> None:
+    case = golden("leval")[form]
+    item = items_of(f"leval/{form}", case["records"][:1])[0]
+    built = build_prompt(tasks.get(f"leval/{form}", prompt_style="official"), item, word_tokenizer(marker))
+    assert built.text == case["prompts"][0]["0"][family]
+
+
+@pytest.mark.parametrize("name", golden("babilong"))
+def test_prompts_of_babilong_are_the_official_ones(name) -> None:
+    case = golden("babilong")[name]
+    (sample,) = items_of(f"babilong/{name}", case["records"])
+    assert sample.content == case["prompts"]["111"]
+    assert sample.document == case["records"][0]["input"].strip()
+
+
+@pytest.mark.parametrize("name", LOOGLE)
+def test_a_text_of_loogle_has_all_of_its_questions_and_none_of_another(name) -> None:
+    rows = LOOGLE[name]["records"]
+    one, other = items_of(f"loogle/{name}", [*rows, *({**row, "context": "Another text."} for row in rows)])
+    assert [one.asking(question).content for question in one.asked] == LOOGLE[name]["prompts"]
+    assert (one.content, one.document) == (LOOGLE[name]["prompts"][0], rows[0]["context"])
+    assert [question.targets for question in other.asked] == [(row["answer"],) for row in rows]
+    assert (other.document, other.id) == ("Another text.", str(len(rows)))
+
+
+@pytest.mark.parametrize("name", SC)
+def test_requests_of_scbench_are_the_official_ones_and_share_their_text(name) -> None:
+    found = items_of(f"scbench/{name}_requests", SC[name]["records"])
+    for one, (text, *rest) in zip(found, SC[name]["requests"], strict=True):
+        assert one.content[: one.span[1]] == text
+        assert [one.asking(question).content for question in one.asked] == [text + asked for asked in rest]
+        assert one.asking(one.asked[0]) == one
+
+
+@pytest.mark.parametrize("name", SC)
+def test_conversations_of_scbench_have_the_official_turns(name) -> None:
+    """The official prompts have the toy chat template in them."""
+    for one, (first, *later) in zip(items_of(f"scbench/{name}", SC[name]["records"]), SC[name]["turns"], strict=True):
+        assert f"<|im_start|> user {one.content} <|im_end|> <|im_start|> assistant " == first
+        opened = "<|im_end|> <|im_start|> assistant " + "This paper" * (name == "summary")
+        turns = zip(one.said, one.turns[1:], strict=True)
+        assert [f"{said} <|im_end|> <|im_start|> user {asked} {opened}" for said, asked in turns] == later
+    row = {**SC[name]["records"][0], "multi_turns": SC[name]["records"][0]["multi_turns"] * 4}
+    assert [len(one.turns) for one in items_of(f"scbench/{name}", [row], golden=False)] == [5]
+    assert items_of(f"scbench/{name}", [row], golden=False)[0].said == ()
+
+
+def test_prompts_of_longbench_v2_are_the_official_ones_with_and_without_a_chain_of_thought() -> None:
+    assert [one.content for one in items_of("longbench_v2/all", V2["records"])] == V2["prompts"]["0shot"]
+    thoughts, task = items_of("longbench_v2/all_cot", V2["records"]), tasks.get("longbench_v2/all_cot")
+    assert [one.content for one in thoughts] == V2["prompts"]["cot"]
+    followed = [task.follow_up(one, V2["thought"]) for one in thoughts]
+    assert [(second.content, tokens) for second, tokens in followed] == [
+        (text, 128) for text in V2["prompts"]["second"]
+    ]
+    splits = {name: [one.id for one in items_of(f"longbench_v2/{name}", V2["records"])] for name in ("easy", "medium")}
+    assert splits == {"easy": ["0"], "medium": []}
+
+
+def test_questions_are_put_step_by_step_as_omnikvs_script_puts_them() -> None:
+    row = {"context": "w1 w2", "input": "w3", "answers": ["Blue", "navy"]}
+    asked = (
+        "Answer the question based on the given passages. \n\nThe following are given passages.\nw1 w2\n\n"
+        "Answer the question based on the given passages. \n\nQuestion: w3\n"
+    )
+    (steps,), (once,) = items_of("multistep/hotpotqa", [row]), items_of("multistep/hotpotqa", [row], cot=False)
+    assert (steps.content, steps.document, steps.lead) == (asked, "w1 w2", "Evidence (step by step) then answer: 1.")
+    assert (steps.system, once.system, once.lead) == (
+        "You are a helpful assistant. ",
+        "You are a helpful assistant.",
+        "",
+    )
+    (yi,) = items_of("multistep/hotpotqa", [row], style="yi")
+    assert yi.content.endswith(f"in less than 80 words.\n{asked}")
+    assert (yi.document, yi.system, yi.lead[:10]) == ("w1 w2", "", "\nEvidence ")
+    direct = tasks.get("multistep/2stage", cot=False).sample(None)
+    assert "Directly answer the corresponding color" in direct.content
+    assert direct.lead.endswith("The corresponding color is")
+    assert tasks.get("multistep/2stage", style="yi").max_new_tokens == 50
+
+
+def test_the_game_tells_only_the_past() -> None:
+    assert items_of("sirllm/rock", [{"user_choice": letter} for letter in "BCA"])[0].turns == (
+        "USER: Let's play a game of Rock-Paper-Scissors. Choose one option from: (A) rock (B) paper (C) scissors. "
+        "\n\nASSISTANT: ",
+        *(
+            f"USER: I chose [{move}]. Analyze my preferences to maximize your winning rate and proceed to the next "
+            "round. Choices: (A) rock (B) paper (C) scissors. You choose:\n\nASSISTANT: "
+            for move in ("paper", "scissors")
+        ),
+    )
+
+
+REAL = golden("digests")
+
+
+@pytest.mark.parametrize("name", [name for name in REAL if "passkey_" not in name])
+def test_prompts_of_real_rows_are_the_official_ones(shared, name) -> None:
+    path, task = shared / "data" / REAL[name]["file"], tasks.get(name)
+    # The folder above the file's own place in the published layout.
+    rows = open_rows(task, [str(path.parents[len(task.file.split("/")) - 1])])
+    contents = {item.id: item.content for item in rows.items()}
+    for row, (digest, length) in REAL[name]["prompts"].items():
+        assert (len(contents[row]), hashlib.sha256(contents[row].encode()).hexdigest()) == (length, digest)
+
+
+def test_the_protocols_are_the_published_ones() -> None:
+    infinite = {name.partition("/")[2]: tasks.get(name) for name in tasks.names("infinitebench")}
+    assert {name: task.max_new_tokens for name, task in infinite.items()} == {
+        "passkey": 6, "number_string": 12, "kv_retrieval": 50, "longbook_sum_eng": 1200, "longbook_qa_eng": 40,
+        "longbook_choice_eng": 40, "longdialogue_qa_eng": 40, "longbook_qa_chn": 40, "code_debug": 5, "code_run": 5,
+        "math_find": 3, "math_calc": 30000,
+    }  # fmt: skip
+    assert {task.limit + task.max_new_tokens for task in infinite.values()} == {131072}
+    assert not any(task.chat for task in infinite.values())
+    assert {(tasks.get(name).max_new_tokens, tasks.get(name).limit) for name in tasks.names("leval")} == {(512, 127488)}
+    no_chat = {name.partition("/")[2] for name in tasks.names("longbench") if not tasks.get(name).chat}
+    assert no_chat == {"trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p"}
+    assert (tasks.get("longbench/samsum").stop, tasks.get("longbench/samsum").min_new_tokens) == (("\n",), 1)
+    limits = {name: tasks.get(f"scbench/{name}").limit for name in ("kv", "mf", "repoqa_and_kv", "kv_requests")}
+    assert limits == {"kv": 130322, "mf": 131047, "repoqa_and_kv": 128312, "kv_requests": 129322}
+    if (lengths := SHARED / "longbench/config/dataset2maxlen.json").is_file():
+        for name, tokens in json.loads(lengths.read_text()).items():
+            assert tasks.get(f"longbench/{name}").max_new_tokens == tokens
+
+
+def test_a_completion_prompt_has_its_middle_cut_out_in_tokens_and_room_left_for_the_reference() -> None:
+    row = {"context": " ".join(f"w{index}" for index in range(100)), "input": "w900", "answer": ["w1 w2 w3"]}
+    tokenizer, task = word_tokenizer(), tasks.get("infinitebench/kv_retrieval", limit=25)
+    (item,) = task.items(entries([row]))
+    whole = tokenizer(item.content)["input_ids"]
+    # The reference has 3 tokens and a bos: 25 - 4 = 21 are allowed, 10 at each end.
+    built = build_prompt(task, item, tokenizer)
+    assert (built.ids, built.tokens_before, built.tokens_after) == (whole[:10] + whole[-10:], len(whole), 20)
+    assert build_prompt(tasks.get("infinitebench/kv_retrieval"), item, tokenizer).ids == whole
+    long = Sample(id="0", content="w1", targets=("w1 " * 70,), reply="w1")  # fifty tokens at most
+    assert task.allowed(long, lambda text: len(text.split())) == 2
+
+
+def test_a_longbench_prompt_is_cut_decoded_and_framed_as_a_chat_turn() -> None:
+    row = {"context": " ".join(f"w{index}" for index in range(50)), "input": "w900", "answers": ["w1"]}
+    tokenizer, task, chat = (
+        word_tokenizer(),
+        tasks.get("longbench/lcc", limit=11),
+        tasks.get("longbench/qasper", limit=11),
+    )
+    (item,) = task.items(entries([row]))
+    whole = tokenizer(item.content)["input_ids"]
+    # Half of 11 is 5; the bos is dropped by decoding and comes back with encoding; the halves meet without a space.
+    joined = tokenizer.decode(whole[1:5]) + tokenizer.decode(whole[-5:])
+    built = build_prompt(task, item, tokenizer)
+    assert (built.text, built.ids) == (joined, tokenizer(joined)["input_ids"])
+    (item,) = chat.items(entries([row]))
+    bare = build_prompt(chat, item, tokenizer, template="none").text
+    framed = build_prompt(chat, item, tokenizer)
+    assert framed.text == f"<|im_start|> user {bare} <|im_end|> <|im_start|> assistant "
+    assert framed.ids == tokenizer(framed.text, add_special_tokens=False)["input_ids"]
+
+
+def test_only_the_document_of_a_leval_prompt_is_cut_by_words() -> None:
+    row = {"input": " ".join(f"w{index}" for index in range(40)), "instructions": ["w900"], "outputs": ["w1 w2"]}
+    for name, kept in [("natural_question", range(5)), ("codeU", range(35, 40))]:
+        task = tasks.get(f"leval/{name}", limit=10)
+        (item,) = task.items(entries([{**row, "evaluation": "f1"}]))
+        built = build_prompt(task, item, word_tokenizer())
+        # 10 words and a bos are 11 tokens: too many; half as many fit.
+        assert item.content.replace(row["input"], " ".join(f"w{index}" for index in kept)) in built.text
+        assert (built.tokens_before, built.tokens_after) == (41, 6)
+        assert f"system {item.system}" in built.text
+    fact = items_of("leval/sci_fi", golden("leval")["sci_fi"]["records"])[1]
+    assert build_prompt(tasks.get("leval/sci_fi"), fact, word_tokenizer()).text == fact.content  # no document, no turns
+
+
+@pytest.mark.parametrize(("length", "limit", "kept"), [(9, 10, 9), (10, 10, 10), (11, 10, 10), (11, 9, 8), (3, 2, 2)])
+def test_the_middle_is_cut_to_half_the_limit_at_each_end(length, limit, kept) -> None:
+    tokens = list(range(length))
+    assert cut_middle(tokens, limit) == tokens[: (kept + 1) // 2] + tokens[length - kept // 2 :]
+
+
+def test_words_are_cut_by_250_at_a_time() -> None:
+    document = " ".join(["a"] * 3000)
+    assert len(cut_words(document, 2000, lambda text: 2 * len(text.split())).split()) == 1000
+    assert len(cut_words(document, 2000, lambda text: len(text.split()) + 1).split()) == 1750
+    assert cut_words(document, 3000, lambda text: len(text.split())) == document
+
+
+def test_what_cannot_be_cut_or_framed_says_why() -> None:
+    bare, record = word_tokenizer(), golden("leval")["tpo"]["records"][:1]
+    bare.chat_template = None
+    (item, *_), official = items_of("leval/tpo", record), tasks.get("leval/tpo", prompt_style="official")
+    for call, message in (
+        (lambda: cut_middle([1, 2, 3], 1), "limit=1 leaves no tokens of the prompt"),
+        (
+            lambda: cut_words("x" * 100, 8, len),
+            "100 characters has too few spaces to be cut by words to limit=8 tokens",
+        ),
+        (lambda: build_prompt(official, item, word_tokenizer()), "official is known for Llama-3 and Phi-3 tokenizers"),
+        (lambda: build_prompt(tasks.get("leval/tpo"), item, bare), "--template chat: the tokenizer has no chat templ"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -1,0 +1,212 @@
+"""Rows of published files: found in a local copy or on the Hub, and for each that cannot be asked what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from io import BytesIO
+
+import pytest
+from bench_cases import SHARED, entries, golden, write_lines
+from hub_server import Repo
+
+from locret.data import tasks
+from locret.data.tasks.rows import BadRow, candidates, open_rows, read_rows
+from locret.data.tasks.task import NoSamples, Wanted
+
+GOOD = {"context": "a text", "input": "a question", "answers": ["an answer"]}
+QASPER = tasks.get("longbench/qasper")
+
+
+def test_every_kind_of_file_gives_its_rows_and_their_places(tmp_path) -> None:
+    pq = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    rows = [{"context": f"text {index} 中\u2028", "n": index} for index in range(5)]
+    lines = write_lines(tmp_path / "rows.jsonl", [b"\xef\xbb\xbf" + json.dumps(rows[0]).encode(), b"\r", *rows[1:]])
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    with zipfile.ZipFile(tmp_path / "rows.zip", "w") as archive:
+        archive.write(lines, "data/rows.jsonl")
+    for name in ("rows.jsonl", "rows.zip!data/rows.jsonl", "rows.json", "lines.json", "rows.parquet"):
+        found = list(read_rows(str(tmp_path / name)))
+        assert [row.fields for row in found] == rows
+        assert found[4].where == f"{tmp_path / name}: row 4 (counted from 0)"
+
+
+@pytest.mark.parametrize("place", [0, 1, 3, -1])
+def test_a_local_copy_may_lie_in_any_published_place(tmp_path, place) -> None:
+    spot = candidates(QASPER)[place]
+    archive, _, member = spot.partition("!")
+    (tmp_path / archive).parent.mkdir(parents=True, exist_ok=True)
+    if member:
+        with zipfile.ZipFile(tmp_path / archive, "w") as files:
+            files.writestr(member, json.dumps(GOOD))
+    elif spot.endswith(".parquet"):
+        pytest.importorskip("pyarrow.parquet").write_table(
+            pytest.importorskip("pyarrow").Table.from_pylist([GOOD]), tmp_path / spot
+        )
+    else:
+        write_lines(tmp_path / spot, [GOOD])
+    (tmp_path / "empty").mkdir()
+    rows = open_rows(QASPER, [str(tmp_path / "empty"), str(tmp_path)])
+    assert (rows.path, rows.commit, rows.count) == (str(tmp_path / spot), None, 1)
+    assert rows.sample(0, None).targets == ("an answer",)
+    assert len(rows.facts()["sha256"]) == 64
+
+
+def test_samples_are_taken_evenly_and_the_name_says_how_many(tmp_path) -> None:
+    write_lines(tmp_path / "qasper.jsonl", [{**GOOD, "answers": [str(number)]} for number in range(7)])
+    rows = open_rows(QASPER, [str(tmp_path)], 3)
+    assert rows.chosen == [0, 2, 4]
+    assert [rows.sample(number, None).reply for number in (4, 0)] == ["4", "0"]
+    assert (rows.label(3), rows.of) == ("longbench/qasper (3 of 200)", 200)
+
+
+BAD = [
+    (b'{"context": "a \xff"}', "is no intact file of rows"),
+    (b'{"context": ', "is no intact file of rows"),
+    (b"[" * 100_000, "is no intact file of rows"),
+    (b'["a"]', "is of type list where an object is needed"),
+    ({**GOOD, "context": " \n"}, "has an empty field 'context'"),
+    ({**GOOD, "context": 3}, "has a field 'context' of type int where text is needed"),
+    ({"input": "q", "answers": ["a"]}, "has no field 'context' (it has input, answers)"),
+    ({**GOOD, "answers": []}, "has an empty field 'answers'"),
+    ({**GOOD, "answers": ["a", ""]}, "has an empty field 'answers'"),
+    ({**GOOD, "answers": ["a", {"b": 1}]}, "has a field 'answers' with a dict where text or a number is needed"),
+    ({**GOOD, "dataset": "hotpotqa"}, "says 'hotpotqa' in field 'dataset' where 'qasper' is read"),
+]
+
+
+@pytest.mark.parametrize(("row", "detail"), BAD)
+def test_a_bad_row_is_named_with_its_file_and_number(tmp_path, row, detail) -> None:
+    path = write_lines(tmp_path / "qasper.jsonl", [GOOD, row, GOOD])
+    with pytest.raises(ValueError, match=re.escape(detail)) as refused:
+        open_rows(QASPER, [str(tmp_path)])
+    assert str(refused.value).startswith(str(path))
+
+
+CHOICE = {"context": "c", "input": "q", "options": ["a", "b", "c", "d"], "answer": ["b"]}
+EXAM = {"input": "d", "instructions": ["q", "r"], "outputs": ["a", "b"], "evaluation": "exam"}
+LOOGLE, BABI, V2 = (
+    golden(name)[key]["records"][0] if key else golden(name)["records"][0]
+    for name, key in (("loogle", "longdep_qa"), ("babilong", "qa1"), ("longbench_v2", ""))
+)
+TURNS, TURN = golden("scbench")["kv"]["records"][0], golden("scbench")["kv"]["records"][0]["multi_turns"][0]
+FIELDS = [
+    ("infinitebench/code_debug", {**CHOICE, "answer": ["e"]}, "has ['e'] in field 'answer', which is not one of"),
+    ("infinitebench/code_debug", {**CHOICE, "options": ["b"]}, "has 1 entries in field 'options' where 4"),
+    ("infinitebench/code_run", {**CHOICE, "answer": [7], "input": "f(1)"}, "names no call such as func_1(2) in field"),
+    ("infinitebench/math_find", {**CHOICE, "answer": [7], "input": "What?"}, 'does not say "The ... of" in field'),
+    ("infinitebench/math_calc", {**CHOICE, "answer": [1, "x"]}, "in field 'answer' where a number is needed"),
+    ("longbench/passage_retrieval_en", GOOD, "holds 'an answer' in field 'answers' where 'Paragraph 12' is right"),
+    ("longbench/trec", GOOD, "has an empty field 'all_classes', and the metric looks for classes"),
+    ("leval/tpo", {**EXAM, "outputs": ["a"]}, "has 2 instructions and 1 outputs where it needs as many"),
+    ("leval/sci_fi", EXAM, "holds 'a' in field 'outputs' without its [fact: ...] part"),
+    ("babilong/qa1", {**BABI, "target": "moon"}, "holds 'moon' in field 'target' where bathroom, bedroom, garden"),
+    ("loogle/longdep_qa", {**LOOGLE, "answer": None}, "has a field 'answer' of type NoneType where text is needed"),
+    ("loogle/shortdep_cloze", {**LOOGLE, "answer": "['a']"}, "where masks and their entities are needed"),
+    ("longbench_v2/all", {**V2, "answer": "E"}, "holds 'E' in field 'answer' where A or B or C or D is right"),
+    ("scbench/kv", {**TURNS, "multi_turns": ["a"]}, "has no list of questions in field 'multi_turns'"),
+    ("scbench/kv", {**TURNS, "multi_turns": [{"input": "a"}]}, "has no field 'answer'"),
+    ("scbench/mf", TURNS, "has no list of numbers in field 'context'"),
+    ("scbench/mf", {"context": [1], "multi_turns": [{"input": "?", "answer": 4}]}, 'does not say "The ... is"'),
+    ("scbench/choice_eng", TURNS, "has no field 'options'"),
+    ("scbench/repoqa", {**TURNS, "multi_turns": [{**TURN, "name": "f"}]}, "has no field 'repo'"),
+    ("scbench/summary_with_needles", TURNS, "has no field 'task'"),
+    ("sirllm/rock", {"user_choice": "D"}, "holds 'D' in field 'user_choice' where A or B or C is right"),
+    ("ruler/vt", {"input": "x"}, "has no field 'answer_prefix'"),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "detail"), FIELDS)
+def test_fields_of_one_benchmark_are_checked_too(name, row, detail) -> None:
+    with pytest.raises(BadRow, match=re.escape(detail)) as refused:
+        list(tasks.get(name).items(entries([row])))
+    assert str(refused.value).startswith("rows.jsonl:1 ")
+
+
+def test_what_is_missing_or_damaged_is_refused_with_the_way_out(tmp_path) -> None:
+    write_lines(tmp_path / "longbench" / "data" / "qasper.jsonl", [b""])
+    (tmp_path / "tpo.parquet").write_text("no")
+    (tmp_path / "data.zip").write_text("no")
+    for name, folder, message in (
+        ("longbench/qasper", "", "holds no row that longbench/qasper could ask; check that it is the right file"),
+        ("leval/tpo", "", "tpo.parquet is no intact file of rows"),
+        ("longbench/lcc", "", "data.zip!data/lcc.jsonl is no intact file of rows (File is not a zip file)"),
+        ("leval/codeU", "", "holds no rows of leval/codeU; looked for leval/LEval-data/Closed-ended-tasks/codeU.jsonl"),
+        ("leval/codeU", "no", "is not a folder; give the folder of a local copy"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            open_rows(tasks.get(name), [str(tmp_path / folder)])
+
+
+def test_a_length_of_babilong_has_a_file_of_its_own(tmp_path) -> None:
+    for length, target in (("4k", "garden"), ("0k", "office")):
+        write_lines(tmp_path / "babilong" / "data" / "qa1" / f"{length}.json", [{**BABI, "target": target}])
+    wanted = {"tokenizer": lambda: None, "folders": [str(tmp_path)]}
+    both = tasks.get("babilong/qa1").select(Wanted(lengths=[0, 4096], **wanted))
+    assert [both.samples[tokens].sample(0, None).reply for tokens in (0, 4096)] == ["office", "garden"]
+    assert both.facts["limit_from"] == "length"
+    assert list(tasks.get("babilong/qa1", length="0k").select(Wanted(lengths=[4096], **wanted)).samples) == [0]
+    for tokens, error, message in ((4000, ValueError, r"has rows of 1024 \(1k\)"), (1 << 20, NoSamples, "qa1_1M")):
+        with pytest.raises(error, match=message):
+            tasks.get("babilong/qa1").select(Wanted(lengths=[tokens], **wanted))
+
+
+def test_a_task_is_fetched_from_the_hub_at_its_pinned_commit_and_from_the_cache_after_that(hub) -> None:
+    archive = BytesIO()
+    with zipfile.ZipFile(archive, "w") as files:
+        files.writestr("data/qasper.jsonl", json.dumps(GOOD) + "\n")
+    hub.repos[f"datasets/{QASPER.repo}"] = Repo(commits={QASPER.revision: {"data.zip": archive.getvalue()}})
+    rows = open_rows(QASPER)
+    assert (rows.origin, rows.commit) == ("zai-org/LongBench/data.zip!data/qasper.jsonl", QASPER.revision)
+    assert hub.requests[-1] == ("GET", f"/datasets/{QASPER.repo}/resolve/{QASPER.revision}/data.zip")
+    asked = len(hub.requests)
+    assert open_rows(QASPER).sample(0, None).reply == "an answer"
+    assert len(hub.requests) == asked  # a commit never changes: nothing is asked again
+
+
+def test_what_the_hub_does_not_have_is_named(hub) -> None:
+    task = tasks.get("leval/tpo")
+    with pytest.raises(ValueError, match="cannot load L4NLP/LEval: it is neither a data set here"):
+        open_rows(task)
+    hub.repos[f"datasets/{task.repo}"] = Repo(commits={task.revision: {}}, branches={})
+    with pytest.raises(ValueError, match=r"has no LEval/Exam/tpo.jsonl at .*, the rows of leval/tpo; give --data-dir"):
+        open_rows(task)
+
+
+def test_without_the_network_a_local_copy_is_asked_for() -> None:
+    with pytest.raises(OSError, match="HF_HUB_OFFLINE is set; unset it, or give a local data set|was not reached"):
+        open_rows(QASPER)
+
+
+def test_real_files_give_exactly_their_rows_and_fields(shared) -> None:
+    data = shared / "data"
+    roots = [data, data / "infinitebench_generated", data / "derived/infinitebench", data / "derived/leval"]
+    found = 0
+    for name in [name for family in ("infinitebench", "leval", "longbench") for name in tasks.names(family)]:
+        try:
+            rows = open_rows(tasks.get(name), [str(root) for root in roots])
+        except NoSamples:
+            continue
+        found += 1
+        items = list(rows.items())
+        with open(rows.path, encoding="utf-8") as stream:
+            records = [json.loads(line) for line in stream]
+        assert len({item.id for item in items}) == len(items)
+        if name.startswith("leval/"):
+            asked = [
+                row["input"] for row in records if row["evaluation"] in ("exam", "f1", "rouge") for _ in row["outputs"]
+            ]
+            assert [item.document for item in items if not item.plain] == asked
+        else:
+            assert [item.document for item in items] == [r["context"].replace("$$MASK$$", "**MASK**") for r in records]
+    assert found == 40
+    for path in sorted(SHARED.glob("ruler_generated/**/validation.jsonl")):
+        task = tasks.get(f"ruler/{path.parent.name}")
+        for row in read_rows(str(path)):
+            (one,) = task.read(row)
+            assert (one.content, one.lead) == (row.fields["input"], row.fields["answer_prefix"])
+            assert task.score(one.reply, one) == 1

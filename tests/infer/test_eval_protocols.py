@@ -1,0 +1,224 @@
+"""A question known or unknown while its text is read: same prompts, one read for many questions, honest yardsticks."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from eval_runs import cells, prompts, records
+from published_cases import ROWS, published
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
+from locret.data import tasks
+from locret.data.tasks import Sample
+from locret.data.tasks.prompts import build_prompt
+from locret.data.tasks.published import infinitebench
+from locret.data.tasks.rows import Row
+from locret.data.tasks.task import Wanted
+from locret.infer.evaluation import answering, methods, runner
+from locret.infer.evaluation.methods import Prompt, Setup, document_tokens
+from locret.infer.evaluation.plan import Allotment, Run, plan_cases, plan_runs, settled
+from locret.infer.evaluation.records import AGNOSTIC, AWARE
+
+POLICY = RetentionPolicy(budget=48, chunk_size=64, stabilizers=8, local_len=8)
+SMALL = ("--chunk-size", 64, "--stabilizers", 8, "--local-len", 8, "--threads", 1, "--figures", "none")
+SMALL = (*SMALL, "--budget", 48, "--max-new-tokens", 4)
+LOOGLE = replace(tasks.get("loogle/longdep_qa"), max_new_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def setup(backbone: Path, heads: Path) -> Setup:
+    """Return the random backbone with its untrained heads."""
+    model = AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32).eval()
+    return Setup(model, AutoTokenizer.from_pretrained(backbone), RetainingHeads.from_pretrained(heads), 0)
+
+
+@pytest.fixture
+def asked(setup: Setup) -> list[Prompt]:
+    """Return the prompts of three questions about one text."""
+    rows = [Row(number, "", row) for number, row in enumerate(ROWS["loogle/data/longdep_qa"])]
+    (sample,) = LOOGLE.items(rows)
+    return prompts(setup, LOOGLE, [sample.asking(question) for question in sample.asked])
+
+
+@pytest.fixture
+def evaluate(evaluate_with: Any) -> Any:
+    """Return a function that runs the command and gives exit code, output and errors."""
+    return evaluate_with()
+
+
+def test_full_is_plain_transformers_and_a_stop_ends_an_answer(setup: Setup) -> None:
+    task = replace(tasks.get("longbench/samsum"), max_new_tokens=20)
+    ids = torch.tensor([setup.tokenizer("The red house stands near the river. " * 20)["input_ids"]])
+    sample = Sample(content="", targets=("a",), reply="a")
+    policy = RetentionPolicy(budget=64, chunk_size=32, stabilizers=8, local_len=8)
+    for run in (Run(methods.get("full"), None), Run(methods.get("random"), policy)):
+
+        def answered(run: Run = run, **changes: Any) -> dict[str, Any]:
+            own = replace(task, **{"stop": (), "min_new_tokens": 0, **changes})
+            prompt = replace(prompts(setup, own, [sample])[0], ids_1N=ids)
+            return runner._answered(prompt, run)
+
+        free = answered()
+        plain = setup.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
+        said = setup.tokenizer.decode(plain[0, ids.shape[1] :], skip_special_tokens=True)
+        assert (free["prediction"] == said) == run.method.plain
+        words = free["prediction"].split()
+        stop = next(word for word in words[2:] if free["prediction"].index(word) > 2 and len(word) > 2)
+        cut = answered(stop=(stop,))
+        assert cut["prediction"] == free["prediction"][: free["prediction"].index(stop)]
+        assert cut["generated_tokens"] < free["generated_tokens"]
+        # An answer that must have a token does not begin with its end.
+        first = setup.tokenizer.decode(setup.tokenizer(free["prediction"], add_special_tokens=False)["input_ids"][:1])
+        assert answered(stop=(first,))["generated_tokens"] == 1
+        assert answered(stop=(first,), min_new_tokens=1)["generated_tokens"] > 1
+
+
+def test_all_questions_of_a_text_share_a_document_that_holds_none_of_them(asked: list[Prompt], setup: Setup) -> None:
+    documents = [prompt.document.ids_1N for prompt in asked]
+    assert all(torch.equal(one, documents[0]) for one in documents)
+    assert setup.tokenizer.decode(documents[0][0]).endswith(asked[0].sample.document.strip()[-40:])
+    for prompt in asked:
+        assert torch.equal(prompt.ids_1N[:, : documents[0].shape[1]], documents[0])
+        rest = setup.tokenizer.decode(prompt.ids_1N[0, documents[0].shape[1] :])
+        assert rest.strip() == prompt.sample.question.strip()
+
+
+def test_a_token_that_joins_text_and_question_belongs_to_the_question() -> None:
+    from tokenizers import Tokenizer, models
+
+    letters = {letter: number for number, letter in enumerate(map(chr, range(32, 127)))} | {"\n": 95, ".\n": 96}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(letters, [(".", "\n")])))
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    task, text = tasks.get("longbench/qasper"), "One fact. Another.\nWhich?"
+    sample = Sample(content=text, targets=("x",), reply="x", question="Which?", span=(0, 18))
+    built = build_prompt(task, sample, tokenizer)
+    assert 96 in built.ids
+    assert document_tokens(tokenizer, task, sample, built) == len("One fact. Another")
+    # Where the template trims the turn, its end is still found.
+    tokenizer.chat_template = "<{{ messages[0].content | trim }}>"
+    spaced = replace(sample, content=sample.content + " \n")
+    assert document_tokens(tokenizer, task, spaced, build_prompt(task, spaced, tokenizer)) == 1 + 17
+
+
+@pytest.mark.parametrize("name", ["full", "locret", "snapkv", "oracle", "oracle_agnostic", "full+8bit"])
+def test_with_room_for_all_both_protocols_say_the_same(name: str, asked: list[Prompt]) -> None:
+    method, policy = methods.get(name), RetentionPolicy(budget=500, chunk_size=512, stabilizers=8, local_len=8)
+    known = Run(method, None if method.plain else method.policy(policy))
+    unknown = answering.answers_on_forks(asked, replace(known, protocol=AGNOSTIC), LOOGLE)
+    for prompt, later in zip(asked, unknown, strict=True):
+        first = answering.answer(prompt, known, LOOGLE)
+        assert (first["prediction"], first["generated_tokens"]) == (later["prediction"], later["generated_tokens"])
+        assert later["kept_units"] == prompt.document.ids_1N.shape[1]
+
+
+def test_the_agnostic_oracle_knows_what_all_answers_look_at(asked: list[Prompt], setup: Setup) -> None:
+    document = asked[0].document.ids_1N.shape[1]
+    wanted = torch.stack([prompt.labels[..., :document] for prompt in asked]).amax(0)
+    torch.testing.assert_close(asked[0].agnostic_labels[..., :document], wanted, rtol=1e-4, atol=1e-4)
+    assert torch.equal(asked[2].agnostic_labels[..., document:], asked[2].labels[..., document:])
+    # What is kept of the document is the same whatever is asked, and differs from what one answer needs.
+    kept = []
+    for name, prompt in (("oracle_agnostic", asked[0]), ("oracle_agnostic", asked[2]), ("oracle", asked[2])):
+        cache = RetentionCache(setup.model, methods.make_scorer(methods.get(name), prompt.document), POLICY)
+        prefill(setup.model, prompt.document.ids_1N, cache)
+        kept.append(cache.kept_positions(0))
+    assert torch.equal(kept[0], kept[1])
+    assert not torch.equal(kept[1], kept[2])
+
+
+def test_a_document_is_read_once_for_all_questions_but_for_the_oracle(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reads: list[int] = []
+
+    def counted(*given: Any, **options: Any) -> Any:
+        reads.append(given[1].shape[1])
+        return prefill(*given, **options)
+
+    monkeypatch.setattr(answering, "prefill", counted)
+    wanted = Wanted(tokenizer=lambda: None, lengths=[], folders=[str(published(tmp_path))], max_new_tokens=2)
+    places, _ = settled(plan_cases([tasks.get("loogle/longdep_qa").select(wanted)], 0), setup.tokenizer)
+    assert [case.question for case in places] == [0, 1, 2]
+    for name, protocol, times in (
+        ("random", AGNOSTIC, 1),
+        ("oracle_agnostic", AGNOSTIC, 1),
+        ("oracle", AGNOSTIC, 3),
+        ("random", AWARE, 3),
+    ):
+        reads.clear()
+        runs = plan_runs([methods.get(name)], [Allotment(POLICY.to_dict())], protocols=[protocol])
+        assert len(list(runner.evaluate(setup, places, runs, set()))) == 3
+        assert len(reads) == times
+
+
+@pytest.mark.parametrize("name", ["loogle/longdep_qa", "scbench/kv_requests"])
+def test_protocols_are_on_record_and_in_the_table_and_an_interrupted_run_goes_on(
+    name: str, evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, texts = published(tmp_path / "data"), 1 + (name != "loogle/longdep_qa")
+    line = ("--tasks", name, "--data-dir", data, "--methods", "full,random", "--protocol", "aware,agnostic", *SMALL)
+    code, table, err = evaluate(*line, "--output", tmp_path / "alone")
+    assert code == 0, err
+    found = records(tmp_path / "alone")
+    order = [(r["index"], r["question"], r["protocol"], r["method"]) for r in found]
+    assert order == sorted(order, key=lambda one: (*one[:2], one[2] == "agnostic", one[3] != "full"))
+    for record in found:
+        twins = [r for r in found if (r["index"], r["question"]) == (record["index"], record["question"])]
+        assert len({r["prompt_sha256"] for r in twins}) == 1
+        if record["method"] == "full":  # the full cache answers a fork as it answers the whole prompt
+            assert record["prediction"] == twins[0]["prediction"]
+    assert "| full, agnostic | all |" in table
+    assert "| random, agnostic | 48 |" in table
+    assert [(c["method"], c["protocol"], c["n"], c["questions"]) for c in cells(tmp_path / "alone")] == [
+        (method, how, texts, 2 + texts) for how in ("aware", "agnostic") for method in ("full", "random")
+    ]
+    later, left = runner.answers_on_forks, [2]
+
+    def interrupted(*given: Any) -> Any:
+        for one in later(*given):
+            left[0] -= 1
+            if left[0] < 0:
+                raise KeyboardInterrupt
+            yield one
+
+    monkeypatch.setattr(runner, "answers_on_forks", interrupted)
+    assert evaluate(*line, "--output", tmp_path / "out")[0] == 130
+    monkeypatch.setattr(runner, "answers_on_forks", later)
+    assert 0 < len(records(tmp_path / "out")) < len(found)
+    assert evaluate(*line, "--output", tmp_path / "out", "--resume")[0] == 0
+    assert records(tmp_path / "out") == found
+
+
+def test_no_task_of_infinitebench_that_may_be_asked_later_says_its_question_first() -> None:
+    said = set()
+    for task in infinitebench.TASKS:
+        heads = set()
+        for called, sought in (("func_1(2)", "largest"), ("func_2(2)", "smallest")):
+            row = {"context": "1 2 3", "input": f"What is {called}? The {sought} number of it.", "options": [*"abcd"]}
+            asks = "a" if task.form in ("longbook_choice_eng", "code_debug") else "7"
+            (sample,) = task.read(Row(0, "row", {**row, "answer": [asks]}))
+            heads.add(sample.content[: sample.span[0]])
+        assert task.asks_first == (len(heads) > 1), task.name
+        said |= {task.form} if task.asks_first else set()
+    assert said == {"math_find", "code_run"}
+
+
+def test_a_template_that_rewrites_questions_is_refused_before_the_oracle_reads(
+    backbone: Path, tmp_path: Path, evaluate: Callable[..., Any]
+) -> None:
+    other = shutil.copytree(backbone, tmp_path / "other")
+    template = other / "chat_template.jinja"
+    text = template.read_text()
+    assert "message['content']" in text
+    template.write_text(text.replace("message['content']", "message['content'].replace('?', '.')"))
+    line = ("--methods", "oracle", "--protocol", "agnostic", "--tasks", "passkey", "--lengths", 400, "--samples", 1)
+    code, _, err = evaluate(*line, *SMALL, "--output", tmp_path / "out", model=other)
+    assert code == 2
+    assert "the question of niah/passkey 0 is not found in its prompt" in err
