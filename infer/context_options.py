@@ -146,10 +146,6 @@ class LlamacppOptions:
     """Whether it uses flash attention (--flash-attn)."""
     streams: int | None = None
     """1 if the cache is unified (--kv-unified), else the number of slots (--parallel)."""
-    state_version: int | None = None
-    """The build's LLAMA_STATE_SEQ_VERSION: 3, or 2 in builds of before 2026."""
-    attention_rotation: bool | None = None
-    """Whether it turns quantised keys and values; false for LLAMA_ATTN_ROT_DISABLE=1."""
 
 
 @dataclass(frozen=True, kw_only=True)

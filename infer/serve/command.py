@@ -50,13 +50,13 @@ def command(argv: Sequence[str] | None = None) -> int:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            raise ValueError(
-                f"locret-serve needs {error.name}, which is not installed; install locret[serve]"
-            ) from None
+            raise ValueError(f"locret-serve needs {error.name}; install locret[serve]") from None
     with warnings_as_lines("locret-serve", quiet=options.quiet), ExitStack() as ending:
         options.check()
         listening = None if options.dry_run else ending.enter_context(_listening(options))  # refused before loading
-        _share_free_memory()
+        if "MALLOC_ARENA_MAX" not in os.environ:  # else glibc keeps for each thread what that has freed, twice as much
+            with suppress(OSError, TypeError, AttributeError):  # another C library
+                ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
         lm, weights = _load(model, scorer, policy, options, chosen)
         from locret.infer.serve.plan import MemoryPlan
 
@@ -119,31 +119,17 @@ def _load(
         )
         recommended = {**recommended, "positions": "compact"}
     final = resolve_options(policy, chosen, recommended)
-    if final.turns != "local":
-        raise ValueError(
-            f"--turns {final.turns} is not what engines do with a question; leave it out to serve contexts"
-        )
     config = loading.load_config(model)
     check_matches(scorer, rates, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
     tokenizer, weights = loading.load_tokenizer(model), plan_weights(model, config, device, dtype)
     if weights.places.keys() <= {DISK}:
         raise ValueError(
-            f"--device-map {model.device_map} leaves all weights on disk, and transformers' continuous batching asks "
-            "the first of them for its device; keep the embeddings in memory"
+            f"--device-map {model.device_map} leaves all weights on disk, where no engine answers; keep the embeddings "
+            "in memory"
         )
     backbone = loading.load_model(model, config, device, dtype)
     return LongContextModel(backbone, tokenizer, rates, final, template=options.template), weights
-
-
-def _share_free_memory() -> None:
-    """Let all threads allocate from one place; by default glibc keeps what each of them has freed for that one alone.
-
-    With 64 clients that was as much again as --kv-memory promises. MALLOC_ARENA_MAX says otherwise.
-    """
-    if "MALLOC_ARENA_MAX" not in os.environ:
-        with suppress(OSError, TypeError, AttributeError):  # another C library
-            ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
 
 
 def _state(lm: LongContextModel, name: str, plan: MemoryPlan, options: ServeOptions) -> ServerState:
@@ -152,11 +138,8 @@ def _state(lm: LongContextModel, name: str, plan: MemoryPlan, options: ServeOpti
     from locret.infer.serve.library import Library
     from locret.infer.serve.state import ServerState
 
-    sizes: dict[str, Any] = {
-        "auto_bytes": options.bytes_of("auto_contexts"),
-        "max_upload": options.bytes_of("max_upload"),
-    }
-    library = Library(Path(options.contexts), lm, plan, **sizes)
+    auto, upload = options.bytes_of("auto_contexts"), options.bytes_of("max_upload")
+    library = Library(Path(options.contexts), lm, plan, auto_bytes=auto, max_upload=upload)
     try:
         engine = PagedContexts(lm.model, kv_bytes=plan.engine)
         engine.start()

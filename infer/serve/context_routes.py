@@ -1,4 +1,4 @@
-"""`/v1/contexts`: texts are uploaded, read in the background, listed, looked at, forked, composed, shrunk and deleted.
+"""`/v1/contexts`: texts are uploaded, read in the background, listed, looked at, composed and deleted.
 
 A context in JSON, as every route here returns it:
 
@@ -8,7 +8,7 @@ A context in JSON, as every route here returns it:
 
 state is "waiting" (for a reader), "reading", "ready", "failed" or "damaged"; message says why of the last two. bytes
 are those of its file. text: whether the passages that were kept can be shown. made: {"bytes", "sha256", "seconds"} of
-an upload, {"of": [names]} of what was composed or shrunk. progress: null once it is ready. kept: for 50 stretches of
+an upload, {"of": [names]} of what was composed. progress: null once it is ready. kept: for 50 stretches of
 the text which share of each is kept, 0 to 1; null in lists, but while it is read.
 """
 
@@ -17,21 +17,18 @@ from __future__ import annotations
 import asyncio
 import codecs
 import hashlib
-import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
 from pydantic import Field
 from safetensors import SafetensorError
 from starlette.concurrency import run_in_threadpool
 
-from locret.conversation.saved import SavedContext
 from locret.infer.serve import kept
 from locret.infer.serve.gate import STALL
 from locret.infer.serve.index import Entry
@@ -44,8 +41,6 @@ router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 
 _LOOK = 0.1
 """Seconds between two looks at how far a text has been read."""
-_ALIVE = 15.0
-"""Seconds after which a stream without news says that it is there."""
 _PROTECT = (
     "What stays whatever its scores: system, document, message:N or tokens:A-B, each with a least share of the "
     "budget, as document=0.5, instead of all its units; each=0.05"
@@ -53,24 +48,7 @@ _PROTECT = (
 _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
 """Types of a body that is a text; the last is what curl says of --data-binary."""
 _Name = Annotated[str, Field(max_length=200)]
-_Budget = Annotated[int, Field(ge=1, le=2**31)]
 _Wait = Annotated[bool, Query(description="Answer only when it is ready")]
-
-
-class Fork(Body):
-    """A copy of a context under another name."""
-
-    name: _Name
-    """What to call the copy."""
-
-
-class Shrink(Body):
-    """A smaller context of one that has been read."""
-
-    name: _Name
-    """What to call it."""
-    budget: _Budget
-    """Units per KV head, fewer than it has."""
 
 
 class Compose(Body):
@@ -80,7 +58,7 @@ class Compose(Body):
     """What to call the whole."""
     contexts: Annotated[list[str], Field(min_length=2, max_length=64, fail_fast=True)]
     """Names of the contexts, in their order."""
-    budget: _Budget | None = None
+    budget: Annotated[int, Field(ge=1, le=2**31)] | None = None
     """Units per KV head of the whole; null: all that are held."""
     shares: Annotated[str, Field(max_length=64)] | Annotated[list[float], Field(max_length=64, fail_fast=True)] = "fair"
     """Within a budget: "fair", "score", or a number for each context."""
@@ -190,19 +168,6 @@ async def compose(request: Request, body: Compose, wait: _Wait = True) -> JSONRe
     return await _answered(request, entry, wait)
 
 
-@router.post("/{name}/fork", status_code=201, summary="Copy a context")
-async def fork(request: Request, name: str, body: Fork) -> JSONResponse:
-    """Copy a context under another name; returns the copy."""
-    return await _answered(request, await run_in_threadpool(_library(request).fork, name, body.name), True)
-
-
-@router.post("/{name}/shrink", status_code=201, summary="Make a smaller context of one")
-async def shrink(request: Request, name: str, body: Shrink, wait: _Wait = True) -> JSONResponse:
-    """Make a context with fewer units, without reading again; returns it, 202 with `wait=false`."""
-    entry = await run_in_threadpool(_library(request).shrink, name, body.name, body.budget)
-    return await _answered(request, entry, wait)
-
-
 @router.get("/{name}", summary="One context")
 def show(request: Request, name: str) -> dict[str, Any]:
     """Return a context, with what is kept of it."""
@@ -213,35 +178,7 @@ def show(request: Request, name: str) -> dict[str, Any]:
 def delete(request: Request, name: str) -> dict[str, Any]:
     """Return `{"object": "context.deleted", "name": name, "deleted": true}`. Answers that use it go on."""
     _library(request).delete(name)
-    return _deleted(name)
-
-
-@router.get("/{name}/events", summary="How a text is being read, as it happens")
-async def events(request: Request, name: str) -> StreamingResponse:
-    """Return server-sent events: `progress` with the context whenever something has changed, at last `end` with it.
-
-    A context that is deleted meanwhile ends with `{"object": "context.deleted", "name": name, "deleted": true}`.
-    """
-    library, state = _library(request), state_of(request)
-    entry = await run_in_threadpool(library.find, name)
-
-    async def stream() -> AsyncIterator[str]:
-        before, said = "", time.monotonic()
-        while entry.going and not state.draining:
-            if (data := json.dumps(described(entry))) != before:
-                before, said = data, time.monotonic()
-                yield f"event: progress\ndata: {data}\n\n"
-            elif time.monotonic() - said > _ALIVE:
-                said = time.monotonic()
-                yield ": reading goes on\n\n"
-            await asyncio.sleep(_LOOK)
-        try:
-            last = await run_in_threadpool(lambda: described(library.find(name), look=True))
-        except Refusal:
-            last = _deleted(name)
-        yield f"event: end\ndata: {json.dumps(last)}\n\n"
-
-    return StreamingResponse(stream(), media_type="text/event-stream", headers={"Cache-Control": "no-store"})
+    return {"object": "context.deleted", "name": name, "deleted": True}
 
 
 @router.get("/{name}/kept", summary="The passages that most heads have kept")
@@ -258,27 +195,6 @@ def passages(
     with _looking(entry):
         found = kept.passages(kept.positions_of(entry.path), entry.tokens, entry.ids, tokenizer, count)
     return {"object": "list", "data": found}
-
-
-@router.get("/{name}/messages", summary="What has stayed of each message")
-def messages(request: Request, name: str) -> dict[str, Any]:
-    """Return `{"object": "list", "data": [message, ...]}`, in the order of the conversation.
-
-    A message is `{"role", "start", "tokens", "units", "least", "most", "share", "protected"}`: units is the mean over
-    all layers and their KV heads of the units that stayed, share the part of all units held, protected "all", "part",
-    a least share of the budget, or null.
-    """
-    entry = _library(request).get(name)
-    with _looking(entry):
-        found = SavedContext.open(entry.path).kept_by_message()
-    if found is None:
-        why = f"where the messages of context {name} are is not known, for an earlier version made it"
-        raise Refusal(404, f"{why}; read it again")
-    return {"object": "list", "data": [asdict(one) for one in found]}
-
-
-def _deleted(name: str) -> dict[str, Any]:
-    return {"object": "context.deleted", "name": name, "deleted": True}
 
 
 async def _answered(request: Request, entry: Entry, wait: bool) -> JSONResponse:

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from safetensors import SafetensorError, safe_open
 
 from locret.base.fields import shown
-from locret.base.files import PARTIAL, written_whole
+from locret.base.files import PARTIAL
 from locret.base.nearest import nearest
-from locret.cache.cache_file import check_header, load_cache, save_cache
+from locret.cache.cache_file import check_header, save_cache
 from locret.conversation.text import encode
 from locret.conversation.turns import saved_talk
 from locret.infer.serve.jobs import Job, Progress
@@ -53,27 +53,20 @@ class Entry:
     named: bool = True
     """Whether somebody has given it its name; else it is a key."""
     status: State = "ready"
-    """Its state when no job works on it."""
     message: str = ""
-    """Why it failed or is damaged, in one sentence."""
     fault: int = 400
-    """HTTP status of why it failed; see `Job.fault`."""
     source: str = ""
-    """What its text is called."""
     tokens: int = 0
     """Tokens that were read."""
     units: int = 0
     """Units per KV head that stayed."""
     size: int = 0
-    """Bytes of its file."""
     created: float = 0.0
-    """Seconds since the epoch."""
     key: str = ""
     """Digest of what identifies its content; of one without a name, of what it has read."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What was written beside it: of an upload its bytes, digest and the seconds it took."""
     job: Job | None = field(default=None, repr=False)
-    """What makes it."""
 
     @property
     def state(self) -> State:
@@ -151,10 +144,6 @@ class Index:
         """Return the file of a context."""
         return (self.folder if named else self.folder / AUTO) / f"{name}{SUFFIX}"
 
-    def every(self) -> list[Entry]:
-        """Return all contexts, those without a name included."""
-        return [*self.named.values(), *self.automatic.values()]
-
     def scan(self) -> None:
         """Look which files there are that have a name."""
         files = (path for path in self.folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
@@ -219,11 +208,6 @@ class Index:
                 raise ValueError("another context has taken its name meanwhile; ask again")
             return found
 
-    def load_cache(self, entry: Entry) -> RetentionCache:
-        """Return the cache of a file."""
-        cache: RetentionCache = self.load(entry, lambda path: load_cache(path, self.lm.model, self.lm.scorer))
-        return cache
-
     def text_end(self, entry: Entry) -> int:
         """Return where the text of a context with a name ends: after the words that wait for what follows them."""
         stream = saved_talk(entry.path, self.lm.tokenizer, self.lm.vocabulary).stream
@@ -243,19 +227,6 @@ class Index:
         path.parent.mkdir(exist_ok=True)
         with self.moving:
             save_cache(cache, path, notes={"automatic": notes})
-
-    def copy_text(self, entry: Entry, new: str) -> None:
-        """Give another context the token ids of one, if they are kept."""
-        if entry.has_text:
-            self.copy(entry.ids, self.folder / TEXTS / f"{new}{IDS}")
-
-    def copy(self, file: Path, new: Path) -> None:
-        """Copy a file that nobody will change: where the file system can, both are one."""
-        with self.moving, written_whole(new) as fresh:
-            try:
-                os.link(file, fresh)
-            except OSError:
-                shutil.copyfile(file, fresh)
 
     def damaged(self, entry: Entry, error: Exception) -> Refusal:
         """Take note that a file cannot be used, and return what to say."""

@@ -38,15 +38,12 @@ class Progress:
     """How far a job has got."""
 
     tokens: int = 0
-    """Tokens read."""
     bytes: int = 0
-    """About how many bytes of the text they are."""
+    """About how many bytes of the text were read, of so many in all."""
     total: int | None = None
-    """Bytes of the text, if known."""
     units: int = 0
     """Units per KV head that are held."""
     seconds: float = 0.0
-    """Since it began to be read."""
     kept: tuple[float, ...] = ()
     """For stretches of what was read, all equally long: the share of it that is kept, 0 to 1."""
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.base.files import locked
-from locret.cache.cache_file import check_header
+from locret.cache.cache_file import check_header, load_cache
 from locret.conversation.compose import compose
 from locret.conversation.protect import DOCUMENT, SYSTEM, check_named, rules_of
 from locret.engines.prefix import Prefix
@@ -35,6 +35,7 @@ from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import Span, closed
 
 if TYPE_CHECKING:
+    from locret import RetentionCache
     from locret.conversation.model import LongContextModel
 
 _COPIES = 3.5
@@ -71,10 +72,7 @@ class Library:
         max_waiting: int = 64,
     ) -> None:
         if auto_bytes < plan.moving:
-            raise ValueError(
-                f"--auto-contexts {auto_bytes:,} bytes cannot hold one context, which takes up to {plan.moving:,}; "
-                "give more"
-            )
+            raise ValueError(f"--auto-contexts {auto_bytes:,} bytes hold no context; give {plan.moving:,} or more")
         self.folder, self.lm, self.plan = Path(folder).resolve(), lm, plan
         self.auto_bytes, self.max_upload, self.max_waiting = auto_bytes, max_upload, max_waiting
         self.turns = Turns()
@@ -102,7 +100,7 @@ class Library:
         """End all that is being read, and let go of the folder; idempotent."""
         with self._lock:
             self._closed = True
-            jobs = [entry.job for entry in self._index.every() if entry.job]
+            jobs = [job for entry in self._every() if (job := entry.job)]
         for job in jobs:
             job.cancel(wait=False)
         for job in jobs:
@@ -125,6 +123,9 @@ class Library:
         """Return the contexts without a name, the least recently used first."""
         with self._lock:
             return list(self._index.automatic.values())
+
+    def _every(self) -> list[Entry]:
+        return [*self._index.named.values(), *self._index.automatic.values()]
 
     def find(self, name: str) -> Entry:
         """Return a context in any state."""
@@ -176,21 +177,7 @@ class Library:
                 context = read_file(self.lm, self.turns, job, file, **about)
                 self._index.save(name, context, {**(notes or {}), "seconds": round(job.progress.seconds, 3)}, ids)
 
-        def end(job: Job) -> None:
-            for one in (file, ids):
-                one.unlink(missing_ok=True)
-
-        return self._begin(name, called, make, end)
-
-    def fork(self, name: str, new: str) -> Entry:
-        """Copy a context under a new name."""
-        entry = self.get(name)
-
-        def make(job: Job) -> None:
-            self._index.copy_text(entry, new)
-            self._index.copy(entry.path, self._index.path(new))
-
-        return self._begin(new, entry.source, make)
+        return self._begin(name, called, make, (file, ids))
 
     def compose(self, names: Sequence[str], new: str, *, budget: int | None = None, shares: Any = "fair") -> Entry:
         """Join contexts in their order under a new name, in the background; as `locret.compose` does."""
@@ -204,18 +191,6 @@ class Library:
                 self._index.save(new, whole, {"of": list(names)})
 
         return self._begin(new, source, make)
-
-    def shrink(self, name: str, new: str, budget: int) -> Entry:
-        """Make a smaller context of one, under a new name, in the background."""
-        entry = self._to_shrink(name, budget)
-
-        def make(job: Job) -> None:
-            with self._working(job, [entry]):
-                small = self._index.load(entry).shrink(budget)
-                self._index.copy_text(entry, new)
-                self._index.save(new, small, {"of": [name]})
-
-        return self._begin(new, entry.source, make)
 
     def delete(self, name: str) -> None:
         """Remove a context, whatever its state; what is reading it ends first. Answers that use it go on.
@@ -246,9 +221,10 @@ class Library:
         `cancelled` is asked while it is made; nobody waits for it any more if that returns True.
         """
         entry = self.get(name)
-        if entry.units == budget:
+        if entry.units <= budget:
             return entry
-        entry, key = self._to_shrink(name, budget), _shrunk_key(entry, budget)
+        # Files of earlier versions, under the digest of other words, do not say where the text ends.
+        key = digest(entry.key, f"shrunk to {budget}, with its end")
 
         def make(job: Job) -> None:
             with self._working(job, [entry]):
@@ -305,7 +281,7 @@ class Library:
         def make(job: Job) -> None:
             wanted = self.plan.reader if start is None else self._reading_bytes(start, len(ids) - done)
             with job.holding(self.room, wanted):
-                cache = self.lm.new_cache() if start is None else self._index.load_cache(start)
+                cache = self.lm.new_cache() if start is None else self._index.load(start, self._cache)
                 if base is not None and any(one.end is None for spans in cache.protected for one in spans):
                     cache.protect(*closed(cache.protected, self._index.text_end(base)))
                 if protected:
@@ -325,13 +301,8 @@ class Library:
             if (prefix := self.prefixes.get(entry.key)) is not None:
                 return prefix
             if (wanted := entry.units * self.plan.unit) > self.plan.loaded:
-                raise Refusal(
-                    400,
-                    f"context {entry.name} has {entry.units:,} units and takes {wanted:,} bytes, more than the "
-                    f"{self.plan.loaded:,} that --kv-memory leaves for contexts in memory; shrink it, or start the "
-                    "server with more",
-                    param="context",
-                )
+                why = f"takes {wanted:,} bytes, more than the {self.plan.loaded:,} that --kv-memory leaves for contexts"
+                raise Refusal(400, f"context {entry.name} {why}; ask fewer units of it (budget)", param="context")
             if not self.prefixes.make_room(wanted):
                 raise NoRoom("contexts that are being asked take all memory there is for them")
             try:
@@ -340,15 +311,16 @@ class Library:
                 with self._lock:
                     raise self._index.damaged(entry, error) from error
 
+    def _cache(self, path: Path) -> RetentionCache:
+        return load_cache(path, self.lm.model, self.lm.scorer)
+
     @contextmanager
     def _working(self, job: Job, entries: Sequence[Entry]) -> Iterator[None]:
         """Hold the memory that it takes to join or cut contexts, until the block ends."""
         wanted = int(_COPIES * sum(entry.size for entry in entries))
         if wanted > self.plan.loaded and wanted > self.plan.reading:
-            raise ValueError(
-                f"this takes {wanted:,} bytes, but --kv-memory leaves {self.plan.loaded:,} for contexts in memory and "
-                f"{self.plan.reading:,} for readers; take fewer contexts, shrink them, or start the server with more"
-            )
+            most = max(self.plan.loaded, self.plan.reading)
+            raise ValueError(f"this takes {wanted:,} bytes, but --kv-memory leaves {most:,}; take fewer contexts")
         with job.holding(self.room if wanted > self.plan.loaded else self.prefixes, wanted):
             yield
 
@@ -362,13 +334,12 @@ class Library:
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
 
-    def _begin(
-        self, name: str, source: str, make: Callable[[Job], None], end: Callable[[Job], None] = lambda _: None
-    ) -> Entry:
+    def _begin(self, name: str, source: str, make: Callable[[Job], None], files: Sequence[Path] = ()) -> Entry:
         """Make a context with a name in the background."""
 
         def ended(job: Job) -> None:
-            end(job)
+            for file in files:
+                file.unlink(missing_ok=True)
             with self._lock:
                 if job.ready:
                     self._index.examine(entry)
@@ -479,25 +450,13 @@ class Library:
 
     def _check_waiting(self) -> None:
         with self._lock:
-            waiting = sum(entry.going for entry in self._index.every())
+            waiting = sum(entry.going for entry in self._every())
         if waiting >= self.max_waiting:
             why = f"{waiting} texts are read or wait for it, and no more may wait; try again later"
             raise Refusal(429, why, code="queue_full", headers={"Retry-After": "10"})
-
-    def _to_shrink(self, name: str, budget: int) -> Entry:
-        entry = self.get(name)
-        if not 1 <= budget < entry.units:
-            why = f"budget={budget} is not fewer than the {entry.units:,} units of context {name}; give fewer"
-            raise Refusal(400, why, param="budget")
-        return entry
 
 
 def _started(entry: Entry, job: Job) -> Entry:
     entry.job = job
     job.start()
     return entry
-
-
-def _shrunk_key(entry: Entry, budget: int) -> str:
-    # Files of earlier versions, under the digest of other words, do not say where the text ends.
-    return digest(entry.key, f"shrunk to {budget}, with its end")

@@ -130,26 +130,14 @@ def _times(count: int, what: str) -> str:
 
 def _check_policy(lm: LongContextModel) -> None:
     """Refuse a policy whose cache is not bounded, or is no prefix."""
-    policy: RetentionPolicy = lm.policy
-    check_prefix(
-        policy, lm.backbone, {policy.budget + policy.local_len}, rotary_parameters(find_decoder(lm.model)), host=False
-    )
-    if policy.when != "chunk":
-        raise ValueError(
-            f"--when {policy.when} holds all of a text until its end, so no amount of memory is enough for a server; "
-            "take --when chunk"
-        )
-    if policy.plans_by_length:
-        raise ValueError(
-            f"--memory {policy.memory} plans by a text's length, so a server would have to hold the text; take "
-            "--memory fixed"
-        )
-    if policy.has_host:
-        raise ValueError(
-            f"--host-budget {policy.host_budget} is a second tier, which no engine has; leave it out to serve contexts"
-        )
-    if not policy.exact_bits:
-        raise ValueError(
-            f"--key-bits {policy.key_bits} and --value-bits {policy.value_bits} hold units as codes, which no engine "
-            "takes from a file; leave them out to serve contexts"
-        )
+    policy, rotary = lm.policy, rotary_parameters(find_decoder(lm.model))
+    check_prefix(policy, lm.backbone, {policy.budget + policy.local_len}, rotary, host=False)
+    for wrong, flags, why in (
+        (policy.when != "chunk", f"--when {policy.when}", "holds all of a text until its end; take --when chunk"),
+        (policy.plans_by_length, f"--memory {policy.memory}", "plans by a text's length; take --memory fixed"),
+        (policy.has_host, f"--host-budget {policy.host_budget}", "is a second tier, which no engine has; leave it out"),
+        (not policy.exact_bits, "--key-bits and --value-bits", "hold codes, which no engine takes; leave them out"),
+        (policy.turns != "local", f"--turns {policy.turns}", "is not what engines do with a question; leave it out"),
+    ):
+        if wrong:
+            raise ValueError(f"{flags} {why}")

@@ -120,8 +120,7 @@ class Prompts:
                 raise Refusal(400, f"budget {budget} has no effect without a context; name one", param="budget")
             return None, None
         named = self.library.get(request.context)
-        small = budget is not None and budget < named.units
-        return named, self.library.shrunk(named.name, budget or 0, cancelled) if small else named
+        return named, named if budget is None else self.library.shrunk(named.name, budget, cancelled)
 
     def _prompt(self, ids: list[int], spans: tuple[Span, ...] = (), base: Entry | None = None) -> Prompt:
         if not ids:

@@ -90,7 +90,7 @@ class ChatForm:
         delta = {"content": piece.text} if piece.text or piece.finish is None else {}
         return self.chunk([_shaped(piece.choice, self._likely(0, piece.tokens), piece.finish, delta=delta)])
 
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def chunk(self, choices: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """Return a chunk; without choices it is the last one, which counts tokens."""
         return {**self.head, "object": self.chunk_name, "choices": choices}
 

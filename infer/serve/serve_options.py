@@ -63,13 +63,10 @@ class ServeOptions:
             raise ValueError(f"--port {self.port} is no port; give 1 to 65535, or 0 for a free one")
         if not self.host:
             raise ValueError("--host is empty; give an address of this machine, such as 127.0.0.1")
-        for name in ("readers", "max_queue", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)} is too small; give 1 or more")
-        if self.timeout <= 0:
-            raise ValueError(f"--timeout {self.timeout:g} leaves no time to answer; give some seconds")
-        if self.drain < 0:
-            raise ValueError(f"--drain {self.drain:g} is negative; give 0 seconds or more")
+        least = {"readers": 1, "max_queue": 1, "max_new_tokens": 1, "timeout": 1e-3, "drain": 0}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"{_flag(name)} {getattr(self, name):g} is too small; give {value:g} or more")
         if self.api_key is not None:
             check_key("--api-key", self.api_key)
 

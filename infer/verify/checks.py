@@ -263,9 +263,6 @@ def save(subject: Subject) -> Iterator[Row]:
         save_cache(cache, f"{folder}/verify.ctx")
         loaded = load_cache(f"{folder}/verify.ctx", subject.model, subject.scorer)
     yield equal("what the file holds, and the cache", before, contents(loaded))
-    yield equal("the cache before and after it was saved", before, contents(cache))
-    first, second = (subject.answer(one.copy())._asdict() for one in (cache, loaded))
-    yield equal(f"{NEW_TOKENS} answer tokens from the cache, and from the loaded one", first, second)
     more = subject.ids[:, : max(8, subject.policy.chunk_size + subject.policy.local_len)]
     ours, theirs = ({"logits": prefill(subject.model, more, one), **contents(one)} for one in (cache, loaded))
     yield equal(f"{more.shape[1]} further tokens read into the cache, and into the loaded one", ours, theirs)

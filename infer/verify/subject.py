@@ -14,7 +14,7 @@ expert, which says nothing of the rest.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from itertools import pairwise
@@ -188,34 +188,23 @@ class Subject:
         """Return token ids where the backbone wants them."""
         return ids.to(input_device(self.model))
 
-    def read(
-        self,
-        policy: RetentionPolicy | None = None,
-        *,
-        ids: Tensor | None = None,
-        scorer: Scorer | None = None,
-        on_chunk: Callable[[RetentionCache], None] | None = None,
-        new_tokens: int = 0,
-    ) -> Read:
+    def read(self, policy: RetentionPolicy | None = None, *, ids: Tensor | None = None, new_tokens: int = 0) -> Read:
         """Read a text (None: the subject's) into a new cache."""
-        cache = RetentionCache(self.model, scorer or self.scorer, policy or self.policy)
-        steps: list[tuple[int, Kept]] = []
+        cache, steps = RetentionCache(self.model, self.scorer, policy or self.policy), list[tuple[int, Kept]]()
 
         def note(found: RetentionCache) -> None:
             steps.append((found.seen, kept_by_head(found)))
-            if on_chunk is not None:
-                on_chunk(found)
 
         with recorded(self.decoder) as states:
             prefill(self.model, self.ids if ids is None else ids, cache, on_chunk=note, new_tokens=new_tokens)
         return Read(cache, torch.cat([part[0] for part in states]), steps)
 
-    def answer(self, cache: RetentionCache | None, tokens: int = NEW_TOKENS) -> Answer:
+    def answer(self, cache: RetentionCache | None) -> Answer:
         """Go on from what a cache holds; without one by the backbone's own `generate` from the text."""
         config = unwrap(self.model).generation_config
         neutral = {"repetition_penalty": None, "num_beams": 1, "temperature": None, "top_p": None, "top_k": None}
         options: dict[str, Any] = {k: v for k, v in neutral.items() if getattr(config, k, None) is not None}
-        options |= {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": tokens}
+        options |= {"do_sample": False, "max_new_tokens": NEW_TOKENS, "min_new_tokens": NEW_TOKENS}
         options |= {"return_dict_in_generate": True, "output_logits": True}
         with recorded(self.decoder) as states:
             if cache is not None:
@@ -225,7 +214,7 @@ class Subject:
                 with self.alone():
                     out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)
         logits = torch.stack([step.float().cpu() for step in out.logits], dim=1)
-        return Answer(out.sequences[:, -tokens:].cpu(), logits, torch.cat(states, dim=1)[:, -tokens:])
+        return Answer(out.sequences[:, -NEW_TOKENS:].cpu(), logits, torch.cat(states, dim=1)[:, -NEW_TOKENS:])
 
 
 def kept_by_head(cache: RetentionCache, row: int = 0) -> Kept:

@@ -140,14 +140,8 @@ def _rows_of(name: str, subject: Subject) -> list[Row]:
 def _facts(subject: Subject) -> dict[str, Any]:
     """Return what the numbers of a report depend on."""
     device = input_device(subject.model)
-    facts: dict[str, Any] = {
-        "backbone": subject.backbone.model_type,
-        "scorer": subject.scorer.name,
-        "policy": subject.policy.to_dict(),
-        "tokens": subject.tokens,
-        "seed": subject.seed,
-        "dtype": str(compute_dtype(subject.model)).removeprefix("torch."),
-        "device": str(device),
-        "versions": versions(),
-    }
+    facts: dict[str, Any] = {"backbone": subject.backbone.model_type, "scorer": subject.scorer.name}
+    facts |= {"policy": subject.policy.to_dict(), "tokens": subject.tokens, "seed": subject.seed}
+    facts |= {"dtype": str(compute_dtype(subject.model)).removeprefix("torch."), "device": str(device)}
+    facts["versions"] = versions()
     return facts | ({"gpu": torch.cuda.get_device_name(device)} if device.type == "cuda" else {})

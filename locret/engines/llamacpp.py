@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from locret.engines.prefix import Prefix
 
 FORMAT = "locret-llamacpp-1"
-STATE_VERSIONS = (2, 3)
-"""LLAMA_STATE_SEQ_VERSION of the builds that are known."""
+STATE_VERSION = 3
+"""LLAMA_STATE_SEQ_VERSION of builds since 2026."""
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7}
 """Numbers of ggml's types (ggml/include/ggml.h)."""
 INTERLEAVED = {
@@ -83,49 +83,21 @@ class Layout:
     streams: int = 1
     """Streams of the cache: 1 if it is unified (--kv-unified), else the number of slots (--parallel)."""
 
-    state_version: int = 3
-    """The build's LLAMA_STATE_SEQ_VERSION: 3, or 2 in builds of before 2026."""
-
-    attention_rotation: bool | None = None
-    """Whether it turns quantised keys and values by a Hadamard matrix; if not given, builds of version 3 do. False for
-    LLAMA_ATTN_ROT_DISABLE=1."""
-
     def __post_init__(self) -> None:
-        """Refuse what no llama.cpp reads.
-
-        Raises:
-            ValueError: Naming the option and the way out.
-        """
         for name, kind in (("cache_type", self.cache_type), ("cache_type_v", self.value_type)):
             if kind not in CACHE_TYPES:
                 raise ValueError(f'{name}="{kind}" is unknown; choose one of {", ".join(CACHE_TYPES)}')
-        if self.state_version not in STATE_VERSIONS:
-            known = " and ".join(str(version) for version in STATE_VERSIONS)
-            raise ValueError(
-                f"state_version={self.state_version} is unknown, only {known} are; give the LLAMA_STATE_SEQ_VERSION of "
-                "a build that has one of them"
-            )
         if not self.flash_attention and _quantised(self.value_type):
             raise ValueError(
                 f"flash_attention=False transposes the values, which {self.value_type} cannot be; give cache_type_v=f16"
             )
         if not (isinstance(self.streams, int) and 1 <= self.streams <= _MOST_STREAMS):
             raise ValueError(f"streams={self.streams} cannot be; give 1 to {_MOST_STREAMS}, the slots of the server")
-        if self.attention_rotation is not None and not (_quantised(self.cache_type) or _quantised(self.value_type)):
-            raise ValueError(
-                f"attention_rotation={self.attention_rotation} has no effect on {self.cache_type}, which is not "
-                "quantised; leave it out"
-            )
 
     @property
     def value_type(self) -> str:
         """Form of the values."""
         return self.cache_type if self.cache_type_v is None else self.cache_type_v
-
-    @property
-    def rotates(self) -> bool:
-        """Whether heads of a fitting size are turned when they are quantised."""
-        return self.state_version == 3 if self.attention_rotation is None else self.attention_rotation
 
 
 def export(
@@ -134,8 +106,7 @@ def export(
     """Write a slot file for llama-server, and beside it a record with what a client has to know.
 
     The record, `book.json` of `book.bin`, holds the placeholder ids that stand for the units in a prompt, the text
-    around a question (of a context; a file does not know the chat template), the options that the server needs, and the
-    digest of the units. Both files appear whole or not at all.
+    around a question (of a context; a file does not know the chat template) and the options that the server needs.
 
     Args:
         source: A context, a cache, a prefix, or the file of a saved context.
@@ -159,7 +130,7 @@ def export(
     with written_whole(slot.parent, last=record.name) as fresh:
         fresh.mkdir(exist_ok=True)
         with (fresh / slot.name).open("wb") as file:
-            file.write(_file_head(prefix, layout))
+            file.write(_file_head(prefix))
             file.writelines(parts)
             size = file.tell()
         facts = {**_record(prefix, layout, slot.name, size), "question": question, "placeholders": prefix.placeholders}
@@ -176,9 +147,7 @@ def sequence_state(prefix: Prefix, layout: Layout | None = None) -> bytes:
     Raises:
         ValueError: If llama.cpp could not hold these units.
     """
-    layout = layout or Layout()
-    head = struct.pack("<Ii", _IO_MAGIC, 0) if layout.state_version == 3 else b""
-    return b"".join([head, *_state(prefix, layout)])
+    return b"".join([struct.pack("<Ii", _IO_MAGIC, 0), *_state(prefix, layout or Layout())])
 
 
 def slot_file(prefix: Prefix, layout: Layout | None = None) -> bytes:
@@ -187,8 +156,7 @@ def slot_file(prefix: Prefix, layout: Layout | None = None) -> bytes:
     Raises:
         ValueError: If llama.cpp could not hold these units.
     """
-    layout = layout or Layout()
-    return b"".join([_file_head(prefix, layout), *_state(prefix, layout)])
+    return b"".join([_file_head(prefix), *_state(prefix, layout or Layout())])
 
 
 def _prefix(source: Prefix | Context | RetentionCache | str | Path) -> Prefix:
@@ -208,31 +176,31 @@ def _question(source: Any) -> dict[str, str] | None:
 
 
 def _check_replaceable(slot: Path, record: Path) -> None:
-    """Refuse to write over what is not ours, such as the context itself.
-
-    Raises:
-        ValueError: If there is such a file.
-    """
-    for path in (slot, record):
+    """Refuse to write over what is not ours, such as the context itself."""
+    for path, begins, what in ((slot, struct.pack("<I", _FILE_MAGIC), "slot file"), (record, b"{", "record")):
         if path.is_dir():
             raise ValueError(f"{path} is a folder; choose the name of a file, such as {path.name}.bin")
-    if slot.is_file() and slot.stat().st_size:
-        with slot.open("rb") as file:
-            if file.read(4) != struct.pack("<I", _FILE_MAGIC):
-                raise ValueError(
-                    f"{slot} is there already and is no slot file; choose another file, or remove it first"
-                )
-    if record.is_file() and f'"{FORMAT}"' not in record.read_text(encoding="utf-8", errors="replace")[:200]:
-        raise ValueError(
-            f"{record} is there already and is not the record of a slot file; choose another file, or remove it first"
-        )
+        head = _head(path)
+        ours = head.startswith(begins) and (path == slot or FORMAT.encode() in head)
+        if head and not ours:
+            raise ValueError(f"{path} is there already and is no {what}; choose another file, or remove it first")
+
+
+def _head(path: Path) -> bytes:
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(200)
 
 
 def _record(prefix: Prefix, layout: Layout, name: str, size: int) -> dict[str, Any]:
     """Return what a client and whoever starts the server have to know, as plain data."""
     context = (prefix.units + _ROOM) * layout.streams
-    if (original := _long_rope(prefix)) is not None:
+    if prefix.rotary.get("rope_type") == "longrope":
         # llama.cpp takes the long factors, as we do, if a sequence may be longer than the original context.
+        original = prefix.rotary.get("original_max_position_embeddings")
+        if not isinstance(original, int):
+            raise ValueError(f"the original context length of {prefix.model_type} is {shown(original)}; save it again")
         context = max(context, (original + 1) * layout.streams)
     slots = ["--kv-unified"] if layout.streams == 1 else ["--no-kv-unified", "--parallel", str(layout.streams)]
     return {
@@ -246,8 +214,7 @@ def _record(prefix: Prefix, layout: Layout, name: str, size: int) -> dict[str, A
         "layers": len(prefix.keys),
         "kv_heads": prefix.keys[0].shape[1],
         "head_dim": prefix.keys[0].shape[2],
-        "state_version": layout.state_version,
-        "attention_rotation": _turns(layout, layout.cache_type, prefix) or _turns(layout, layout.value_type, prefix),
+        "state_version": STATE_VERSION,
         "server": [
             *("--ctx-size", str(context)),
             *slots,
@@ -264,71 +231,32 @@ def _record(prefix: Prefix, layout: Layout, name: str, size: int) -> dict[str, A
     }
 
 
-def _long_rope(prefix: Prefix) -> int | None:
-    """Return the original context length of a LongRoPE backbone; None for others."""
-    return _original(prefix) if prefix.rotary.get("rope_type") == "longrope" else None
-
-
-def _original(prefix: Prefix) -> int:
-    """Return the context length of a backbone before its rotation was scaled.
-
-    Raises:
-        ValueError: If the file does not say it.
-    """
-    original = prefix.rotary.get("original_max_position_embeddings")
-    if not isinstance(original, int):
-        raise ValueError(
-            f"the original context length of {prefix.model_type} is {shown(original)}, and llama.cpp's choice of "
-            "factors depends on it; save the context again"
-        )
-    return original
-
-
-def _file_head(prefix: Prefix, layout: Layout) -> bytes:
-    head = struct.pack("<III", _FILE_MAGIC, layout.state_version, prefix.units)
+def _file_head(prefix: Prefix) -> bytes:
+    head = struct.pack("<III", _FILE_MAGIC, STATE_VERSION, prefix.units)
     return head + np.asarray(prefix.placeholders, "<i4").tobytes()
 
 
 def _state(prefix: Prefix, layout: Layout) -> Iterator[bytes]:
     """Check that llama.cpp can hold a prefix, and return the bytes of its cache layer by layer."""
-    interleave = _check(prefix, layout)
-    return _parts(prefix, layout, interleave)
+    _check(prefix, layout)
+    return _parts(prefix, layout, INTERLEAVED[prefix.model_type])
 
 
-def _check(prefix: Prefix, layout: Layout) -> bool:
-    """Return whether llama.cpp interleaves the halves of a key.
-
-    Raises:
-        ValueError: If it could not hold the units, or it is not known how it would.
-    """
-    dim, rope = prefix.keys[0].shape[-1], prefix.rotary
-    if prefix.model_type not in INTERLEAVED:
-        raise ValueError(
-            f"in which order llama.cpp holds the keys of {shown(prefix.model_type)} is not known; it "
-            f"is for {', '.join(sorted(INTERLEAVED))}"
-        )
-    interleave = INTERLEAVED[prefix.model_type]
-    if interleave and rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"llama.cpp rotates whole heads of {prefix.model_type}, and this backbone rotates "
-            f"{rope['partial_rotary_factor']} of each; answer in another engine"
-        )
-    if rope.get("rope_type") == "dynamic":
-        raise ValueError(
-            "llama.cpp has no dynamic rotary scaling, and how far it is right without is not on file; answer in "
-            "another engine"
-        )
-    for name, kind in (("cache_type", layout.cache_type), ("cache_type_v", layout.value_type)):
-        if _quantised(kind) and dim % _BLOCK:
+def _check(prefix: Prefix, layout: Layout) -> None:
+    """Refuse what llama.cpp could not hold, or of which it is not known how it would."""
+    dim, rope, kind = prefix.keys[0].shape[-1], prefix.rotary, prefix.model_type
+    if kind not in INTERLEAVED:
+        known = ", ".join(sorted(INTERLEAVED))
+        raise ValueError(f"in which order llama.cpp holds the keys of {shown(kind)} is not known; it is for {known}")
+    partial = INTERLEAVED[kind] and rope.get("partial_rotary_factor", 1.0) != 1.0
+    if partial or rope.get("rope_type") == "dynamic":
+        why = "rotates whole heads and unscaled where this backbone rotates a part, or scales dynamically"
+        raise ValueError(f"llama.cpp {why}; answer in another engine")
+    for name, form in (("cache_type", layout.cache_type), ("cache_type_v", layout.value_type)):
+        if _quantised(form) and dim % _BLOCK:
             raise ValueError(
-                f"{name}={kind} quantises {_BLOCK} elements at a time, and heads have {dim}; give f16, bf16 or f32"
+                f"{name}={form} quantises {_BLOCK} elements at a time, and heads have {dim}; give f16, bf16 or f32"
             )
-    if layout.attention_rotation is not None and dim % _TURNED:
-        raise ValueError(
-            f"attention_rotation={layout.attention_rotation} has no effect on heads of {dim}, which llama.cpp never "
-            "turns; leave it out"
-        )
-    return interleave
 
 
 def _parts(prefix: Prefix, layout: Layout, interleave: bool) -> Iterator[bytes]:
@@ -340,12 +268,12 @@ def _parts(prefix: Prefix, layout: Layout, interleave: bool) -> Iterator[bytes]:
     for keys in prefix.keys:
         states = _floats(keys)
         states = _interleaved(states) if interleave else states
-        if _turns(layout, layout.cache_type, prefix):
+        if _turns(layout.cache_type, prefix):
             states = _turned(states, states.shape[-1] & -states.shape[-1])
         yield from _rows(states, layout.cache_type)
     for values in prefix.values:
         states = _floats(values)
-        if _turns(layout, layout.value_type, prefix):
+        if _turns(layout.value_type, prefix):
             states = _turned(states, _TURNED)
         yield from _rows(states, layout.value_type) if layout.flash_attention else _columns(states, layout.value_type)
     yield bytes(4 * (layout.streams - 1))
@@ -381,8 +309,8 @@ def _quantised(kind: str) -> bool:
     return kind.startswith("q")
 
 
-def _turns(layout: Layout, kind: str, prefix: Prefix) -> bool:
-    return layout.rotates and _quantised(kind) and prefix.keys[0].shape[-1] % _TURNED == 0
+def _turns(kind: str, prefix: Prefix) -> bool:
+    return _quantised(kind) and prefix.keys[0].shape[-1] % _TURNED == 0
 
 
 def hadamard(size: int) -> NDArray[np.float32]:

@@ -97,14 +97,6 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class _Alone:
-    """A request in a pass, whose tokens are `span` of it."""
-
-    span: slice
-    rows: Tensor
-
-
-@dataclass(frozen=True)
 class _Group:
     """R requests that feed one token each and begin with the same rows."""
 
@@ -123,7 +115,8 @@ class _Step:
     layers: Sequence[tuple[Tensor, Tensor]]
     new: Tensor
     """(L,) rows of the new tokens."""
-    alone: Sequence[_Alone]
+    alone: Sequence[tuple[slice, Tensor]]
+    """Tokens of a request, and the rows that it sees."""
     groups: Sequence[_Group]
     memo: MaskMemo
 
@@ -131,22 +124,20 @@ class _Step:
 _STEP: ContextVar[_Step] = ContextVar("locret_step")
 
 
-def _planned(feeds: Sequence[Feed]) -> tuple[list[_Alone], list[_Group]]:
+def _planned(feeds: Sequence[Feed]) -> tuple[list[tuple[slice, Tensor]], list[_Group]]:
     """Say who attends to what."""
-    alone, groups, first = list[_Alone](), list[_Group](), 0
+    alone, groups, first = list[tuple[slice, Tensor]](), list[_Group](), 0
     together = defaultdict[int, list[tuple[int, Feed]]](list)
     for feed in feeds:
-        if len(feed.ids) == 1 and feed.shared:
-            together[int(feed.rows[0])].append((first, feed))
-        elif len(feed.ids) == 1:
-            together[-1].append((first, feed))
+        if len(feed.ids) == 1:
+            together[int(feed.rows[0]) if feed.shared else -1].append((first, feed))
         else:
-            alone.append(_Alone(slice(first, first + len(feed.ids)), feed.rows))
+            alone.append((slice(first, first + len(feed.ids)), feed.rows))
         first += len(feed.ids)
     for one in together.values():
         for some in _alike(one):
             if len(some) == 1:
-                alone += [_Alone(slice(at, at + 1), feed.rows) for at, feed in some]
+                alone += [(slice(at, at + 1), feed.rows) for at, feed in some]
             else:
                 groups.append(_grouped(some))
     return alone, groups
@@ -209,10 +200,10 @@ def _attend(
         rows.index_copy_(0, step.new, states[0].transpose(0, 1))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = torch.empty_like(query)
-    for one in step.alone:
-        seen = (rows.index_select(0, one.rows).transpose(0, 1)[None] for rows in (keys, values))
+    for span, own in step.alone:
+        seen = (rows.index_select(0, own).transpose(0, 1)[None] for rows in (keys, values))
         options: dict[str, Any] = {"scaling": scaling, "memo": step.memo, "softcap": softcap, "sinks": s_aux}
-        out[:, :, one.span] = attend(query[:, :, one.span], View(*seen), **options)
+        out[:, :, span] = attend(query[:, :, span], View(*seen), **options)
     for group in step.groups:
         out[0, :, group.tokens] = _attend_together(query[0], keys, values, group, scaling, softcap, s_aux).to(out)
     return out.transpose(1, 2).contiguous(), None

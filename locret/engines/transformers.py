@@ -69,14 +69,15 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.temperature:
             check_sampling("temperature", self.temperature)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p={self.top_p} is no share of the probability; give more than 0, up to 1")
-        if self.top_k < 0:
-            raise ValueError(f"top_k={self.top_k} tokens cannot be drawn from; give 0 for all, or more")
-        if self.seed is not None and not (isinstance(self.seed, int) and -(2**63) <= self.seed < 2**64):
-            raise ValueError(f"seed={shown(self.seed)} is no whole number of 64 bits; give one, or None")
-        if self.top_logprobs is not None and self.top_logprobs < 0:
-            raise ValueError(f"top_logprobs={self.top_logprobs} tokens cannot be named; give 0 or more")
+        seed = 0 if self.seed is None else self.seed
+        for name, right, what in (
+            ("top_p", 0 < self.top_p <= 1, "is no share of the probability; give more than 0, up to 1"),
+            ("top_k", self.top_k >= 0, "tokens cannot be drawn from; give 0 for all, or more"),
+            ("seed", isinstance(seed, int) and -(2**63) <= seed < 2**64, "is no whole number of 64 bits; give one"),
+            ("top_logprobs", (self.top_logprobs or 0) >= 0, "tokens cannot be named; give 0 or more"),
+        ):
+            if not right:
+                raise ValueError(f"{name}={shown(getattr(self, name))} {what}")
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ fails if it is not there, where vLLM would otherwise take the ids for text. Writ
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from vllm.logger import init_logger
 from locret.backbone.adapters import describe
 from locret.base.fields import shown
 from locret.cache.cache_file import read_backbone
-from locret.engines.folder import LEAST, ContextFolder, Listed, Stamp, stamp_of
+from locret.engines.folder import ContextFolder, Listed, Stamp, stamp_of
 from locret.engines.prefix import Prefix
 
 _OPTIONS = {"contexts": "", "contexts_in_memory": 16}
@@ -67,12 +67,6 @@ class Loads(KVConnectorMetadata):
     """Why requests cannot be answered, by their ids."""
 
 
-@dataclass(frozen=True)
-class _Verdict:
-    listed: Listed | None = None
-    wrong: str = ""
-
-
 class LocretConnector(KVConnectorBase_V1):
     """One in vLLM's scheduler, which recognises contexts, and one in each worker, which writes their units."""
 
@@ -84,26 +78,23 @@ class LocretConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             self._contexts = ContextFolder(options["contexts"], lambda path, prefix: _check(path, prefix, vllm_config))
             self._contexts.refresh()
-            self._verdicts: dict[str, _Verdict] = {}
+            self._verdicts: dict[str, Listed | str] = {}
+            """The context of a request, or what is wrong with it; none for an ordinary one."""
             self._next = Loads()
         else:
-            self._most = options["contexts_in_memory"]
-            self._held: OrderedDict[tuple[str, Stamp], Units] = OrderedDict()
+            self._units = lru_cache(options["contexts_in_memory"])(self._read)
             self._failed: set[str] = set()
             self._bad_blocks: set[int] = set()
 
     def _options(self) -> dict[str, Any]:
         given = self._kv_transfer_config.kv_connector_extra_config
-        if unknown := given.keys() - _OPTIONS.keys():
-            raise ValueError(
-                f"kv_connector_extra_config has {min(unknown)!r}, which means nothing here; "
-                f"give {' or '.join(_OPTIONS)}"
-            )
         options = {**_OPTIONS, **given}
+        if unknown := given.keys() - _OPTIONS.keys():
+            known = " or ".join(_OPTIONS)
+            raise ValueError(f"kv_connector_extra_config has {min(unknown)!r}, which means nothing here; give {known}")
         if not isinstance(options["contexts"], str) or not options["contexts"]:
             raise ValueError('kv_connector_extra_config needs "contexts", the folder that contexts are saved in')
-        most = options["contexts_in_memory"]
-        if type(most) is not int or most < 1:
+        if type(most := options["contexts_in_memory"]) is not int or most < 1:
             raise ValueError(f"contexts_in_memory={most!r} is no number of contexts; give 1 or more")
         return options
 
@@ -116,9 +107,9 @@ class LocretConnector(KVConnectorBase_V1):
         ids would be computed as text, which would stay in vLLM's prefix cache for everybody who asks that context.
         """
         try:
-            verdict = self._verdict(request)
+            verdict: Listed | str | None = self._verdict(request)
         except Exception as error:
-            verdict = _Verdict(wrong=str(error))
+            verdict = str(error)
         if verdict is None:
             return
         self._verdicts[request.request_id] = verdict
@@ -126,17 +117,14 @@ class LocretConnector(KVConnectorBase_V1):
         if request.sampling_params is not None:
             request.sampling_params.prompt_logprobs = None
 
-    def _verdict(self, request: Any) -> _Verdict | None:
-        """Return which context a request is about, or what is wrong with it; None for an ordinary one.
-
-        Raises:
-            ValueError: Saying what is wrong.
-        """
+    def _verdict(self, request: Any) -> Listed | None:
+        """Return which context a request is about; None for an ordinary one."""
         params, ids = request.kv_transfer_params or {}, request.prompt_token_ids or []
         if not isinstance(params, dict):
             raise ValueError(f'kv_transfer_params={shown(params)} is no object; give one such as {{"locret": true}}')
-        name, least = params.get("locret"), LEAST if params.get("locret") is None else 1
-        listed = self._contexts.beginning(ids, least=least)
+        name, listed = params.get("locret"), self._contexts.beginning(ids)
+        if name is not None and name is not True and not isinstance(name, str):
+            raise ValueError(f"kv_transfer_params.locret={shown(name)} is no name; give that of a context, or true")
         if isinstance(name, str) or listed is None or not listed.unchanged:  # a look at all files takes longer
             try:
                 self._contexts.refresh()
@@ -144,22 +132,19 @@ class LocretConnector(KVConnectorBase_V1):
                 if name is not None:
                     raise
                 _logger.error("the folder of contexts cannot be listed, so what it held before counts: %s", error)
-            listed = self._contexts.beginning(ids, least=least)
+            listed = self._contexts.beginning(ids)
         if name is True and listed is None:
             raise ValueError(f"the prompt begins with the placeholders of no context in {self._contexts.folder}")
-        if name is not None and name is not True:
-            if not isinstance(name, str):
-                raise ValueError(f"kv_transfer_params.locret={shown(name)} is no name; give that of a context, or true")
+        if isinstance(name, str):
             named = self._contexts.named(name)
             if not named.ids:
                 raise ValueError(named.wrong)
             if listed is None or listed.ids != named.ids:
                 raise ValueError(f"the prompt does not begin with the placeholders of context {shown(name)}")
             listed = named  # files may hold the same units
-        if listed is None:
-            return None
-        _check_request(request, listed)
-        return _Verdict(listed)
+        if listed is not None:
+            _check_request(request, listed)
+        return listed
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many units follow what vLLM holds itself; they are loaded in the step that needs them.
@@ -170,22 +155,21 @@ class LocretConnector(KVConnectorBase_V1):
         verdict = self._verdicts.get(request.request_id)
         if verdict is None:
             return 0, False
-        if verdict.listed is None:
+        if isinstance(verdict, str):
             return 1, True
-        return max(0, len(verdict.listed.ids) - num_computed_tokens), False
+        return max(0, len(verdict.ids) - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note where the units of a request have their place; also of one that comes back after a preemption."""
         verdict = self._verdicts.get(request.request_id)
         if verdict is None or num_external_tokens == 0:
             return
-        if verdict.listed is None:
-            self._next.failed[request.request_id] = verdict.wrong
+        if isinstance(verdict, str):
+            self._next.failed[request.request_id] = verdict
             return
-        listed, stop = verdict.listed, len(verdict.listed.ids)
-        place = list(blocks.get_block_ids()[0])
-        start = stop - num_external_tokens
-        self._next.loads.append(Load(request.request_id, str(listed.path), listed.stamp, start, stop, place))
+        place, stop = list(blocks.get_block_ids()[0]), len(verdict.ids)
+        start, path = stop - num_external_tokens, str(verdict.path)
+        self._next.loads.append(Load(request.request_id, path, verdict.stamp, start, stop, place))
 
     def build_connector_meta(self, scheduler_output: Any) -> Loads:
         """Return what this step has to load."""
@@ -200,11 +184,7 @@ class LocretConnector(KVConnectorBase_V1):
     # -- in every worker ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
-        """Refuse, when the engine starts, layers that cannot be written to.
-
-        Raises:
-            ValueError: If there are such.
-        """
+        """Refuse, when the engine starts, layers that cannot be written to."""
         layers = self._vllm_config.model_config.get_num_layers(self._vllm_config.parallel_config)
         if len({_index(name) for name in kv_caches}) != len(kv_caches) or len(kv_caches) != layers:
             raise ValueError(
@@ -236,7 +216,7 @@ class LocretConnector(KVConnectorBase_V1):
 
     def _write(self, load: Load, layers: dict[str, Any]) -> None:
         attention = {_index(name): layer for name, layer in layers.items() if _has_cache(layer)}
-        units = self._units(load, next(iter(attention.values())).impl.num_kv_heads)
+        units = self._units(load.path, load.stamp, next(iter(attention.values())).impl.num_kv_heads)
         at = torch.arange(load.start, load.stop)
         slots = torch.tensor(load.blocks)[at // self._block_size] * self._block_size + at % self._block_size
         for index, layer in attention.items():
@@ -246,26 +226,19 @@ class LocretConnector(KVConnectorBase_V1):
             layer.impl.do_kv_cache_update(layer, keys, values, cache, slots.to(cache.device))
         _logger.debug("request %s: %d units of %s", load.request_id, len(at), load.path)
 
-    def _units(self, load: Load, heads: int) -> Units:
+    def _read(self, path: str, stamp: Stamp, heads: int) -> Units:
         """Return the units of a file in the model's dtype, of the KV heads that this worker has.
 
         They are copies: a file that is written again must not change below the engine.
         """
-        key = (load.path, load.stamp)
-        if key in self._held:
-            self._held.move_to_end(key)
-            return self._held[key]
-        prefix = Prefix.from_file(load.path)
-        if stamp_of(load.path) != load.stamp:
+        prefix = Prefix.from_file(path)
+        if stamp_of(path) != stamp:
             raise ValueError("it has been written again since the request came in; ask once more")
         dtype = self._vllm_config.model_config.dtype
-        self._held[key] = tuple(
+        return tuple(
             (self._own(keys, heads).to(dtype).contiguous(), self._own(values, heads).to(dtype).contiguous())
             for keys, values in zip(prefix.keys, prefix.values, strict=True)
         )
-        while len(self._held) > self._most:
-            self._held.popitem(last=False)
-        return self._held[key]
 
     def _own(self, states: Tensor, heads: int) -> Tensor:
         """Return this worker's KV heads of (U, all KV heads, D); where there are more workers, several share a head."""
@@ -297,11 +270,7 @@ class LocretConnector(KVConnectorBase_V1):
 
 
 def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse an engine that could only answer wrongly.
-
-    Raises:
-        ValueError: Naming the setting.
-    """
+    """Refuse an engine that could only answer wrongly."""
     if (groups := len(kv_cache_config.kv_cache_groups)) != 1:
         raise ValueError(
             f"this backbone has {groups} groups of KV caches, and a context is an ordinary prefix only where all "
@@ -317,11 +286,7 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _check(path: Path, prefix: Prefix, vllm_config: Any) -> None:
-    """Refuse a context that was read with another backbone than vLLM has.
-
-    Raises:
-        ValueError: Saying in what they differ.
-    """
+    """Refuse a context that was read with another backbone than vLLM has."""
     (saved, rotary), config = read_backbone(path), vllm_config.model_config.hf_text_config
     here, rotation = describe(config), json.loads(json.dumps(config.rope_parameters or {}, default=str))
     sides = [(name, getattr(saved, name), getattr(here, name)) for name in _SHAPE]
@@ -344,29 +309,22 @@ def _check(path: Path, prefix: Prefix, vllm_config: Any) -> None:
 
 
 def _check_request(request: Any, listed: Listed) -> None:
-    """Refuse what cannot be answered from a context.
-
-    Raises:
-        ValueError: Naming the option.
-    """
-    ids, sampling = request.prompt_token_ids, request.sampling_params
-    if listed.wrong:
-        raise ValueError(listed.wrong)
-    if tuple(ids[: len(listed.ids)]) != listed.ids:
-        raise ValueError(f"the prompt has not all {len(listed.ids)} placeholders of {listed.path.name}, or other ones")
-    if len(ids) == len(listed.ids):
-        raise ValueError("the prompt ends with the placeholders, and there is no question")
-    if sampling is None:
-        raise ValueError("an embedding of the ids that stand for a context would be one of no text")
-    if sampling.prompt_logprobs is not None:
-        raise ValueError("prompt_logprobs cannot be given for units whose tokens are not there; leave it out")
-    if sampling.repetition_penalty != 1:
-        raise ValueError(
-            f"repetition_penalty={sampling.repetition_penalty} would count the placeholders, which stand for no words; "
-            "send 1, also where the backbone's generation_config recommends another"
-        )
-    if request.lora_request is not None:
-        raise ValueError("the context was read without an adapter; ask without lora_request, or read with it merged")
+    """Refuse what cannot be answered from a context."""
+    ids, sampling, units = request.prompt_token_ids, request.sampling_params, len(listed.ids)
+    wrong = {
+        listed.wrong: bool(listed.wrong),
+        f"the prompt has not all {units} placeholders of {listed.path.name}, or other ones": tuple(ids[:units])
+        != listed.ids,
+        "the prompt ends with the placeholders, and there is no question": len(ids) == units,
+        "an embedding of the ids that stand for a context would be one of no text": sampling is None,
+        "prompt_logprobs cannot be given for units whose tokens are not there; leave it out": sampling is not None
+        and sampling.prompt_logprobs is not None,
+        "repetition_penalty would count the placeholders, which stand for no words; send 1, also where the backbone's "
+        "generation_config recommends another": sampling is not None and sampling.repetition_penalty != 1,
+        "the context was read without an adapter; ask without lora_request": request.lora_request is not None,
+    }
+    for why in (why for why, so in wrong.items() if so):
+        raise ValueError(why)
 
 
 def _has_cache(layer: Any) -> bool:

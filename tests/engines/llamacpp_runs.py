@@ -19,10 +19,7 @@ import numpy as np
 from locret.engines.llamacpp import CACHE_TYPES
 
 QUIET = lib.llama_log_callback(lambda level, text, data: None)
-OLD = not hasattr(lib.llama_context_params, "flash_attn_type")
-"""Builds of before September 2025 have an on and off switch of another name."""
-if not OLD or hasattr(lib, "llama_log_set"):
-    lib.llama_log_set(QUIET, ctypes.c_void_p(0))
+lib.llama_log_set(QUIET, ctypes.c_void_p(0))
 lib.llama_backend_init()
 
 
@@ -58,7 +55,7 @@ class Engine:
         options.type_k = CACHE_TYPES[cache_type]
         options.type_v = CACHE_TYPES[cache_type_v or cache_type]
         if flash is not None:
-            setattr(options, "flash_attn" if OLD else "flash_attn_type", bool(flash) if OLD else int(flash))
+            options.flash_attn_type = int(flash)
         self.pointer = lib.llama_init_from_model(model.pointer, options)
         assert self.pointer, "llama.cpp refuses such a context"
         self.model, self.memory = model, lib.llama_get_memory(self.pointer)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +13,11 @@ import pytest
 import torch
 
 from locret import LongContextModel, RetentionPolicy
-from locret.engines import llamacpp
-from locret.engines.llamacpp import INTERLEAVED, Layout, encoded, export, hadamard, sequence_state, slot_file
+from locret.engines.llamacpp import Layout, encoded, export, sequence_state, slot_file
 from locret.engines.prefix import Prefix
 
 RECORDED = dict(np.load(Path(__file__).parent / "llamacpp_states.npz"))
-"""Made by record_llamacpp_states.py with llama-cpp-python 0.3.36: five tokens, read by two random models."""
+"""Given out by llama-cpp-python 0.3.36: five tokens, read by two random models."""
 SHAPES = {"llama": (2, 32), "qwen2": (1, 128)}
 """KV heads and head dim."""
 UNITS = 5
@@ -123,27 +120,6 @@ def test_a_slot_file_is_the_librarys_but_for_the_ids() -> None:
     assert len(ours) == len(theirs)
 
 
-def test_version_2_has_no_head_and_no_turn() -> None:
-    for kind, turned in (("f16", False), ("q8_0", True)):
-        new, old = (
-            sequence_state(prefix_of("qwen2"), Layout(cache_type=kind, state_version=version)) for version in (3, 2)
-        )
-        assert new[:8] == struct.pack("<Ii", 0xAF143CD8, 0)
-        assert len(old) == len(new) - 8
-        assert (old != new[8:]) == turned
-        disabled = Layout(cache_type="q8_0", attention_rotation=False)
-        if turned:
-            assert sequence_state(prefix_of("qwen2"), disabled)[8:] == old
-    assert slot_file(prefix_of("llama"), Layout(state_version=2))[4:8] == struct.pack("<I", 2)
-
-
-@pytest.mark.parametrize("size", [1, 2, 64, 128])
-def test_the_hadamard_matrix_is_what_its_definition_says(size: int) -> None:
-    signs = [[(-1) ** (row & column).bit_count() for column in range(size)] for row in range(size)]
-    np.testing.assert_allclose(hadamard(size), np.array(signs) / size**0.5, rtol=1e-6)
-    np.testing.assert_allclose(hadamard(size) @ hadamard(size), np.eye(size), atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
 def test_types_are_those_of_ggml(kind: str) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
@@ -152,36 +128,6 @@ def test_types_are_those_of_ggml(kind: str) -> None:
     theirs = gguf.quants.quantize(rows, gguf.GGMLQuantizationType[kind.upper()])
     ours = encoded(rows, kind)
     assert np.array_equal(ours.view(np.uint8), theirs.view(np.uint8).reshape(40, -1))
-
-
-def decoded(packed: np.ndarray, kind: str) -> np.ndarray:
-    """The values that blocks stand for, by ggml's definition."""
-    bits, least = int(kind[1]), kind.endswith("_1")
-    blocks = packed.reshape(-1, {"q8_0": 34, "q4_0": 18, "q4_1": 20, "q5_0": 22, "q5_1": 24}[kind])
-    scale, rest = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32), blocks[:, 2:]
-    if bits == 8:
-        return rest.view(np.int8) * scale
-    low = np.zeros_like(scale)
-    if least:
-        low, rest = np.ascontiguousarray(rest[:, :2]).view(np.float16).astype(np.float32), rest[:, 2:]
-    codes = np.hstack([rest[:, -16:] & 15, rest[:, -16:] >> 4]).astype(np.int32)
-    if bits == 5:
-        word = np.ascontiguousarray(rest[:, :4]).view("<u4")
-        codes |= ((word >> np.arange(32, dtype=np.uint32)) & 1).astype(np.int32) << 4
-    return (codes if least else codes - 2 ** (bits - 1)) * scale + low
-
-
-@pytest.mark.parametrize("kind", ["q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
-def test_quantised_values_are_within_a_step_of_the_true_ones(kind: str) -> None:
-    rows = np.random.default_rng(1).normal(0, 3, (50, 64)).astype(np.float32)
-    rows[0] = 0
-    blocks = rows.reshape(-1, 32)
-    step = (blocks.max(1) - blocks.min(1) if kind.endswith("_1") else 2 * np.abs(blocks).max(1)) / (
-        2 ** int(kind[1]) - 2
-    )
-    wrong = np.abs(decoded(encoded(rows, kind), kind) - blocks).max(1)
-    # Symmetric codes have one step less on the side of what is not the largest.
-    assert (wrong <= step * (0.6 if kind in ("q8_0", "q4_1", "q5_1") else 1.1) + 1e-6).all()
 
 
 POLICY = RetentionPolicy(budget=64, chunk_size=96, stabilizers=16, local_len=16)
@@ -248,7 +194,7 @@ def test_a_new_export_takes_the_place_of_an_old_one_and_of_nothing_else(saved: P
         export(saved, saved)
     assert saved.read_bytes() == before
     record.write_text('{"my": "notes"}')
-    with pytest.raises(ValueError, match=r"book.json is there already and is not the record of a slot file"):
+    with pytest.raises(ValueError, match=r"book.json is there already and is no record"):
         export(saved, slot)
     with pytest.raises(ValueError, match=r"a.json is to be the slot file, and the record beside it ends in .json"):
         export(saved, tmp_path / "a.json")
@@ -262,83 +208,51 @@ def test_a_new_export_takes_the_place_of_an_old_one_and_of_nothing_else(saved: P
     assert len(list((tmp_path / "new").iterdir())) == 2
 
 
-def test_an_export_that_fails_leaves_what_was_there(
-    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    slot, record = export(saved, tmp_path / "book.bin")
-    before = slot.read_bytes(), record.read_bytes()
-    monkeypatch.setattr(llamacpp, "_record", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-    with pytest.raises(OSError, match="No space left on device"):
-        export(saved, slot, Layout(cache_type="f32"))
-    assert (slot.read_bytes(), record.read_bytes()) == before
-    assert len(list(tmp_path.iterdir())) == 2
+LAYOUTS = [
+    ({"cache_type": "q6_k"}, 'cache_type="q6_k" is unknown; choose one of f32, f16, bf16, q8_0'),
+    ({"cache_type_v": ""}, 'cache_type_v="" is unknown; choose one of'),
+    (
+        {"cache_type": "q8_0", "flash_attention": False},
+        "transposes the values, which q8_0 cannot be; give cache",
+    ),
+    ({"streams": 257}, "streams=257 cannot be; give 1 to 256"),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cache_type": "q6_k"}, 'cache_type="q6_k" is unknown; choose one of f32, f16, bf16, q8_0'),
-        ({"cache_type_v": ""}, 'cache_type_v="" is unknown; choose one of'),
-        ({"cache_type_v": "iq4_nl"}, 'cache_type_v="iq4_nl" is unknown; choose one of'),
-        ({"state_version": 4}, "state_version=4 is unknown, only 2 and 3 are; give the LLAMA_STATE_SEQ_VERSION of"),
-        (
-            {"cache_type": "q8_0", "flash_attention": False},
-            "flash_attention=False transposes the values, which q8_0 cannot be; give cache_type_v=f16",
-        ),
-        ({"streams": 0}, "streams=0 cannot be; give 1 to 256"),
-        ({"streams": 257}, "streams=257 cannot be"),
-        ({"attention_rotation": False}, "attention_rotation=False has no effect on f16, which is not quantised"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), LAYOUTS)
 def test_a_layout_that_no_llamacpp_has_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Layout(**options)
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        (
-            {"model_type": "qwen2_vl"},
-            {},
-            "in which order llama.cpp holds the keys of 'qwen2_vl' is not known; it is for",
-        ),
-        ({"model_type": ""}, {}, "the keys of '' is not known"),
-        (
-            {"rotary": {"rope_type": "default", "partial_rotary_factor": 0.5}},
-            {},
-            "llama.cpp rotates whole heads of llama, and this backbone rotates 0.5 of each; answer in another engine",
-        ),
-        (
-            {"rotary": {"rope_type": "dynamic", "factor": 4.0}},
-            {},
-            "llama.cpp has no dynamic rotary scaling, and how far it is right without is not on file; answer in",
-        ),
-        (
-            {},
-            {"cache_type": "q4_0", "attention_rotation": True},
-            "attention_rotation=True has no effect on heads of 32, which llama.cpp never turns; leave it out",
-        ),
-        (
-            {"keys": (torch.zeros(5, 2, 16),), "values": (torch.zeros(5, 2, 16),)},
-            {"cache_type": "q8_0"},
-            "cache_type=q8_0 quantises 32 elements at a time, and heads have 16; give f16, bf16 or f32",
-        ),
-        (
-            {"keys": (torch.full((5, 2, 32), 1e5),), "values": (torch.zeros(5, 2, 32),)},
-            {},
-            "some units are beyond the range of float16, which f16 needs; give cache_type=bf16 or f32",
-        ),
-    ],
-)
+def filled(value: float, dim: int = 32) -> tuple[torch.Tensor]:
+    return (torch.full((5, 2, dim), value),)
+
+
+DYNAMIC, PARTIAL = {"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "default", "partial_rotary_factor": 0.5}
+HELD = [
+    (
+        {"model_type": "qwen2_vl"},
+        "f16",
+        "in which order llama.cpp holds the keys of 'qwen2_vl' is not known",
+    ),
+    ({"rotary": PARTIAL}, "f16", "llama.cpp rotates whole heads and unscaled where this backbone"),
+    ({"rotary": DYNAMIC}, "f16", "or scales dynamically; answer in another engine"),
+    ({"keys": filled(0, 16), "values": filled(0, 16)}, "q8_0", "cache_type=q8_0 quantises 32 elements at a time, and"),
+    ({"keys": filled(1e5)}, "f16", "beyond the range of float16, which f16 needs; give cache_type=bf16 or f32"),
+    ({"keys": filled(3.4e38)}, "bf16", "beyond the range of bfloat16; give cache_type=f32"),
+    *(({"values": filled(float("nan"))}, kind, "some units are no finite numbers") for kind in ("f32", "q4_1")),
+    ({"rotary": {"rope_type": "longrope"}, "model_type": "phi3"}, "f16", "the original context length of phi3 is None"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "message"), HELD, ids=[message for *_, message in HELD])
 def test_units_that_llamacpp_could_not_hold_are_refused(
-    changes: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
+    changes: dict[str, Any], kind: str, message: str, tmp_path: Path
 ) -> None:
     prefix = prefix_of("llama", **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
-        sequence_state(prefix, Layout(**options))
-    with pytest.raises(ValueError, match=re.escape(message)):
-        export(prefix, tmp_path / "book.bin", Layout(**options))
+        export(prefix, tmp_path / "book.bin", Layout(cache_type=kind))
     assert not list(tmp_path.iterdir())
 
 
@@ -348,42 +262,3 @@ def test_long_rope_is_given_a_context_that_chooses_the_long_factors(tmp_path: Pa
     for streams, least in ((1, "8193"), (2, "16386")):
         _, record = export(prefix, tmp_path / "book.bin", Layout(streams=streams))
         assert json.loads(record.read_text())["server"][1] == least
-    damaged = prefix_of("qwen2", model_type="phi3", rotary={"rope_type": "longrope"})
-    with pytest.raises(ValueError, match="the original context length of phi3 is None, and llama.cpp's choice"):
-        export(damaged, tmp_path / "damaged.bin")
-    assert not (tmp_path / "damaged.bin").exists()
-
-
-def test_orders_are_known_for_what_locret_tests_and_halves_are_the_rule_of_qwen() -> None:
-    assert INTERLEAVED["llama"]
-    assert INTERLEAVED["mistral"]
-    assert not any(INTERLEAVED[name] for name in ("qwen2", "qwen3", "phi3", "gemma"))
-
-
-def test_writing_a_state_needs_numpy_alone() -> None:
-    """A process without torch can import the module and pack units; the package's own file format needs torch."""
-    code = (
-        "import sys; from locret.engines.llamacpp import Layout, encoded; import numpy as np; "
-        "encoded(np.zeros((2, 32), np.float32), Layout(cache_type='q8_0').cache_type); "
-        "assert not {'torch', 'transformers', 'gguf'} & set(sys.modules), 'torch was imported'"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-@pytest.mark.parametrize("kind", llamacpp.CACHE_TYPES)
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_units_that_are_no_numbers_are_refused_in_every_type(kind: str, value: float) -> None:
-    states = (torch.full((2, 1, 32), value),)
-    for keys, values in ((states, (torch.ones(2, 1, 32),)), ((torch.ones(2, 1, 32),), states)):
-        prefix = Prefix(keys, values, vocab_size=9, tokens=2, model_type="llama")
-        with pytest.raises(ValueError, match="some units are no finite numbers.*read the text again"):
-            sequence_state(prefix, Layout(cache_type=kind))
-
-
-def test_units_that_bfloat16_cannot_hold_are_refused() -> None:
-    prefix = Prefix(
-        (torch.full((2, 1, 32), 3.4e38),), (torch.ones(2, 1, 32),), vocab_size=9, tokens=2, model_type="llama"
-    )
-    with pytest.raises(ValueError, match="beyond the range of bfloat16; give cache_type=f32"):
-        sequence_state(prefix, Layout(cache_type="bf16"))
-    assert sequence_state(prefix, Layout(cache_type="f32"))

@@ -155,12 +155,6 @@ def test_every_family_of_ordinary_prefixes_answers_as_generate(family: str, tmp_
     )
 
 
-def test_a_backbone_in_bfloat16_answers_as_generate(heads: RetainingHeads) -> None:
-    model = AutoModelForCausalLM.from_pretrained("checkpoints/tiny", dtype=torch.bfloat16).eval()
-    book = Read.by(model, heads, 0)
-    assert answered(engine_of(model), [(book, ids(6, number)) for number in range(4)], 6)
-
-
 def test_plain_prompts_are_answered_beside_contexts_also_in_several_passes(model: Any, books: list[Read]) -> None:
     plain, wanted = [ids(length, length) for length in (1, 40, 200)], []
     for one in plain:
@@ -279,16 +273,6 @@ def test_a_pass_that_fails_ends_its_answers_and_nothing_else(
     assert answered(engine, [(book, ids(6, 0)) for book in books], 4)
 
 
-def test_a_listener_that_raises_ends_its_own_answer_only(engine: PagedContexts, books: list[Read]) -> None:
-    def broken(_written: Written) -> None:
-        raise ValueError("mine")
-
-    good = Answer()
-    engine.submit(ids(6, 0), books[0].prefix, max_new_tokens=30, on_token=broken)
-    engine.submit(ids(6, 0), books[0].prefix, max_new_tokens=NEW, on_token=good, end_ids=[])
-    assert good.tokens() == books[0].answer(ids(6, 0))
-
-
 def test_stopping_ends_answers_and_leaves_neither_thread_nor_memory(model: Any, books: list[Read]) -> None:
     engine = engine_of(model)
     for _ in range(2):
@@ -308,13 +292,6 @@ def test_stopping_ends_answers_and_leaves_neither_thread_nor_memory(model: Any, 
         assert (engine.used_bytes, memory()) == (0, None)
         with pytest.raises(ValueError, match="does not run; call start"):
             engine.submit(ids(6, 0), max_new_tokens=4, on_token=answer)
-
-
-def test_the_longest_answer_fits(model: PreTrainedModel, books: list[Read]) -> None:
-    engine = engine_of(model, 144)
-    new = engine.longest - 50 - 3
-    [answer] = engine.generate_batch([(books[0].prefix, ids(3, 0))], max_new_tokens=new, end_ids=[])
-    assert len(answer) == new == 91
 
 
 def other(family: str) -> Prefix:

@@ -1,8 +1,6 @@
 """The vLLM connector against a fake of vLLM's interface; see `fake_vllm.py` for where its signatures are from."""
 
 import importlib
-import os
-import pickle
 import shutil
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ import torch
 from fake_vllm import BLOCK, Engine, Request, SamplingParams
 from transformers import AutoConfig, AutoTokenizer
 
-from locret import LongContextModel, RetentionCache, RetentionPolicy, prefill, save_cache
+from locret import LongContextModel, RetentionPolicy
 from locret.engines.prefix import Prefix
 from locret.engines.prompts import SavedPrompts
 
@@ -157,37 +155,31 @@ def wrong_requests(folder):
         "there is no question": Request("one", list(ids)),
         "has not all 30 placeholders": Request("one", [*ids[:20], 1, 2, 3]),
         "prompt_logprobs": about(folder, sampling_params=SamplingParams(prompt_logprobs=1)),
-        "repetition_penalty=1.05 would count": about(folder, sampling_params=SamplingParams(repetition_penalty=1.05)),
+        "repetition_penalty would count": about(folder, sampling_params=SamplingParams(repetition_penalty=1.05)),
         "lora_request": about(folder, lora_request=object()),
         "would be one of no text": about(folder, sampling_params=None),
         "there is no context '../one'": about(folder, kv_transfer_params=naming("../one")),
         "placeholders of no context": Request("one", [1, 2, 3] * 20, kv_transfer_params=naming(True)),
         "kv_transfer_params='one' is no object": about(folder, kv_transfer_params="one"),
+        "is no name; give that of a context": about(folder, kv_transfer_params=naming([10**6] * 10**4)),
     }
 
 
-@pytest.mark.parametrize("warm", [False, True])
-@pytest.mark.parametrize("why", range(12))
-def test_what_is_wrong_fails_alone_and_says_why(engine, folder, why, warm):
+@pytest.mark.parametrize("why", range(13))
+def test_what_is_wrong_fails_alone_and_says_why(engine, folder, why):
     reason, request = list(wrong_requests(folder).items())[why]
     request.request_id, right = "wrong", about(folder, request_id="right")
     request.skip_reading_prefix_cache = reason == "prompt_logprobs"  # as vLLM does
-    if warm:
+    if why % 2:
         engine.step(before := about(folder, request_id="before"))
         engine.scheduler.request_finished(before, before.blocks)
     engine.step(request, right)
     assert (request.outcome, right.outcome) == ("error", "ok")
-    assert any(reason in line for line in fake_vllm.LOGGER.lines[-8:])
+    assert any(reason in line and len(line) < 300 for line in fake_vllm.LOGGER.lines[-8:])
     assert_holds(engine, right, prefix_of(folder))
     for one in (request, right):
         assert engine.scheduler.request_finished(one, one.blocks) == (False, None)
     assert not engine.scheduler._verdicts
-
-
-def test_looking_into_caches_cannot_be_switched_off(engine, folder):
-    request = about(folder, skip_reading_prefix_cache=True)
-    engine.step(request)
-    assert_holds(engine, request, prefix_of(folder))
 
 
 def test_a_file_that_went_away_fails_those_that_need_it(engine, folder):
@@ -223,25 +215,6 @@ def test_a_folder_that_changes(engine, folder):
     assert_holds(engine, named, prefix_of(folder, "two"))
 
 
-def test_files_are_read_once_for_each_change(connector, folder, monkeypatch):
-    read, real = [], Prefix.from_file.__func__
-
-    def counted(cls, path):
-        read.append(Path(path).name)
-        return real(cls, path)
-
-    monkeypatch.setattr(Prefix, "from_file", classmethod(counted))
-    (folder / "notes.txt").write_text("no context")
-    (folder / ".one.ctx.partial").write_bytes(b"half")
-    (folder / "below").mkdir()
-    scheduler = Engine(connector, config_for(folder)).scheduler
-    assert sorted(read) == ["notes.txt", "one.ctx", "two.ctx"]
-    shutil.copy(folder / "one.ctx", folder / "three.ctx")
-    for n in range(3):
-        scheduler.on_new_request(Request(str(n), [1, 2, 3]))
-    assert sorted(read) == ["notes.txt", "one.ctx", "three.ctx", "two.ctx"]
-
-
 def test_two_files_of_one_name(engine, folder):
     shutil.copy(folder / "one.ctx", folder / "one.safetensors")
     request = about(folder, kv_transfer_params=naming("one"))
@@ -253,43 +226,6 @@ def test_two_files_of_one_name(engine, folder):
     assert exact.outcome == "ok"
 
 
-def test_a_folder_that_cannot_be_listed_keeps_what_is_known(engine, folder):
-    shutil.rmtree(folder)
-    ordinary = Request("ordinary", list(range(40)))
-    engine.step(ordinary)
-    assert ordinary.outcome == "ok"
-
-
-def test_contexts_in_folders_below(engine, folder):
-    (folder / "auto/.hidden").mkdir(parents=True)
-    (folder / "one.ctx").rename(folder / "auto/first.ctx")
-    (folder / "two.ctx").rename(folder / "auto/.hidden/two.ctx")
-    prefix = Prefix.from_file(folder / "auto/first.ctx")
-    requests = [
-        Request(str(name), [*prefix.placeholders, 5], kv_transfer_params=naming(name))
-        for name in (True, "auto/first", "auto/first.ctx", "first")
-    ]
-    engine.step(*requests)
-    assert [request.outcome for request in requests] == ["ok", "ok", "ok", "error"]
-    hidden = Request("hidden", [*Prefix.from_file(folder / "auto/.hidden/two.ctx").placeholders, 5])
-    engine.step(hidden)
-    assert hidden.external == 0
-
-
-def test_the_context_of_a_few_tokens_takes_no_ordinary_prompt(connector, lm, tmp_path):
-    lm.read([5, 6, 7], progress=False).save(tmp_path / "few.ctx")
-    prefix = Prefix.from_file(tmp_path / "few.ctx")
-    assert prefix.units < 8
-    engine, ids = Engine(connector, config_for(tmp_path)), [*prefix.placeholders, 1, 2]
-    ordinary = Request("ordinary", ids)
-    engine.step(ordinary)
-    assert ordinary.external == 0
-    engine.cached.clear()
-    for name in (True, "few"):
-        engine.step(asked := Request(str(name), ids, kv_transfer_params=naming(name)))
-        assert_holds(engine, asked, prefix)
-
-
 @pytest.mark.parametrize("workers", [2, 4, 8])
 def test_each_worker_holds_its_own_heads(connector, folder, workers):
     engine = Engine(connector, config_for(folder), workers=workers)  # 4 KV heads
@@ -299,31 +235,6 @@ def test_each_worker_holds_its_own_heads(connector, folder, workers):
         local = max(1, 4 // workers)
         first = worker * local if workers <= 4 else worker * 4 // workers
         assert_holds(engine, request, prefix_of(folder), worker, slice(first, first + local))
-
-
-def test_units_take_the_dtype_of_the_model(connector, folder):
-    engine = Engine(connector, config_for(folder, dtype=torch.bfloat16))
-    for layer in engine.layers[0].values():
-        layer.kv_cache = layer.kv_cache.bfloat16()
-    request = about(folder)
-    engine.step(request)
-    assert_holds(engine, request, prefix_of(folder))
-
-
-def test_few_contexts_stay_in_memory(connector, folder):
-    engine = Engine(connector, config_for(folder, extra={"contexts": str(folder), "contexts_in_memory": 1}))
-    engine.step(about(folder), about(folder, "two"))
-    assert [Path(path).name for path, _ in engine.workers[0]._held] == ["two.ctx"]
-
-
-def test_loads_travel_between_processes(connector, folder):
-    engine = Engine(connector, config_for(folder))
-    request = about(folder)
-    engine.scheduler.on_new_request(request)
-    engine._admit(request, set())
-    loads = engine.scheduler.build_connector_meta(object())
-    assert len(loads.loads) == 1
-    assert pickle.loads(pickle.dumps(loads)) == loads
 
 
 @pytest.mark.parametrize(
@@ -339,11 +250,6 @@ def test_loads_travel_between_processes(connector, folder):
 def test_an_engine_that_could_only_be_wrong_does_not_start(connector, folder, change, message):
     with pytest.raises(ValueError, match=message):
         Engine(connector, config_for(folder, **change))
-
-
-def test_layers_of_several_kinds_are_refused(connector, folder):
-    with pytest.raises(ValueError, match="2 groups of KV caches"):
-        Engine(connector, config_for(folder), groups=(1, 2))
 
 
 def test_layers_that_cannot_be_written_to_are_refused(connector, folder):
@@ -377,87 +283,6 @@ def test_a_context_of_another_backbone_is_refused(connector, folder, model, mess
     assert message in fake_vllm.LOGGER.lines[-1]
 
 
-def test_contexts_that_equal_ids_stand_for_are_not_taken_for_one_another(connector, lm, tmp_path):
-    first: dict[int, int] = {}
-    for token in range(10, 300):  # one unit has one placeholder of 900
-        cache = RetentionCache(lm.model, lm.scorer, POLICY)
-        prefill(lm.model, torch.tensor([[token]]), cache)
-        [placeholder] = Prefix.of(cache).placeholders
-        if placeholder in first:
-            break
-        first[placeholder] = token
-    for name, one in (("a", first[placeholder]), ("b", token)):
-        cache = RetentionCache(lm.model, lm.scorer, POLICY)
-        prefill(lm.model, torch.tensor([[one]]), cache)
-        save_cache(cache, tmp_path / f"{name}.ctx")
-    engine = Engine(connector, config_for(tmp_path))
-    for name in ("a", "b", True):
-        request = Request(str(name), [placeholder, *QUESTION], kv_transfer_params=naming(name))
-        engine.step(request)
-        assert request.outcome == "error"
-        assert "equal ids stand for those of another file; read more text" in fake_vllm.LOGGER.lines[-1]
-
-
-def test_the_file_that_is_named_is_the_one_that_is_read(engine, folder):
-    shutil.copy(folder / "one.ctx", folder / "copy.ctx")
-    for number, name in enumerate(("one", "copy")):
-        request = about(folder, request_id=str(number), kv_transfer_params=naming(name))
-        engine.scheduler.on_new_request(request)
-        assert engine.scheduler._verdicts[request.request_id].listed.path.name == f"{name}.ctx"
-
-
-def test_links_that_lead_back_are_followed_once(connector, folder):
-    (folder / "below").mkdir()
-    shutil.copy(folder / "one.ctx", folder / "below" / "three.ctx")
-    for link in ("back", "again", "below/up"):
-        (folder / link).symlink_to(folder)
-    (folder / "elsewhere").symlink_to(folder / "below")
-    names = [
-        str(one.path.relative_to(folder)) for one in Engine(connector, config_for(folder)).scheduler._contexts.files
-    ]
-    assert names == ["below/three.ctx", "elsewhere/three.ctx", "one.ctx", "two.ctx"]
-
-
-def test_a_folder_below_that_is_not_ours_hides_nothing_else(connector, folder, monkeypatch):
-    (folder / "lost+found").mkdir()
-    listed = os.scandir
-
-    def scandir(path):
-        if str(path).endswith("lost+found/"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return listed(path)
-
-    monkeypatch.setattr("os.scandir", lambda path: scandir(f"{path}/" if Path(path).name == "lost+found" else path))
-    request = about(folder, kv_transfer_params=naming("one"))
-    Engine(connector, config_for(folder)).step(request)
-    assert request.outcome == "ok"
-
-
-def test_a_context_that_is_known_costs_no_look_at_all_files(engine, folder, monkeypatch):
-    looks = []
-    refresh = engine.scheduler._contexts.refresh
-    monkeypatch.setattr(engine.scheduler._contexts, "refresh", lambda: looks.append(1) or refresh())
-    for params in (None, naming(True)):
-        engine.step(about(folder, request_id=str(params), kv_transfer_params=params))
-    assert not looks
-    os.utime(folder / "one.ctx")
-    request = about(folder)
-    engine.step(request)
-    assert looks
-    assert request.outcome == "ok"
-
-
-@pytest.mark.parametrize("params", [["locret"], "locret", naming("x" * 10**6), naming(["one"]), naming("../one\n")])
-def test_malformed_parameters_fail_their_request_in_one_short_line(engine, folder, params):
-    wrong, right = about(folder, request_id="wrong", kv_transfer_params=params), about(folder, "two")
-    engine.step(wrong, right)
-    assert (wrong.outcome, right.outcome) == ("error", "ok")
-    line = fake_vllm.LOGGER.lines[-1]
-    assert len(line) < 300
-    assert "\n" not in line
-    assert "has no attribute" not in line
-
-
 def test_prompts_are_made_without_a_backbone(lm, saved):
     context, tokenizer = lm.load(saved / "one.ctx"), AutoTokenizer.from_pretrained(TINY)
     prompts = SavedPrompts(saved / "one.ctx", tokenizer)
@@ -466,14 +291,3 @@ def test_prompts_are_made_without_a_backbone(lm, saved):
     assert prompts.ids(question)[:UNITS] == Prefix.of(context).placeholders
     with pytest.raises(ValueError, match="nothing to answer"):
         prompts.ids(" ")
-
-
-def test_prompts_go_on_with_a_conversation(lm, saved, tmp_path):
-    chat = lm.load(saved / "one.ctx").chat()
-    chat.say("What is the pass key?", max_new_tokens=3)
-    chat.save(tmp_path / "chat.ctx")
-    prompts = SavedPrompts(tmp_path / "chat.ctx", lm.tokenizer)
-    seen = chat.cache.seen
-    chat.read_turn("Once more?", 1)
-    assert len(prompts.question_ids("Once more?")) == chat.cache.seen - seen + chat.cache.held_back
-    assert prompts.prefix.units == len(prompts.prefix.placeholders)

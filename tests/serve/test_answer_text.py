@@ -76,11 +76,6 @@ def test_an_answer_goes_on_with_the_text_before_it(ids: list[int], before: list[
     assert decode(tokenizer, before) + text == decode(tokenizer, [*before, *ids])
 
 
-def test_a_character_that_the_prompt_has_begun_loses_nothing_else() -> None:
-    ids = BYTES("é!")["input_ids"]
-    assert "".join(piece.text for piece in written(BYTES, ids[1:], [], ends=True, before=ids[:1])) == "\ufffd!"
-
-
 def cut(text: str, stops: Sequence[str]) -> str:
     """Return a text up to where the first stop text begins that is complete."""
     ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
@@ -104,12 +99,6 @@ def test_bytes_that_are_no_text_are_not_lost(ids: list[int], ends: bool) -> None
     assert "".join(piece.text for piece in pieces).replace("\ufffd", "") == readable
 
 
-@given(st.lists(st.integers(6, 1000), min_size=1, max_size=12), st.booleans())
-def test_words_are_written_as_the_whole_is_decoded(ids: list[int], ends: bool) -> None:
-    pieces = written(WORDS, ids, [], ends=ends)
-    assert "".join(piece.text for piece in pieces) == decode(WORDS, ids)
-
-
 @given(
     st.text("abc", min_size=1, max_size=12),
     st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
@@ -121,16 +110,3 @@ def test_a_stop_text_ends_the_answer_wherever_tokens_part(text: str, stops: list
     assert "".join(piece.text for piece in pieces) == kept
     assert pieces[-1].finish == ("stop" if ends or kept != text else "length")
     assert sum(len(piece.tokens) for piece in pieces) == len(kept)  # a token is a character here
-
-
-def test_what_may_become_a_stop_text_is_held_back() -> None:
-    pieces = written(BYTES, BYTES("wait, stay")["input_ids"], ["stop"], ends=True)
-    assert [piece.text for piece in pieces] == ["w", "a", "i", "t", ",", " ", "sta", "y", ""]
-
-
-@pytest.mark.parametrize("tokenizer", [BYTES, WORDS], ids=["bytes", "words"])
-def test_tokens_keep_their_probabilities_and_order(tokenizer: Any) -> None:
-    ids = tokenizer("The grass is green.", add_special_tokens=False)["input_ids"]
-    tokens = [token for piece in written(tokenizer, ids, ["zz"], ends=False) for token in piece.tokens]
-    assert [token.token for token in tokens] == ids
-    assert [token.logprob for token in tokens] == [-float(nth) for nth in range(len(ids))]

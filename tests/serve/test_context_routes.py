@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import re
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -64,13 +61,14 @@ def stored(library: Library) -> list[Any]:
     return list((library.folder / ".uploads").iterdir())
 
 
-def events(client: httpx.Client, name: str) -> list[tuple[str, Any]]:
-    """Return all server-sent events of a context."""
-    with client.stream("GET", f"/contexts/{name}/events") as stream:
-        assert stream.headers["content-type"].startswith("text/event-stream")
-        text = stream.read().decode()
-    found = [re.fullmatch(r"event: (\w+)\ndata: (.*)", block) for block in text.strip().split("\n\n")]
-    return [(one[1], json.loads(one[2])) for one in found if one]
+def read(client: httpx.Client, name: str) -> list[Any]:
+    """Return what a context looked like while it was read, each once."""
+    found = [shown(client, name)]
+    while found[-1]["state"] in ("waiting", "reading"):
+        time.sleep(0.005)
+        if (now := shown(client, name)) != found[-1]:
+            found.append(now)
+    return found
 
 
 # -- uploading and looking --------------------------------------------------------------------------------------------
@@ -80,12 +78,9 @@ def test_a_text_is_streamed_read_and_described(client: httpx.Client, shared: Lib
     begun = upload(client, "new", iter([book[at : at + 500].encode() for at in range(0, len(book), 500)]))
     assert begun.status_code == 202
     assert begun.json()["state"] in ("waiting", "reading")
-    happened = events(client, "new")
-    assert [name for name, _ in happened] == ["progress"] * (len(happened) - 1) + ["end"]
-    tokens = [one["tokens"] for _, one in happened]
-    assert tokens == sorted(tokens)
-    new, ready = shown(client, "new"), shown(client, "book")
-    assert new == happened[-1][1]
+    *going, new = read(client, "new")
+    assert (tokens := [one["tokens"] for one in (*going, new)]) == sorted(tokens)
+    ready = shown(client, "book")
     assert (new["object"], new["name"], new["state"], new["message"]) == ("context", "new", "ready", "")
     assert [new[field] for field in ("tokens", "units", "text", "kept")] == [
         ready[field] for field in ("tokens", "units", "text", "kept")
@@ -93,21 +88,9 @@ def test_a_text_is_streamed_read_and_described(client: httpx.Client, shared: Lib
     assert new["made"]["sha256"] == ready["made"]["sha256"]
     assert len(new["kept"]) == 50
     assert sum(new["kept"]) * new["tokens"] / 50 == pytest.approx(new["units"], rel=0.02)
-    going = [one for _, one in happened[:-1] if one["state"] == "reading" and one["kept"]]
-    assert all(one["progress"]["bytes"] <= len(book.encode()) and max(one["kept"]) <= 1 for one in going)
+    assert all(one["progress"]["bytes"] <= len(book.encode()) and max(one["kept"] or [0]) <= 1 for one in going)
     assert shared.prefix(shared.get("new")).digest == shared.prefix(shared.get("book")).digest
     assert names(client) == ["book", "new", "short"]
-
-
-@pytest.mark.parametrize("kind", ["", "text/plain; charset=UTF-8", "application/x-www-form-urlencoded"])
-def test_whatever_clients_call_a_text_it_is_one(client: httpx.Client, book: str, kind: str) -> None:
-    assert upload(client, "n", book[:900], {"content-type": kind} if kind else {}, wait="true").status_code == 201
-
-
-def test_a_system_message_comes_before_the_text(client: httpx.Client, shared: Library, book: str) -> None:
-    made = upload(client, "sys", book, wait="true", system="Be brief.").json()
-    assert made["tokens"] > shown(client, "book")["tokens"]
-    assert shared.lm.load(shared.get("sys").path).talk.transcript.system == "Be brief."
 
 
 def test_passages_that_were_kept_are_of_the_text(client: httpx.Client, shared: Library, book: str) -> None:
@@ -132,22 +115,16 @@ def test_passages_that_were_kept_are_of_the_text(client: httpx.Client, shared: L
 # -- making others ----------------------------------------------------------------------------------------------------
 
 
-def test_forks_shrunk_and_composed_contexts(client: httpx.Client) -> None:
-    whole = shown(client, "book")
-    fork = client.post("/contexts/book/fork", json={"name": "fork"})
-    small = client.post("/contexts/fork/shrink", json={"name": "small", "budget": 20})
-    both = client.post("/contexts/compose", json={"name": "both", "contexts": ["small", "short"], "shares": "fair"})
-    assert [response.status_code for response in (fork, small, both)] == [201] * 3
-    assert (fork.json()["units"], fork.json()["tokens"], fork.json()["text"]) == (whole["units"], whole["tokens"], True)
-    assert (small.json()["units"], small.json()["made"]) == (20, {"of": ["fork"]})
-    assert both.json()["made"] == {"of": ["small", "short"]}
-    assert both.json()["tokens"] > whole["tokens"]
-    later = client.post("/contexts/fork/shrink", json={"name": "later", "budget": 10}, params={"wait": "false"})
+def test_composed_contexts(client: httpx.Client) -> None:
+    given = {"name": "both", "contexts": ["book", "short"], "shares": "fair"}
+    both = client.post("/contexts/compose", json=given)
+    assert (both.status_code, both.json()["made"]) == (201, {"of": ["book", "short"]})
+    assert both.json()["tokens"] > shown(client, "book")["tokens"]
+    later = client.post("/contexts/compose", json={**given, "name": "later", "budget": 10}, params={"wait": "false"})
     assert later.status_code == 202
-    assert events(client, "later")[-1][1]["state"] == "ready"
-    assert client.delete("/contexts/fork").json() == {"object": "context.deleted", "name": "fork", "deleted": True}
-    assert client.get("/contexts/small/kept").status_code == 200
-    assert "is not kept" in refused(client.get("/contexts/both/kept"), 404)
+    assert read(client, "later")[-1]["units"] == 10
+    assert client.delete("/contexts/both").json() == {"object": "context.deleted", "name": "both", "deleted": True}
+    assert "is not kept" in refused(client.get("/contexts/later/kept"), 404)
 
 
 TWO = {"name": "x", "contexts": ["book", "short"]}
@@ -156,13 +133,12 @@ TWO = {"name": "x", "contexts": ["book", "short"]}
 @pytest.mark.parametrize(
     ("path", "body", "status", "message"),
     [
-        ("/bok/fork", {"name": "x"}, 404, "did you mean book"),
-        ("/book/fork", {"name": "../x"}, 400, "is no name of a context"),
-        ("/book/fork", {"name": "short"}, 409, "is there already"),
-        ("/book/fork", {}, 400, "name is missing"),
-        ("/book/fork", {"name": "x", "nme": 1}, 400, "nme is not a field here; did you mean name"),
-        ("/book/shrink", {"name": "x", "budget": 10_000}, 400, "budget=10000 is not fewer than the"),
-        ("/book/shrink", {"name": "x", "budget": 0}, 400, "budget 0"),
+        ("/compose", {**TWO, "name": "../x"}, 400, "is no name of a context"),
+        ("/compose", {**TWO, "name": "short"}, 409, "is there already"),
+        ("/compose", {"contexts": ["book", "short"]}, 400, "name is missing"),
+        ("/compose", {**TWO, "nme": 1}, 400, "nme is not a field here; did you mean name"),
+        ("/compose", {**TWO, "contexts": ["bok", "short"]}, 404, "did you mean book"),
+        ("/compose", {**TWO, "budget": 0}, 400, "budget 0"),
         ("/compose", {"name": "x", "contexts": ["book"]}, 400, "contexts"),
         ("/compose", {"name": "x", "contexts": ["book", "nobody"]}, 404, "no context 'nobody'"),
         ("/compose", {**TWO, "shares": "best"}, 400, "shares='best' is unknown"),
@@ -226,7 +202,7 @@ def test_uploads_that_are_refused_while_they_come(client: httpx.Client, shared: 
     until(lambda: not stored(shared))
 
 
-@pytest.mark.parametrize("path", ["/nobody", "/nobody/events", "/nobody/kept", "/%2e%2e", "/a%2fb"])
+@pytest.mark.parametrize("path", ["/nobody", "/nobody/kept", "/%2e%2e", "/a%2fb"])
 def test_what_is_not_there_is_not_found(client: httpx.Client, path: str) -> None:
     refused(client.get(f"/contexts{path}"), 404)
 
@@ -244,19 +220,6 @@ def test_who_goes_away_leaves_nothing(client: httpx.Client, shared: Library, boo
     assert upload(client, "left", book[:900], wait="true").status_code == 201
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_reading_that_breaks_is_the_servers_fault(client: httpx.Client, shared: Library, book: str) -> None:
-    def full(*_: Any) -> None:
-        raise RuntimeError("out of memory")
-
-    broken = shared.lm.model.model.layers[0].register_forward_pre_hook(full)
-    try:
-        made = upload(client, "broken", book, wait="true")
-    finally:
-        broken.remove()
-    assert "reading it failed (RuntimeError); see the server's log" in refused(made, 500)
-
-
 def test_who_waits_for_a_context_may_leave_and_waits_no_longer_than_requests_may(library: Library, book: str) -> None:
     left = 'locret_requests_total{route="/v1/contexts",status="499"} 1.0'
     with running(library, timeout=1.5) as server, httpx.Client(base_url=f"{server.url}/v1", timeout=20) as client:
@@ -267,20 +230,15 @@ def test_who_waits_for_a_context_may_leave_and_waits_no_longer_than_requests_may
             late = upload(client, "late", book, wait="true")
             assert (late.status_code, late.json()["state"]) == (202, "reading")
         for name in ("left", "late"):
-            assert events(client, name)[-1][1]["state"] == "ready"  # it is read all the same
+            assert read(client, name)[-1]["state"] == "ready"  # it is read all the same
 
 
-def test_a_deleted_reading_ends_and_says_so(client: httpx.Client, shared: Library, book: str) -> None:
+def test_a_deleted_reading_ends(client: httpx.Client, shared: Library, book: str) -> None:
     upload(client, "gone", (book * 50)[:250_000])
-    happened: list[tuple[str, Any]] = []
-    thread = threading.Thread(target=lambda: happened.extend(events(client, "gone")))
-    thread.start()
     until(lambda: shown(client, "gone")["tokens"] > 0)
     assert client.delete("/contexts/gone").status_code == 200
-    thread.join(5)
-    assert happened[-1] == ("end", {"object": "context.deleted", "name": "gone", "deleted": True})
     assert client.get("/contexts/gone").status_code == 404
-    assert shared.room.used == 0
+    assert (shared.room.used, stored(shared)) == (0, [])
 
 
 def test_no_more_texts_wait_than_may(
@@ -289,7 +247,7 @@ def test_no_more_texts_wait_than_may(
     monkeypatch.setattr(shared, "max_waiting", 4)
     with shared.turns.turn(lambda: None):  # nothing is read meanwhile
         assert [upload(client, name, book).status_code for name in "abcd"] == [202] * 4
-        assert "still being read" in refused(client.post("/contexts/a/fork", json={"name": "x"}), 409)
+        assert "still being read" in refused(client.get("/contexts/a/kept"), 409)
         response = upload(client, "e", book)
         assert "4 texts are read or wait" in refused(response, 429)
         assert int(response.headers["retry-after"]) >= 1

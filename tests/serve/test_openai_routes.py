@@ -101,13 +101,6 @@ def test_a_budget_asks_fewer_units(client: openai.OpenAI, book: Context) -> None
     assert ask(client, QUESTION, budget=10_000).usage.prompt_tokens_details.units == book.memory().units
 
 
-def test_a_system_message_opens_the_first_question_of_a_context_that_was_read_without(
-    client: openai.OpenAI, book: Context
-) -> None:
-    answer = ask(client, {"role": "system", "content": "Be short."}, QUESTION)
-    assert answer.usage.prompt_tokens == book.cache.seen + book.question_ids(f"Be short.\n\n{QUESTION}").shape[1]
-
-
 def test_a_long_prompt_is_read_as_by_hand_and_only_where_it_is_new(
     client: openai.OpenAI, serving: LongContextModel
 ) -> None:
@@ -134,12 +127,6 @@ def test_a_long_prompt_is_read_as_by_hand_and_only_where_it_is_new(
     assert after.cached_tokens == before.read_tokens
     assert 0 < after.read_tokens < second.usage.prompt_tokens - before.read_tokens
     assert text_of(second) == "The pass key is 24680."
-
-
-def test_what_follows_a_context_may_be_longer_than_a_chunk(client: openai.OpenAI) -> None:
-    answer = ask(client, user(FILLER * 8), {"role": "assistant", "content": "Yes."}, user(QUESTION))
-    assert answer.usage.prompt_tokens_details.read_tokens > 0
-    assert text_of(answer) == f"The pass key is {KEYS['book']}."
 
 
 # -- OpenAI's options -------------------------------------------------------------------------------------------------
@@ -180,28 +167,6 @@ def test_a_stop_text_ends_an_answer_across_tokens(client: openai.OpenAI, stop: s
     assert found == ("The pass key is 43600.".partition(first)[0], "stop")
 
 
-def test_special_tokens_named_as_stop_texts_end_an_answer(
-    monkeypatch: pytest.MonkeyPatch, client: openai.OpenAI, server: Running
-) -> None:
-    monkeypatch.setattr(server.state.answers, "end_ids", frozenset())
-    answers = {stop: ask(client, QUESTION, stop=stop, max_tokens=12) for stop in ("zz", "<eos>")}
-    assert [answer.choices[0].finish_reason for answer in answers.values()] == ["length", "stop"]
-    assert text_of(answers["<eos>"]) == "The pass key is 43600."
-    assert answers["zz"].usage.completion_tokens == 12 > answers["<eos>"].usage.completion_tokens
-
-
-def test_log_probabilities_are_those_of_the_backbone(client: openai.OpenAI, book: Context) -> None:
-    content = ask(client, QUESTION, logprobs=True, top_logprobs=5, max_tokens=2).choices[0].logprobs.content
-    prefix, asked = book.to_dynamic_cache(), book.question_ids(QUESTION)
-    mask = torch.ones(1, prefix.get_seq_length() + asked.shape[1], dtype=torch.long)
-    with torch.no_grad():
-        logits = book.lm.model(asked, attention_mask=mask, past_key_values=prefix).logits[0, -1]
-    best = logits.log_softmax(-1).topk(5)
-    assert [one.token for one in content[0].top_logprobs] == [book.lm.tokenizer.decode([one]) for one in best.indices]
-    assert [one.logprob for one in content[0].top_logprobs] == pytest.approx(best.values.tolist(), abs=1e-3)
-    assert content[0].logprob == content[0].top_logprobs[0].logprob
-
-
 def test_seeds_draw_the_same_again_and_n_draws_several(client: openai.OpenAI) -> None:
     def drawn(**options: Any) -> list[str]:
         answer = ask(client, "value value key pass 12", max_tokens=12, **options)
@@ -240,19 +205,6 @@ def test_the_model_is_listed(client: openai.OpenAI) -> None:
 
 
 # -- many at once -----------------------------------------------------------------------------------------------------
-
-
-def test_answers_wait_where_pages_are_few(serving: LongContextModel, tmp_path: Path) -> None:
-    """Room for one context and its question at a time: the others take turns, and none is lost."""
-    with running((serving, tmp_path), kv_bytes=2 * 4 * 2 * 4 * 32 * 4 * 256) as server:
-        for name, key in KEYS.items():
-            server.read(name, text_with(key))
-        names, client = list(KEYS) * 6, client_of(server)
-        with ThreadPoolExecutor(12) as pool:
-            futures = [pool.submit(ask, client, QUESTION, context=name, max_tokens=32) for name in names]
-            answers = [text_of(future.result()) for future in futures]
-        assert answers == [f"The pass key is {KEYS[name]}." for name in names]
-        assert server.state.engine.used_bytes <= server.state.engine.planned_bytes
 
 
 def test_a_full_queue_is_said_with_when_to_come_back(serving: LongContextModel, tmp_path: Path) -> None:
@@ -368,12 +320,6 @@ def test_a_body_that_is_no_json_is_one_sentence(server: Running, content: bytes,
     assert refused(response, 400).startswith(message)
 
 
-def test_paths_and_methods_that_are_none_are_one_sentence(server: Running) -> None:
-    for method, path, status in (("GET", "/v2", 404), ("GET", "/v1/chat/completions", 405), ("PUT", "/v1/models", 405)):
-        response = httpx.request(method, server.url + path)
-        assert f"{method} '{path}': " in refused(response, status)
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_breaks_in_the_server_is_its_fault_and_told_without_details(
     server: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
@@ -400,16 +346,6 @@ def test_what_breaks_in_the_server_is_its_fault_and_told_without_details(
     finally:
         broken.remove()
     assert ask(client, question, context=None).choices
-
-
-def test_an_engine_that_does_not_run_is_the_servers_fault(serving: LongContextModel, tmp_path: Path) -> None:
-    with running((serving, tmp_path)) as server:
-        server.state.engine.stop()
-        with pytest.raises(openai.InternalServerError, match="the engine that writes answers does not run") as fault:
-            ask(client_of(server), QUESTION, context=None)
-        assert (fault.value.status_code, fault.value.code) == (503, "engine_stopped")
-        health = httpx.get(f"{server.url}/healthz")
-        assert (health.status_code, health.json()) == (503, {"status": "stopped"})
 
 
 # -- the gate ---------------------------------------------------------------------------------------------------------

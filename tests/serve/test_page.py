@@ -76,14 +76,3 @@ def test_what_the_script_asks_for_by_id_is_in_the_page_once() -> None:
     wanted = set(re.findall(r"\$\(\"([\w-]+)\"\)", (FOLDER / "page.js").read_text(encoding="utf-8")))
     assert wanted
     assert wanted <= set(ids)
-
-
-def test_every_field_has_a_label() -> None:
-    elements = Markup().elements
-    labelled = {attributes.get("for") for tag, attributes in elements if tag == "label"}
-    fields = {attributes["id"] for tag, attributes in elements if tag in ("input", "textarea", "progress")}
-    assert fields <= labelled
-    referred = {
-        attributes[name] for _, attributes in elements for name in attributes if name.startswith("aria-labelledby")
-    }
-    assert referred <= {attributes.get("id") for _, attributes in elements}

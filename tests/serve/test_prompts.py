@@ -107,19 +107,6 @@ def test_other_templates_are_those_of_the_toolkit_and_write_no_tools(
 # -- what is protected ------------------------------------------------------------------------------------------------
 
 
-def test_what_was_read_for_others_is_not_taken_for_protected(prompts: Prompts) -> None:
-    bare = prompts.settled(drafted(prompts), never)
-    other = prompts.settled(drafted(prompts, protect=["system"]), never)
-    assert bare.holder is not None
-    assert other.holder is not None
-    assert bare.holder.path != other.holder.path
-    assert bare.read == other.read
-    longer = [*TURNS, {"role": "assistant", "content": "71432."}, user(FILLER * 3)]
-    after = drafted(prompts, longer, protect=["system"])
-    assert (after.holder, after.long) == (other.holder, True)
-    assert min(held(prompts.settled(after, never), after.spans[0].end or 0)) == after.spans[0].end
-
-
 @pytest.mark.parametrize(
     ("protect", "message"),
     [

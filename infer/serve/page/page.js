@@ -2,7 +2,7 @@
 // as HTML; addresses are relative, so that the page works behind any path.
 "use strict";
 
-const POLL_MS = 2000, UPLOAD_MS = 300, SHOWN = 10;
+const POLL_MS = 2000, READING_MS = 200, SHOWN = 10;
 const state = { contexts: [], selected: null, ticked: new Set(), model: "", key: sessionStorage.getItem("key") || "",
   asking: null, following: null, lost: false, keyless: false };
 const $ = (id) => document.getElementById(id);
@@ -109,7 +109,7 @@ function dialog(words) {
   return shown;
 }
 
-function showDialog({ title, text = "", label = "", value = "", type = "text", yes, min = null, max = null }) {
+function showDialog({ title, text = "", label = "", value = "", type = "text", yes }) {
   const box = $("dialog"), input = $("dialog-input");
   $("dialog-title").textContent = title;
   $("dialog-text").textContent = text;
@@ -117,9 +117,6 @@ function showDialog({ title, text = "", label = "", value = "", type = "text", y
   $("dialog-label").hidden = input.hidden = !label;
   $("dialog-yes").textContent = yes;
   Object.assign(input, { type, value, required: Boolean(label), disabled: !label });
-  for (const [name, bound] of Object.entries({ min, max })) {
-    if (bound === null) input.removeAttribute(name); else input.setAttribute(name, bound);
-  }
   box.returnValue = "";
   box.showModal();
   if (label) input.select();
@@ -320,7 +317,7 @@ function showFacts(context) {
   $("facts").replaceChildren(...Object.entries(rows).filter(([, value]) => value).flatMap(([name, value]) =>
     [make("dt", {}, name), make("dd", {}, String(value))]));
   const ready = context.state === "ready";
-  for (const id of ["fork", "shrink", "send", "question"]) $(id).disabled = !ready;
+  for (const id of ["send", "question"]) $(id).disabled = !ready;
   $("delete").textContent = going(context) ? "Stop and delete" : "Delete";
   $("progress").hidden = !going(context);
 }
@@ -332,10 +329,10 @@ async function follow(name) {
     let context = await json(at(name), { signal: leave.signal });
     showFacts(context);
     if (going(context)) {
-      for await (const event of events(await call(`${at(name)}/events`, { signal: leave.signal }))) {
-        if (event.deleted) return;
-        context = event;
+      while (going(context)) {
         showProgress(context);
+        await new Promise((resolve) => setTimeout(resolve, READING_MS));
+        context = await json(at(name), { signal: leave.signal });
       }
       await refresh();
       showFacts(context);
@@ -432,23 +429,13 @@ async function showAnswerFacts(name, answer, facts, item, { first, usage, second
 const nameOf = (file) =>
   file.name.replace(/\.[^.]*$/, "").replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60);
 
-const pause = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
-
-// The server reads a text while it still comes, so the context is there before the upload has ended.
 async function upload(file) {
-  const name = $("name").value.trim() || nameOf(file) || "text", known = find(name);
+  const name = $("name").value.trim() || nameOf(file) || "text";
   $("upload").reset();
   say(`Sending ${file.name} to be read as ${name}.`);
-  let open = true;
   const query = new URLSearchParams({ name, source: file.name.slice(0, 200) });
   const body = { method: "POST", headers: { "Content-Type": "text/plain; charset=utf-8" }, body: file };
-  const sent = attempt(() => json(`v1/contexts?${query}`, body)).finally(() => { open = false; });
-  while (open && !find(name)) {
-    await pause(UPLOAD_MS);
-    await attempt(refresh, { quiet: true });
-  }
-  if (open && !known) select(name);
-  const context = await sent;
+  const context = await attempt(() => json(`v1/contexts?${query}`, body));
   say("");
   await attempt(refresh, { quiet: true });
   if (context && state.selected !== name) await select(name);
@@ -460,22 +447,6 @@ async function change(path, body, done) {
   await attempt(refresh);
   await select(context.name, true);
   say(done);
-}
-
-async function fork() {
-  const name = state.selected;
-  const typed = await dialog({ title: `Fork ${name}`, text: "A copy under another name.", label: "Name",
-    value: `${name}-copy`, yes: "Fork" });
-  if (typed !== null) await change(`${at(name)}/fork`, { name: typed.trim() }, `${name} has been forked.`);
-}
-
-async function shrink() {
-  const name = state.selected, { units } = find(name);
-  const typed = await dialog({ title: `Shrink ${name}`, label: "Units that stay", type: "number", yes: "Shrink",
-    text: `It keeps ${number(units)} units per layer and KV head. The best of them stay, in a new context.`,
-    value: String(Math.max(1, Math.floor(units / 2))), min: 1, max: units - 1 });
-  if (typed === null) return;
-  await change(`${at(name)}/shrink`, { name: `${name}-${typed}`, budget: Number(typed) }, `${name} has been shrunk.`);
 }
 
 async function compose() {
@@ -522,7 +493,7 @@ function listen() {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
   });
   $("stop").addEventListener("click", () => state.asking?.abort());
-  const actions = { fork, shrink, compose, delete: remove };
+  const actions = { compose, delete: remove };
   for (const [id, action] of Object.entries(actions)) $(id).addEventListener("click", action);
 }
 
