@@ -2,35 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from transformers.convert_slow_tokenizer import bytes_to_unicode
-
 from locret.engines.transformers import Written
 from locret.infer.serve.answers import HALF_A_CHARACTER, Piece
 from locret.infer.serve.prompts import Prompt
-
-_BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
-"""The byte that each letter of a byte-level vocabulary stands for."""
-
-
-def token_bytes(tokenizer: Any, token: int, text: str) -> list[int]:
-    """Return the bytes of a token that decodes to a text, also of one that is part of a character and has none.
-
-    Such are of tokenizers that are byte-level (Llama 3, Qwen) or have a token for each byte (`<0xE2>`; Llama 2, Phi 3).
-    """
-    if HALF_A_CHARACTER in text:
-        piece = tokenizer.convert_ids_to_tokens(token)
-        if byte := re.fullmatch(r"<0x([0-9A-F]{2})>", piece):
-            return [int(byte[1], 16)]
-        if all(letter in _BYTES for letter in piece):
-            return [_BYTES[letter] for letter in piece]
-    return list(text.encode())
 
 
 @dataclass
@@ -102,8 +82,8 @@ class ChatForm:
         """Return the log-probabilities of tokens of an answer."""
 
         def one(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._text(token)
-            return {"token": text, "logprob": logprob, "bytes": token_bytes(self.tokenizer, token, text)}
+            text = self._text(token)  # of a token that is part of a character there are no bytes
+            return {"token": text, "logprob": logprob, "bytes": None if HALF_A_CHARACTER in text else [*text.encode()]}
 
         if not self.logprobs:
             return None

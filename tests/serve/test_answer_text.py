@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -14,7 +13,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from locret.conversation.text import decode
 from locret.engines.transformers import Written
 from locret.infer.serve.answers import AnswerText, Piece
-from locret.infer.serve.responses import Answer, ChatForm
 
 
 def tokenizer_of(kind: Any, pieces: Any, *decoding: Any, cut: Any = None, **options: Any) -> Any:
@@ -56,17 +54,6 @@ def written(
         if piece is not None and piece.finish is not None:
             break
     return pieces
-
-
-@pytest.mark.parametrize("tokenizer", [BYTES, FALLBACK], ids=["byte-level", "byte-fallback"])
-@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters=" ▁"), min_size=1, max_size=8))
-def test_the_bytes_of_tokens_are_those_of_the_text_that_they_write(tokenizer: Any, text: str) -> None:
-    ids = tokenizer(text)["input_ids"]
-    answer = Answer()
-    for piece in written(tokenizer, ids, [], ends=True):
-        answer.add(piece)
-    shown = ChatForm("m", tokenizer, logprobs=True).whole([answer], {})["choices"][0]["logprobs"]["content"]
-    assert bytes(byte for one in shown for byte in one["bytes"]) == text.encode()
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=12), st.lists(st.integers(0, 6), max_size=12), st.booleans())
