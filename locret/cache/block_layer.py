@@ -36,13 +36,7 @@ def block_columns(shape: LayerShape) -> dict[str, torch.dtype]:
 
 
 class BlockLayer(RetentionLayer):
-    """Un-rotated units of the first tokens and of the window, oldest first, and a tier of blocks.
-
-    Args:
-        store: Holds the near units, with a column of attention for each query head of a group.
-        lookup: The method's numbers, completed.
-        heads: N.
-    """
+    """Un-rotated units of the first tokens and of the window, oldest first, and a tier of blocks."""
 
     raw = True
 
@@ -54,8 +48,6 @@ class BlockLayer(RetentionLayer):
         self.local, self.block, self.init, *_ = lookup.numbers
         self.blocks = Blocks(lookup)
         self._new = 0
-
-    # -- reading and answering ----------------------------------------------------------------------------------------
 
     def append(self, keys: Tensor, values: Tensor, raw_keys: Tensor | None, positions: Tensor) -> None:
         """Move what has left the window to the blocks, then add the units of L new tokens."""
@@ -94,12 +86,10 @@ class BlockLayer(RetentionLayer):
 
     @property
     def tier(self) -> Blocks:
-        """See `RetentionLayer`."""
         return self.blocks
 
     @property
     def holders(self) -> dict[str, Units]:
-        """See `RetentionLayer`."""
         return {"blocks.": self.blocks, "": self.store}
 
     @property
@@ -189,7 +179,6 @@ class BlockLayer(RetentionLayer):
         """Leave keys as they are."""
 
     def copy(self, workspace: Workspace) -> Self:
-        """See `RetentionLayer`."""
         twin = super().copy(workspace)
         twin.blocks = self.blocks.copy(workspace)
         return twin

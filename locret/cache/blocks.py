@@ -25,13 +25,7 @@ _AWAY = {"keys": 2, "values": 2, "vectors": 1}
 
 
 def representatives(keys: Tensor, attention: Tensor, repr_topk: int) -> Tensor:
-    """Return one vector per block and query head, (M, N, D): the mean key of the tokens that got the most attention.
-
-    Args:
-        keys: (K, M, P, D) un-rotated keys of M blocks.
-        attention: (K, G, M, P) what each token got while it was near.
-        repr_topk: Tokens that speak for a block.
-    """
+    """Return one vector per block and query head, (M, N, D): the mean key of the tokens that got the most attention."""
     best = attention.topk(repr_topk, dim=-1).indices[..., None].expand(-1, -1, -1, -1, keys.shape[-1])
     spread = keys[:, None].expand(-1, attention.shape[1], -1, -1, -1)
     return spread.gather(3, best).float().mean(3).flatten(0, 1).transpose(0, 1).to(keys.dtype)
@@ -56,8 +50,6 @@ class Blocks(Units):
         self.counted = False
         """Whether the coming token has been fed before, so that the units before it have its attention already."""
         self._chosen = torch.empty(0)
-
-    # -- memory -------------------------------------------------------------------------------------------------------
 
     @property
     def counts(self) -> list[int]:
@@ -108,17 +100,8 @@ class Blocks(Units):
             "worth": torch.zeros(choosers, dtype=torch.float64),
         }
 
-    # -- blocks -------------------------------------------------------------------------------------------------------
-
     def add(self, row: int, keys: Tensor, values: Tensor, attention: Tensor) -> None:
-        """Take over whole blocks of the oldest near tokens of a row.
-
-        Args:
-            row: Which one.
-            keys: (K, M P, D), un-rotated.
-            values: Shaped like the keys.
-            attention: (K, G, M P) what each token got while it was near.
-        """
+        """Take over whole blocks of the oldest near tokens of a row."""
         keys, values = (states.unflatten(1, (-1, self.block)) for states in (keys, values))
         first, new = self.counts[row], keys.shape[1]
         if (first + new) * self.block > self.capacity:
@@ -194,8 +177,6 @@ class Blocks(Units):
         got = got.to("cpu", torch.float64).masked_fill(self._chosen < 0, 0.0)
         worth.mul_(self.decay).scatter_add_(2, self._chosen.clamp_min(0), got)
 
-    # -- rows and files -----------------------------------------------------------------------------------------------
-
     def take_back(self) -> None:
         """Forget nothing: the units before the newest keep the attention that they got from it, once."""
         self.counted = True
@@ -204,7 +185,6 @@ class Blocks(Units):
         """Leave it as it is: the blocks of each row begin with its first."""
 
     def join(self, others: Sequence[Self], room: int = 0) -> None:
-        """See `Units`."""
         most = max(other.capacity for other in (self, *others))
         for other in others:
             other.reserve(most)
@@ -213,11 +193,7 @@ class Blocks(Units):
         self.moved += sum(other.moved - self.moved for other in others)  # each has gone on counting from here
 
     def state(self) -> dict[str, Tensor]:
-        """Refuse.
-
-        Raises:
-            ValueError: Always.
-        """
+        """Refuse."""
         raise ValueError(
             "recall_by=infllm holds blocks, which the file of a cache has no place for; keep the cache in memory "
             "(cache.copy() for another question), or read with another recall_by"

@@ -234,21 +234,13 @@ class RetentionCache(Whole):
             self.reader.limits.protect(found)
 
     def check_room(self, protected: Rows) -> None:
-        """Refuse spans that the budget cannot hold once all of them have been read.
-
-        Raises:
-            ValueError: Naming the largest of them, and the way out.
-        """
+        """Refuse spans that the budget cannot hold once all of them have been read."""
         limits = Limits(self.policy, self.scorer, len(self.backbone.layers))
         limits.protect(protected)
         limits.check_protected(0 if self.merger is None else self.merger.slots(self.merging))
 
     def check_rows(self, protected: Rows, rows: int) -> None:
-        """Refuse spans of another number of rows than there are, where that is known.
-
-        Raises:
-            ValueError: Naming both.
-        """
+        """Refuse spans of another number of rows than there are, where that is known."""
         if rows and len(protected) not in (0, 1, rows):
             raise ValueError(
                 f"spans of {len(protected)} rows are protected, but there are {rows}; give spans once for all rows, or "
@@ -258,11 +250,7 @@ class RetentionCache(Whole):
     # -- what a reader does with it -----------------------------------------------------------------------------------
 
     def check_scores(self, unsound: Tensor) -> None:
-        """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device.
-
-        Raises:
-            ValueError: If it is true.
-        """
+        """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device."""
         if unsound:
             raise ValueError(
                 f"scorer {self.scorer.name} returned scores that are NaN or infinite, so what was kept means nothing; "
@@ -283,15 +271,7 @@ class RetentionCache(Whole):
         return max(room, 0)
 
     def check_reach(self, units: int, tokens: int | None) -> None:
-        """Refuse positions beyond those that always have the same frequencies.
-
-        Args:
-            units: Most units per KV head to come, or positions of an answer.
-            tokens: Tokens to come; None: unknown.
-
-        Raises:
-            ValueError: If the backbone's dynamic NTK would rotate keys and queries differently.
-        """
+        """Refuse positions beyond those that always have the same frequencies."""
         if self._fixed_reach is None:
             return
         changes = f"{self.backbone.model_type} with dynamic NTK changes its rotary frequencies beyond "
@@ -312,11 +292,7 @@ class RetentionCache(Whole):
 
     @contextmanager
     def read_by(self, reader: Reader) -> Iterator[Reader]:
-        """Let a reader fill the cache until the block ends; if it ends in the middle of something, remember that.
-
-        Raises:
-            ValueError: If there is a reader already, or an earlier one was interrupted.
-        """
+        """Let a reader fill the cache until the block ends; if it ends in the middle of something, remember that."""
         self.check_whole()
         if self.reader is not None:
             raise ValueError("this cache is answering; go on when that answer has ended, or with cache.copy()")
@@ -380,12 +356,7 @@ class RetentionCache(Whole):
         self._account.note(self.governed)
 
     def reserve_disk(self, prompt_tokens: int | None, new_tokens: int, rows: int) -> None:
-        """Refuse to begin a read whose second tier the disk has no room for; arguments as for `reserve`.
-
-        Raises:
-            ValueError: If what is to be held has no bound.
-            OSError: If there is no room; `rows` are more than there are where they are held twice.
-        """
+        """Refuse to begin a read whose second tier the disk has no room for; arguments as for `reserve`."""
         if self.disk is None:
             return
         if prompt_tokens is None and self.policy.host_budget == EVERYTHING:
@@ -420,7 +391,6 @@ class RetentionCache(Whole):
         return [self._trimmed(row) for row in range(batch)]
 
     def join(self, rows: list[Self], width: int, new_tokens: int = 0) -> None:
-        """See `Whole`."""
         super().join(rows, width, new_tokens)
         self.end_reading(new_tokens)
 

@@ -117,11 +117,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
 
 
 def check_savable(policy: RetentionPolicy, path: str | Path) -> None:
-    """Refuse to save what a file has no place for, known before anything is read.
-
-    Raises:
-        ValueError: If the policy keeps blocks.
-    """
+    """Refuse to save what a file has no place for, known before anything is read."""
     if policy.recalls_blocks:
         raise ValueError(
             f"{path}: a file has no place for the blocks that recall_by={policy.recall_by} holds; keep the cache, or "
@@ -130,11 +126,7 @@ def check_savable(policy: RetentionPolicy, path: str | Path) -> None:
 
 
 def check_replaceable(path: str | Path) -> None:
-    """Refuse to write a cache over a file that is something else, such as the text that was read.
-
-    Raises:
-        ValueError: If there is such a file.
-    """
+    """Refuse to write a cache over a file that is something else, such as the text that was read."""
     if Path(path).is_file() and Path(path).stat().st_size:
         try:
             _header(path)
@@ -223,12 +215,7 @@ def _named(path: str | Path) -> Iterator[None]:
 
 
 def check_header(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scorer | str) -> dict[str, Any]:
-    """Return the counters and settings of a saved cache, without reading its units; arguments as for `load_cache`.
-
-    Raises:
-        ValueError: If `load_cache` would refuse the file for what its header says.
-        OSError: If the file cannot be read.
-    """
+    """Return the counters and settings of a saved cache, without reading its units; arguments as for `load_cache`."""
     state, _ = _header(path)
     with _named(path):
         _empty(state, model, scorer, False, None)
@@ -417,11 +404,7 @@ def _copied(states: Tensor) -> Tensor:
 
 
 def _described_alone(state: Mapping[str, Any]) -> tuple[RetentionPolicy, Backbone]:
-    """Return policy and backbone of a file that is read without its backbone; its counters are right then.
-
-    Raises:
-        ValueError: If the file does not say all that a backbone would.
-    """
+    """Return policy and backbone of a file that is read without its backbone; its counters are right then."""
     if any(state.get(name) is None for name in ("vocab_size", "columns", "rotary", "backbone")):
         raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
     policy, backbone = _policy(state), _saved_backbone(state)
@@ -459,11 +442,7 @@ def _prefix_of(
 
 
 def read_backbone(path: str | Path) -> tuple[Backbone, dict[str, Any]]:
-    """Return the backbone that a saved cache was made with, and how it rotates keys, without reading the units.
-
-    Raises:
-        ValueError: If the file is not a saved cache, or does not say.
-    """
+    """Return the backbone that a saved cache was made with, and how it rotates keys, without reading the units."""
     state, _ = _header(path, CONTEXT_WRITERS)
     with _named(path):
         if not isinstance(state.get("rotary"), dict):
@@ -525,12 +504,7 @@ class SavedCache:
 
 
 def read_saved(path: str | Path) -> SavedCache:
-    """Read all of a saved cache, and check it, without its backbone.
-
-    Raises:
-        ValueError: If there is no such file, it is no cache, or is damaged.
-        OSError: If the file cannot be read.
-    """
+    """Read all of a saved cache, and check it, without its backbone."""
     state, notes = _header(path, CONTEXT_WRITERS)
     with _named(path):
         policy, backbone = _described_alone(state)

@@ -10,8 +10,8 @@ not depend on how the text was cut into chunks, as far as scores do not. A query
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -46,47 +46,33 @@ class Asking(NamedTuple):
     """The processes that share the heads."""
 
 
+@dataclass(eq=False)
 class HostTier(Units):
-    """Units that were evicted from the fast tier of one layer.
+    """Units that were evicted from the fast tier of one layer."""
 
-    Args:
-        store: Holds them, in the form of the fast tier's store, with a workspace of its own.
-        fast: The fast tier's store.
-        lookup: Finds what a query recalls.
-        most: Units per KV head; None: all that come.
-        recall: Units that each query recalls.
-        by_score: Whether a full tier keeps the best units, rather than the last of the text.
-        resident: Whether it lies in the fast tier's memory, for a layer that needs all of it in every step.
-        window: Newest queries that the lookup looks from.
-        empty: Gives memory, such as that of a `Disk`: host memory if None, pinned where there is a CUDA device.
-    """
-
+    store: DenseStore
+    """Holds them, in the form of the fast tier's store, with a workspace of its own."""
+    fast: DenseStore
+    lookup: Lookup
+    """Finds what a query recalls."""
+    most: int | None
+    """Units per KV head; None: all that come."""
+    recall: int
+    """Units that each query recalls."""
+    by_score: bool
+    """Whether a full tier keeps the best units, rather than the last of the text."""
+    resident: bool = False
+    """Whether it lies in the fast tier's memory, for a layer that needs all of it in every step."""
+    window: int = 0
+    """Newest queries that the lookup looks from."""
+    moved: int = 0
+    """Bytes fetched from here so far."""
     counter = "host_fill"
-
-    def __init__(
-        self,
-        store: DenseStore,
-        fast: DenseStore,
-        lookup: Lookup,
-        most: int | None,
-        recall: int,
-        *,
-        by_score: bool,
-        resident: bool = False,
-        window: int = 0,
-        empty: Callable[..., Tensor] | None = None,
-    ) -> None:
-        self.store, self.fast, self.lookup, self.most, self.recall = store, fast, lookup, most, recall
-        self.by_score, self.resident, self.window = by_score, resident, window
-        self.store.empty = empty or (torch.empty if resident else _host_memory)
-        self.moved = 0
-        """Bytes fetched from here so far."""
-        self._index: Any = None
-        self._known = False
+    _index: Any = None
+    _known: bool = False
 
     @property
     def batch(self) -> int:
-        """See `Units`."""
         return self.store.batch
 
     @property  # type: ignore[override]
@@ -136,9 +122,7 @@ class HostTier(Units):
         )
         rules = (DenseStore if form is None else QuantisedStore).schema(own) if fill else {}
         shape = ("rows", saved.shape.num_heads, saved.window or f"window {saved.index}", saved.shape.head_dim)
-        return rules if saved.window == 0 else {**rules, QUERIES: Rule(shape, FLOATS, needed=False)}
-
-    # -- what comes in ------------------------------------------------------------------------------------------------
+        return rules if saved.window == 0 else {**rules, "queries": Rule(shape, FLOATS, needed=False)}
 
     def take_in(self, gone: Tensor) -> None:
         """Take the (B, K, G) units of these ranks, which the fast tier is about to drop, as far as they find room."""
@@ -183,8 +167,6 @@ class HostTier(Units):
         order = score_order(scores) if self.by_score else torch.zeros_like(positions)
         empty = positions == NO_UNIT
         return ((order.to(torch.int64) << 32) + positions).masked_fill(empty, torch.iinfo(torch.int64).min)
-
-    # -- what is recalled ---------------------------------------------------------------------------------------------
 
     def recalled(self, asking: Asking) -> Recalled | None:
         """Return what the queries attend to besides the fast tier; None where nothing was evicted yet."""
@@ -254,8 +236,6 @@ class HostTier(Units):
         """Drop the index: units have changed."""
         self._index, self._known = None, False
 
-    # -- positions ----------------------------------------------------------------------------------------------------
-
     def _arrange(self) -> None:
         """Put units in the order of the text, behind the empty slots of short rows."""
         if self.store.fill:
@@ -275,21 +255,16 @@ class HostTier(Units):
         fast_ranks = torch.arange(others.shape[-1], device=here) + torch.searchsorted(mine, others.to(here))
         return UnitRanks(fast_ranks.to(there), held), UnitRanks(own, held)
 
-    # -- rows and whole tiers -----------------------------------------------------------------------------------------
-
     def select_rows(self, rows: Tensor) -> None:
-        """See `Units`."""
         self.store.select_rows(rows)
         self.forget()
 
     def trim(self) -> None:
-        """See `Units`."""
         self._arrange()
         self.store.trim()
         self.forget()
 
     def join(self, others: Sequence[Self], room: int = 0) -> None:
-        """See `Units`."""
         some = any(tier.fill for tier in others)
         for tier in others:
             if some:  # those that nothing came to have buffers too
@@ -300,14 +275,17 @@ class HostTier(Units):
         self.forget()
 
     def state(self) -> dict[str, Tensor]:
-        """See `Units`."""
         self._arrange()
-        return {name: held for name, held in self.store.state().items() if self.fill or name == QUERIES}
+        held = self.store.state() if self.fill else {}
+        held.pop(QUERIES, None)
+        return held if self.queries is None else {**held, "queries": self.queries}
 
     def load(self, tensors: Mapping[str, Tensor], fill: int) -> None:
         """See `Units`: each tensor goes to where this tier has its memory."""
         device = self.fast.keys.device
-        own = {n: t.to(device if self.resident or n == QUERIES else "cpu") for n, t in tensors.items()}
+        own = {name: tensor.to(device if self.resident else "cpu") for name, tensor in tensors.items()}
+        if self.window and "queries" in own:
+            own[QUERIES] = own.pop("queries").to(device)
         self.store.load(own, fill)
         self.store.tensors = {n: self.store._anew(n, held).copy_(held) for n, held in self.store.tensors.items()}
         self.forget()
@@ -337,5 +315,6 @@ def _tensors_of(index: Any) -> Iterator[Tensor]:
         yield from _tensors_of(list(vars(index).values()))
 
 
-def _host_memory(shape: Sequence[int], *, dtype: torch.dtype, device: object) -> Tensor:
+def host_memory(shape: Sequence[int], *, dtype: torch.dtype, device: object) -> Tensor:
+    """Return uninitialised memory of the host, pinned where there is a CUDA device."""
     return torch.empty(shape, dtype=dtype, pin_memory=torch.cuda.is_available())

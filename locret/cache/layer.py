@@ -45,16 +45,7 @@ class Moment:
 
 
 class RetentionLayer(CacheLayerMixin):
-    """Scored units of one full-attention layer. With compact positions keys wait un-rotated while a prompt is read.
-
-    Args:
-        store: Where the units are.
-        selector: Decides from scores which of them stay.
-        compact: Whether a unit's rotary position is its rank, rather than its position in the text.
-        host: Where evicted units go, if not for good. While an answer is written, ranks are those among all that both
-            tiers hold.
-        folding: Folds the units that go for good into those that stay; None: what goes is lost.
-    """
+    """Scored units of one full-attention layer. With compact positions keys wait un-rotated while a prompt is read."""
 
     is_sliding = False
     is_compileable = False
@@ -111,21 +102,9 @@ class RetentionLayer(CacheLayerMixin):
         """How far rotary positions reach while an answer is written."""
         return self.held
 
-    # -- reading and answering ----------------------------------------------------------------------------------------
-
     def append(self, keys: Tensor, values: Tensor, raw_keys: Tensor | None, positions: Tensor) -> None:
-        """Add the units of L new tokens.
-
-        Args:
-            keys: (B, K, L, D), post-rotary.
-            values: (B, K, L, D).
-            raw_keys: (B, K, L, D) the keys before rotation, while a prompt is read with compact positions; else None.
-            positions: (1 or B, 1, L) original positions.
-        """
-        if raw_keys is None:
-            self.store.append(keys, values, positions)
-        else:
-            self.store.append(raw_keys, values, positions, rotated=keys)
+        """Add (B, K, L, D) units; `raw_keys` are the keys before rotation, where those are to wait, and else None."""
+        self.store.append(keys if raw_keys is None else raw_keys, values, positions, None if raw_keys is None else keys)
 
     def view(self, base: int, projections: Projections) -> View:
         """Return what queries attend to; `base` is the rotary position of the first new token."""
@@ -135,14 +114,7 @@ class RetentionLayer(CacheLayerMixin):
     def chunks(
         self, layer: Attended, view: View, moment: Moment, newest_only: bool
     ) -> Iterator[tuple[Chunk, tuple[int, int] | None]]:
-        """Yield what a scorer is to rate, and for which row and KV head; None: for all at once.
-
-        Args:
-            layer: What has been computed.
-            view: What was attended to.
-            moment: What else there is to know.
-            newest_only: Whether scores of older units stay as they are.
-        """
+        """Yield what a scorer is to rate, the new units alone if it will, and for which row and KV head; None: all."""
         for part in self.store.parts(view, layer.new_tokens, newest_only):
             yield self._chunk(layer, part, moment), part.where
 
@@ -195,12 +167,7 @@ class RetentionLayer(CacheLayerMixin):
             self.store.write(name, values, where)
 
     def evict(self, stay: Stay, base: int) -> None:
-        """Keep the best units, as many as `stay` says.
-
-        Args:
-            stay: How many, and which whatever their score.
-            base: Position after the newest one.
-        """
+        """Keep the best units, as many as `stay` says; `base` is the position after the newest one."""
         if self.store.fill <= stay.budget:
             return
         self.evictions += 1
@@ -249,8 +216,6 @@ class RetentionLayer(CacheLayerMixin):
             assert isinstance(twin.store, DenseStore)
             twin.host = self.host.copy_beside(twin.store)
         return twin
-
-    # -- the contract of transformers ---------------------------------------------------------------------------------
 
     def lazy_initialization(self, *_: object, **__: object) -> None:
         """Do nothing: the store makes its buffers."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from locret import lookups
 from locret.backbone.adapters import NONE, RECURRENT, Backbone
 from locret.base import plugins
 from locret.base.nearest import nearest
 from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.disk import Disk
-from locret.cache.host import HostTier
+from locret.cache.host import HostTier, host_memory
 from locret.cache.layer import RetentionLayer
 from locret.cache.merging import Folding
 from locret.cache.quantised import QuantisedStore
@@ -31,11 +33,7 @@ STORES: dict[str, type[Store]] = {store.name: store for store in (DenseStore, Ra
 
 
 def find_store(store: type[Store] | str) -> type[Store]:
-    """Return a class of stores, by itself or by name; see `RetentionCache`.
-
-    Raises:
-        ValueError: If it cannot be loaded, or is not a store.
-    """
+    """Return a class of stores, by itself or by name; see `RetentionCache`."""
     found: Any = store
     if isinstance(store, str):
         announced = plugins.announced(plugins.STORES)
@@ -57,45 +55,23 @@ def find_store(store: type[Store] | str) -> type[Store]:
     return found
 
 
-def check_latent(policy: RetentionPolicy, model_type: str) -> None:
-    """Refuse what cannot be done with units whose key and value are two parts of what queries attend to.
-
-    Raises:
-        ValueError: Naming the setting.
-    """
-    settings = {
-        "host_budget": policy.host_budget,
-        "merge": None if policy.merge == NO_MERGER else policy.merge,
-    }
-    for name, value in settings.items():
-        if value is not None:
-            raise ValueError(
-                f"{name}={value} takes keys and values apart, but {model_type} attends to a rotated key and a latent "
-                f"side by side; leave {name} out, or take another backbone"
-            )
-
-
-def check_lent(policy: RetentionPolicy, backbone: Backbone) -> None:
-    """Refuse what looks at the queries of one layer alone, where several attend to the same units.
-
-    Raises:
-        ValueError: Naming the setting.
-    """
-    if policy.host_budget is not None:
-        raise ValueError(
-            f"host_budget={policy.host_budget} goes by the queries of one layer, but the last layers of "
-            f"{backbone.model_type} attend to the units of earlier ones; leave host_budget out, or take another "
-            "backbone"
-        )
+def check_backbone(policy: RetentionPolicy, backbone: Backbone, index: int) -> None:
+    """Refuse what a layer of the backbone cannot do."""
+    merge = None if policy.merge == NO_MERGER else policy.merge
+    apart = f"takes keys and values apart, but {backbone.model_type} attends to a rotated key and a latent side by side"
+    alone = f"goes by the queries of one layer, but the last layers of {backbone.model_type} attend to units of others"
+    latent, lent = backbone.shape(index).latent, index in backbone.lenders
+    for name, value, clashes, why in (
+        ("host_budget", policy.host_budget, latent, apart),
+        ("merge", merge, latent, apart),
+        ("host_budget", policy.host_budget, lent, alone),
+    ):
+        if value is not None and clashes:
+            raise ValueError(f"{name}={value} {why}; leave {name} out, or take another backbone")
 
 
 def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Disk | None:
-    """Return the file for a second tier that an argument means.
-
-    Raises:
-        ValueError: If it is no place for one, or the policy has no second tier.
-        OSError: If it cannot be written.
-    """
+    """Return the place for a second tier that an argument means."""
     if disk is None:
         return None
     if not policy.has_host:
@@ -110,11 +86,7 @@ def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Dis
 
 
 def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLayer | EmptyLayer:
-    """Return the layer of a cache for the one of its backbone with this index.
-
-    Raises:
-        ValueError: If the store cannot hold what the policy selects.
-    """
+    """Return the layer of a cache for the one of its backbone with this index."""
     policy, backbone = cache.policy, cache.backbone
     if backbone.kinds[index] in (RECURRENT, NONE):
         return EmptyLayer()
@@ -134,10 +106,7 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
             f"store {kind.name} has no second tier, but host_budget={policy.host_budget} and recall_by="
             f"{policy.recall_by}; leave those out, or derive the store from locret.cache.store.DenseStore"
         )
-    if backbone.shape(index).latent:
-        check_latent(policy, backbone.model_type)
-    if index in backbone.lenders:
-        check_lent(policy, backbone)
+    check_backbone(policy, backbone, index)
     if policy.recalls_blocks:
         shape = backbone.check_alike(f"recall_by={policy.recall_by}")
         near = kind(rotary, cache.workspace, {**columns, **block_columns(shape)})
@@ -160,17 +129,11 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
         far, limits = store(Workspace(), host=True), cache.limits
         assert isinstance(own, DenseStore)
         assert isinstance(far, DenseStore)
-        tier = HostTier(
-            far,
-            own,
-            lookups.get(policy.recall_by),
-            None if policy.host_budget == EVERYTHING else int(policy.host_budget),
-            policy.recall,
-            by_score=policy.host_by == "score",
-            resident=limits.resident[nth],
-            window=limits.windows[nth],
-            empty=None if cache.disk is None or limits.resident[nth] else cache.disk.empty,
-        )
+        near = limits.resident[nth]
+        far.empty = torch.empty if near else host_memory if cache.disk is None else cache.disk.empty
+        most = None if policy.host_budget == EVERYTHING else int(policy.host_budget)
+        found, by_score = lookups.get(policy.recall_by), policy.host_by == "score"
+        tier = HostTier(far, own, found, most, policy.recall, by_score, near, limits.windows[nth])
     folding = None if cache.merger is None else Folding(cache.merger, cache.merging, index)
     return RetentionLayer(own, selector, policy.positions == "compact", tier, folding)
 

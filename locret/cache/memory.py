@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
-from typing import TYPE_CHECKING
 
 from locret.backbone.adapters import Backbone
 from locret.cache.layer import RetentionLayer
 from locret.cache.limits import Limits
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,13 +45,7 @@ class CacheMemory:
 
 
 class Account:
-    """What a cache is planned to take: it follows from the slots that its layers have had, or will have.
-
-    Args:
-        backbone: The backbone's shape.
-        limits: How many units of which layer stay.
-        element_size: Bytes of one number of a key or value.
-    """
+    """What a cache is planned to take: it follows from the slots that its layers have had, or will have."""
 
     def __init__(self, backbone: Backbone, limits: Limits, element_size: int) -> None:
         self.backbone, self.limits, self.element_size = backbone, limits, element_size
@@ -65,12 +54,6 @@ class Account:
         """Most slots that each full-attention layer has had."""
         self.second_slots = [0] * len(backbone.layers)
         """The same of its second tier."""
-
-    def copy(self) -> Self:
-        """Return an independent copy."""
-        twin = copy.copy(self)
-        twin.slots, twin.second_slots = list(self.slots), list(self.second_slots)
-        return twin
 
     def note(self, layers: Sequence[RetentionLayer]) -> None:
         """Take note of the slots that layers have now."""

@@ -26,14 +26,7 @@ class Folding:
     layer_idx: int
 
     def fold(self, store: Store, kept: Kept, stay: Stay, *, by_text: bool) -> None:
-        """Write merged keys, values and columns over the units that stay; `Store.keep` comes next.
-
-        Args:
-            store: What holds the units, as plain numbers.
-            kept: Which of them stay.
-            stay: What was asked of the selector.
-            by_text: Whether keys are rotated to their positions in the text, rather than not at all.
-        """
+        """Write merged keys, values and columns over the units that stay; `Store.keep` comes next."""
         for part, chosen in kept_parts(store, store.view(0), kept):
             positions, keys = part.columns[POSITIONS], part.keys.float()
             if by_text:
@@ -66,16 +59,7 @@ def _write(part: Part, kept: Tensor, merged: Merged, keys: Tensor) -> None:
 
 
 def kept_parts(store: Store, view: View, kept: Kept) -> Iterator[tuple[Part, KeptPerHead]]:
-    """Yield the parts of a store that lose units but not all, with those that stay of each.
-
-    Args:
-        store: To write into the values and columns of a part is to write into it.
-        view: What it shows of all units.
-        kept: Which of all units stay.
-
-    Raises:
-        ValueError: If the store shows copies, so that what is written there would be lost.
-    """
+    """Yield the parts of a store that lose units but not all, with those that stay of each."""
     before = 0
     for part in store.parts(view, 0, newest_only=False):
         assert store.values is not None

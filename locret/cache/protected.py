@@ -20,13 +20,7 @@ _LONG = 1 << 62
 
 
 class Protected:
-    """What is protected in every layer.
-
-    Args:
-        rows: Spans of each row's text, or once for all rows.
-        budget: Units per KV head of which shares are parts.
-        layers: Units per KV head of each layer; in one that has fewer, shares are parts of those.
-    """
+    """What is protected in every layer."""
 
     def __init__(self, rows: Rows, budget: int, layers: Sequence[int]) -> None:
         self.rows, self._layers = rows, layers
@@ -38,20 +32,9 @@ class Protected:
     def stay(
         self, nth: int, read: int, scorer: Scorer, budget: int, recent: int, way_out: str = "raise budget"
     ) -> Stay:
-        """Return what stays of the `nth` layer's `budget` units per KV head.
+        """Return what stays of the `nth` layer's `budget` units per KV head after so many tokens of the text.
 
         What is protected comes first. The newest units, and what the method itself keeps, have what it leaves.
-
-        Args:
-            nth: The layer.
-            read: Tokens of the text so far.
-            scorer: The method.
-            budget: Units per KV head.
-            recent: Newest units that the policy keeps.
-            way_out: What makes room where more is protected.
-
-        Raises:
-            ValueError: If more is protected than that.
         """
         recent = max(recent, min(budget, scorer.recent(budget)))
         if not self.rows:
@@ -65,16 +48,7 @@ class Protected:
         return Stay(budget, recent, sinks, self._guarantees[nth], needed)
 
     def check(self, policy: RetentionPolicy, answering: Sequence[int] | None, slots: int) -> None:
-        """Refuse spans that a policy cannot hold once all of them have been read.
-
-        Args:
-            policy: The numbers.
-            answering: Units that each layer may hold while it answers; None: no limit.
-            slots: Units per KV head that a merger makes anew.
-
-        Raises:
-            ValueError: Saying how many units there are, which span is the largest, and the way out.
-        """
+        """Refuse spans that a policy cannot hold once all of them have been read."""
         if not self.rows:
             return
         _check_rules(policy, [span for spans in self.rows for span in spans])
@@ -98,11 +72,7 @@ class Protected:
                     raise self._too_many(needed, why, "raise decode_budget")
 
     def check_steps(self, policy: RetentionPolicy, schedule: Schedule, seen: int) -> None:
-        """Refuse spans that some step of a policy's plan cannot hold, before the first, after so many tokens seen.
-
-        Raises:
-            ValueError: As `check`.
-        """
+        """Refuse spans that some step of a policy's plan cannot hold, before the first, after so many tokens seen."""
         if not self.rows or schedule.endless or policy.when != "chunk":
             return
         way_out = "raise budget" if policy.memory == "fixed" else 'use memory="fixed"'
@@ -125,11 +95,7 @@ class Protected:
 
 
 def check_held(cache: RetentionCache, protected: Rows) -> None:
-    """Refuse to pin tokens that have been evicted.
-
-    Raises:
-        ValueError: Naming the first span.
-    """
+    """Refuse to pin tokens that have been evicted."""
     known = {one for spans in cache.protected for one in spans}
     for row, spans in enumerate(protected if cache.seen else ()):
         for own in range(cache.rows) if len(protected) == 1 else (row,):
@@ -150,9 +116,8 @@ def _check_rules(policy: RetentionPolicy, spans: Sequence[Span]) -> None:
     """Refuse what cannot be promised by a policy, whatever its numbers."""
     if policy.recalls_blocks:
         raise ValueError(
-            f"recall_by={policy.recall_by} keeps the first and the most recent tokens by a rule of its own and moves "
-            f"all others to blocks, so {spans[0].label} cannot be protected; set init in recall_by for first tokens, "
-            "or take another recall_by"
+            f"recall_by={policy.recall_by} keeps tokens by a rule of its own, so {spans[0].label} cannot be protected; "
+            "set init in recall_by for first tokens, or take another recall_by"
         )
     if policy.memory == "adaptive":
         raise ValueError(

@@ -78,8 +78,6 @@ class QuantisedStore(DenseStore):
             rules["following"] = Rule((2, "rows"), ("I64",), 0, last)
         return rules
 
-    # -- memory -------------------------------------------------------------------------------------------------------
-
     @property
     def key_numbers(self) -> int:
         """None: while an answer is written the workspace is not idle."""
@@ -122,14 +120,10 @@ class QuantisedStore(DenseStore):
         columns: Sequence[torch.dtype] = (),
         value_dim: int | None = None,
     ) -> int:
-        """See `Store`."""
         unit = self.form.unit_bytes(head_dim, element_size, sum(dtype.itemsize for dtype in columns), value_dim)
         return rows * kv_heads * (slots * unit + self.form.head_bytes(head_dim, element_size, value_dim))
 
-    # -- units --------------------------------------------------------------------------------------------------------
-
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
-        """See `Store`."""
         new = keys.shape[-2]
         self._newest = _Newest(keys if rotated is None else rotated, values, rotated is not None)
         following, places = self._following(keys.shape[0]), None
@@ -147,7 +141,6 @@ class QuantisedStore(DenseStore):
         return following.expand(batch) if following is not None and len(following) < batch else following
 
     def look_again(self, keys: Tensor, values: Tensor, *, waiting: bool) -> None:
-        """See `Store`."""
         self._newest = _Newest(keys, values, waiting)
 
     def _write(self, span: slice, keys: Tensor, values: Tensor) -> None:
@@ -162,7 +155,6 @@ class QuantisedStore(DenseStore):
         self.tensors["exact"].add_(new).clamp_(max=window)
 
     def view(self, base: int) -> View:
-        """See `Store`."""
         newest, self._newest = self._newest, None
         old = self.fill - (0 if newest is None else newest.keys.shape[-2])
         begin = base - old if newest is not None and newest.waiting else None
@@ -253,7 +245,6 @@ class QuantisedStore(DenseStore):
             places.copy_(after + (slots if ranks is None else ranks.ranks - ranks.held))
 
     def take_back(self) -> None:
-        """See `Units`."""
         super().take_back()
         for name in STATES:
             exact = self.tensors[f"exact_{name}"]
@@ -262,10 +253,7 @@ class QuantisedStore(DenseStore):
         if "following" in self.tensors:
             self.tensors["following"] = self.tensors["following"] - 1
 
-    # -- a second tier ------------------------------------------------------------------------------------------------
-
     def all_keys(self) -> Keys:
-        """See `DenseStore`."""
         return _KeysInCodes(self)
 
     def as_held(self, ranks: Tensor | None) -> dict[str, Tensor]:
@@ -273,7 +261,6 @@ class QuantisedStore(DenseStore):
         return {**self.held_of("keys", ranks), **self.held_of("values", ranks)}
 
     def as_states(self, held: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """See `DenseStore`."""
         return self.states_of("keys", held), self.states_of("values", held)
 
     def held_of(self, name: str, ranks: Tensor | slice | None) -> dict[str, Tensor]:
@@ -305,12 +292,10 @@ class QuantisedStore(DenseStore):
         """See `DenseStore`: slots hold codes, so there is no room for states."""
 
     def lag_like(self, fast: DenseStore) -> None:
-        """See `DenseStore`."""
         self.tensors.pop("lags", None)
         self.tensors |= {name: lags for name, lags in fast.tensors.items() if name == "lags"}
 
     def open(self, like: DenseStore, new: int) -> None:
-        """See `DenseStore`."""
         if "keys" not in self.tensors:
             self.capacity = max(self.capacity, self.fill + new)
             device = self.empty((0,), dtype=PLACE, device=like.tensors["exact"].device).device
@@ -322,10 +307,7 @@ class QuantisedStore(DenseStore):
         self.reserve(self.fill + new)
         self.fill += new
 
-    # -- rows and whole stores ----------------------------------------------------------------------------------------
-
     def select_rows(self, rows: Tensor) -> None:
-        """See `Units`."""
         if (following := self._following(int(rows.max()) + 1)) is not None:
             self.tensors["following"] = following
         super().select_rows(rows)
@@ -336,7 +318,6 @@ class QuantisedStore(DenseStore):
         self.tensors.pop("lags", None)
 
     def join(self, others: Sequence[DenseStore], room: int = 0) -> None:
-        """See `Units`."""
         super().join(others, room)
         self.tensors.pop("lags", None)
         if (following := self.tensors.get("following")) is not None:
@@ -355,7 +336,6 @@ class QuantisedStore(DenseStore):
         return held
 
     def state(self) -> dict[str, Tensor]:
-        """See `Units`."""
         held = super().state()
         lags = held.pop("lags", None)
         if "following" in held:
@@ -365,13 +345,11 @@ class QuantisedStore(DenseStore):
         return held
 
     def load(self, tensors: Mapping[str, Tensor], fill: int) -> None:
-        """See `Units`."""
         super().load(tensors, fill)
         if "following" in self.tensors:
             self.tensors |= zip(_TURNS, self.tensors["following"].cpu(), strict=True)
 
     def copy(self, workspace: Workspace) -> QuantisedStore:
-        """See `Units`."""
         twin = super().copy(workspace)
         twin._newest = None
         return twin
@@ -386,11 +364,9 @@ class _KeysInCodes(RoundedKeys):
         self.shape = (*like.shape[:2], store.fill, like.shape[-1])
 
     def span(self, start: int, end: int) -> Tensor:
-        """See `RoundedKeys`."""
         return self._store.states_of("keys", self._store.held_of("keys", slice(start, end)))
 
     def at(self, ranks: Tensor) -> Tensor:
-        """See `RoundedKeys`."""
         return self._store.states_of("keys", self._store.held_of("keys", ranks))
 
 

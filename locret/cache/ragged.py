@@ -48,7 +48,6 @@ class RaggedStore(Store):
 
     @classmethod
     def schema(cls, saved: Saved) -> dict[str, Rule]:
-        """See `Units`."""
         counts = Rule(("rows", saved.shape.num_kv_heads), ("I64",), 0, saved.seen)
         return {**super().schema(saved), "counts": counts}
 
@@ -61,8 +60,6 @@ class RaggedStore(Store):
         """What units have, (B, K * capacity, ...)."""
         return {name: tensor for name, tensor in self.tensors.items() if name not in self.uncounted}
 
-    # -- memory -------------------------------------------------------------------------------------------------------
-
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
         batch, heads, _, dim = keys.shape
         shape = (batch, heads * self.capacity)
@@ -71,11 +68,12 @@ class RaggedStore(Store):
             "values": values.new_empty(*shape, values.shape[-1]),
             **{name: torch.empty(shape, dtype=dtype, device=keys.device) for name, dtype in self.dtypes.items()},
         }
-        self._count(torch.zeros(batch, heads, dtype=torch.int64))
+        self._count(torch.zeros(batch, heads, dtype=torch.int64), self.capacity)
 
-    def _count(self, counts_BK: Tensor) -> None:
+    def _count(self, counts_BK: Tensor, capacity: int) -> None:
         """Let heads hold so many units, with the room that there is behind each."""
-        widths = counts_BK + self.capacity - self.fill
+        widths = counts_BK + capacity - self.fill
+        self.capacity = capacity
         self.tensors |= {"counts": counts_BK, "starts": widths.cumsum(1) - widths}
 
     def _resize(self, capacity: int) -> None:
@@ -85,23 +83,21 @@ class RaggedStore(Store):
 
     def _fill_from(self, rows: Sequence[tuple[RaggedStore, int]], capacity: int) -> None:
         """Take over rows of stores, in new buffers of so many slots."""
-        sources = [(store.buffers, row, store.segments[row]) for store, row in rows]
-        counts = torch.stack([store.counts[row] for store, row in rows])
-        shape = (len(rows), counts.shape[1] * capacity)
-        larger = {name: like.new_empty(*shape, *like.shape[2:]) for name, like in sources[0][0].items()}
-        self.capacity = capacity  # after that: where there is no memory for it, the store is what it was
-        self._count(counts)
-        for name, new in larger.items():
-            for target, ((buffers, row, spans), starts) in enumerate(zip(sources, self.starts.tolist(), strict=True)):
-                for span, start in zip(spans, starts, strict=True):
-                    new[target, start : start + span.stop - span.start] = buffers[name][row, span]
-            self.tensors[name] = new
-
-    # -- units --------------------------------------------------------------------------------------------------------
+        counts, filled = torch.stack([store.counts[row] for store, row in rows]), {}
+        widths = counts + capacity - self.fill
+        starts = (widths.cumsum(1) - widths).tolist()
+        for name, like in rows[0][0].buffers.items():
+            new = like.new_empty(len(rows), counts.shape[1] * capacity, *like.shape[2:])
+            for target, (store, row) in enumerate(rows):
+                for span, start in zip(store.segments[row], starts[target], strict=True):
+                    new[target, start : start + span.stop - span.start] = store.tensors[name][row, span]
+            filled[name] = new
+        # Last: where there is no memory for it, the store is what it was.
+        self.tensors |= filled
+        self._count(counts, capacity)
 
     @property
     def longest(self) -> int:
-        """See `Store`."""
         return int(self.counts.max())
 
     @property
@@ -124,11 +120,9 @@ class RaggedStore(Store):
             yield scores[row].index_select(0, slots), positions[row].index_select(0, slots), counts
 
     def share_before(self, position: int) -> Tensor:
-        """See `Store`."""
         return (torch.cat([positions for _, positions, _ in self.rows()]) < position).float().mean()
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
-        """See `Store`."""
         batch, heads, new, dim = keys.shape
         self._make_room(keys, values)
         self.fill += new
@@ -188,7 +182,6 @@ class RaggedStore(Store):
                 yield Part((row, head), view.keys[own, :, span], view.values[own, :, span], columns)
 
     def held(self, name: str) -> Tensor:
-        """See `Store`."""
         batch, heads = self.counts.shape
         buffer, longest = self.tensors[name], self.longest
         held = buffer.new_full((batch, heads, longest), EMPTY.get(name, 0))
@@ -198,7 +191,6 @@ class RaggedStore(Store):
         return held
 
     def write(self, name: str, values: Tensor, where: tuple[int, int] | None = None) -> None:
-        """See `Store`."""
         new, column = values.shape[-1], self.tensors[name]
         if where is None:
             column.flatten().index_copy_(0, self._newest(new).flatten(), values.to(column.dtype).flatten())
@@ -219,7 +211,7 @@ class RaggedStore(Store):
         first_slots = torch.arange(batch)[:, None] * slots
         ends, shrunk = first_slots + self.starts + self.counts, int((self.counts - counts).max())
         self.fill = fill
-        self._count(counts)
+        self._count(counts, self.capacity)
         repeats = counts.flatten().to(device)
 
         def per_unit(numbers_BK: Tensor) -> Tensor:
@@ -252,7 +244,6 @@ class RaggedStore(Store):
         keys.index_copy_(0, slots_U, turned.to(keys.dtype))
 
     def rotate(self, base: int) -> None:
-        """See `Store`."""
         if not self.fill:
             return
         shape = (*self.counts.shape, self.capacity, self.keys.shape[-1])
@@ -263,7 +254,6 @@ class RaggedStore(Store):
                 self.keys[row, span] = rotated[row, span]
 
     def unrotate(self, base: int) -> None:
-        """See `Store`."""
         if not self.fill:
             return
         longest = self.longest
@@ -274,14 +264,10 @@ class RaggedStore(Store):
                 self.keys[row, span] = self.rotary.turn_back(self.keys[row, span], cos[first:], sin[first:])
 
     def take_back(self) -> None:
-        """See `Units`."""
         self.fill -= 1
         self.tensors["counts"] = self.counts - 1
 
-    # -- rows and whole stores ----------------------------------------------------------------------------------------
-
     def select_rows(self, rows: Tensor) -> None:
-        """See `Units`."""
         super().select_rows(rows)
         fill = int(self.counts.sum(1).max()) // self.counts.shape[1] if self.batch else self.fill
         if fill < self.fill:  # the longest row is gone, and there is more room behind the heads of the others
@@ -289,12 +275,10 @@ class RaggedStore(Store):
             self._resize(self.capacity)
 
     def join(self, others: Sequence[RaggedStore], room: int = 0) -> None:
-        """See `Units`."""
         self.fill = max(store.fill for store in others)
         self._fill_from([(store, 0) for store in others], self.fill + room)
 
     def chain(self, stores: Sequence[RaggedStore]) -> None:
-        """See `Store`."""
         counts, fill = torch.stack([store.counts for store in stores]).sum(0), sum(store.fill for store in stores)
         own = [(store, store.segments[0]) for store in stores]
         heads = [(store, spans[head]) for head in range(counts.shape[1]) for store, spans in own]
@@ -309,16 +293,13 @@ class RaggedStore(Store):
         return {**packed, "counts": self.counts}
 
     def load(self, tensors: Mapping[str, Tensor], fill: int) -> None:
-        """See `Units`."""
         super().load(tensors, fill)
-        self._count(self.counts.cpu())
+        self._count(self.counts.cpu(), fill)
         units, slots = self.counts.sum(1).tolist(), self.counts.shape[1] * fill
         for name, packed in self.buffers.items():
             self.tensors[name] = packed.new_empty(len(units), slots, *packed.shape[1:])
             for row, held in enumerate(packed.split(units)):
                 self.tensors[name][row, self._slots(row, packed.device)] = held
-
-    # -- captured steps -----------------------------------------------------------------------------------------------
 
     def open_slots(self, new: int) -> Slots:
         """Return the buffers as they are, with room behind each head; slots that hold no unit are filled with zeros."""

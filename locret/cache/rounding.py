@@ -70,20 +70,14 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Token:
-    """As they are: scales per token, for groups of channels (quanto's axis 0; KIVI's values).
-
-    Args:
-        group: Neighbouring channels that share a scale, at most; the head dim is split evenly.
-
-    Raises:
-        ValueError: If a group has no channel.
-    """
+    """As they are: scales per token, for groups of channels (quanto's axis 0; KIVI's values)."""
 
     name: ClassVar[str] = "token"
     framed: ClassVar[bool] = False
     """Whether it needs a frame, fixed by a text's first tokens."""
 
     group: int = 64
+    """Neighbouring channels that share a scale, at most; the head dim is split evenly."""
 
     def __post_init__(self) -> None:
         if self.group < 1:
@@ -119,7 +113,6 @@ class Channel(Token):
     framed = True
 
     def frame(self, states: Tensor) -> Tensor:
-        """See `Token`."""
         low, high = states.float().aminmax(dim=-2)
         centre, width = (low + high) / 2, (high - low) / 2
         # Of few tokens a range says little: then channels get the widths of all.
@@ -128,12 +121,10 @@ class Channel(Token):
         return torch.stack([centre, width], -2)
 
     def into(self, states: Tensor, frame: Tensor | None) -> Tensor:
-        """See `Token`."""
         assert frame is not None
         return (states - frame[:, :, :1]) / frame[:, :, 1:]
 
     def back(self, states: Tensor, frame: Tensor | None) -> Tensor:
-        """See `Token`."""
         assert frame is not None
         return states * frame[:, :, 1:] + frame[:, :, :1]
 
@@ -145,11 +136,9 @@ class Rotated(Token):
     name = "earlier_rotated"
 
     def into(self, states: Tensor, frame: Tensor | None) -> Tensor:
-        """See `Token`."""
         return states @ basis(states.shape[-1], states.device)
 
     def back(self, states: Tensor, frame: Tensor | None) -> Tensor:
-        """See `Token`."""
         return states @ basis(states.shape[-1], states.device).T
 
 
@@ -245,11 +234,7 @@ class Form:
 
 
 def form_of(policy: RetentionPolicy, nth: int, layers: int) -> Form | None:
-    """Return how the `nth` of the full-attention layers holds its units in the fast tier; None: as they are.
-
-    Raises:
-        ValueError: If the policy's rounding is unknown, or an option of it is unfit.
-    """
+    """Return how the `nth` of the full-attention layers holds its units in the fast tier; None: as they are."""
     if policy.exact_bits:
         return None
     kinds = (*ROUNDINGS, Rotated) if policy.rounding.startswith(Rotated.name) else ROUNDINGS

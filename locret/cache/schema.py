@@ -58,11 +58,7 @@ class Reading:
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that safetensors spells so.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the dtype that safetensors spells so."""
     found = [dtype for dtype, spelt in DTYPES.items() if spelt == name]
     if not found:
         raise ValueError(f"a column has the type {shown(name)}, which is none")
@@ -78,11 +74,7 @@ def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def check_counters(numbers: Mapping[str, Any], backbone: Backbone) -> None:
-    """Check the numbers beside the tensors, for themselves.
-
-    Raises:
-        ValueError: For the first that is missing, of another type or out of range.
-    """
+    """Check the numbers beside the tensors, for themselves."""
     seen = _whole(numbers.get("seen"), "seen", 1, MOST_TOKENS)
     _whole(numbers.get("next_position"), "next_position", 1, seen)
     _whole(numbers.get("text_end", seen), "text_end", 0, seen + 1)  # its last token may be held back
@@ -111,11 +103,7 @@ def _whole(value: Any, name: str, least: int, most: int) -> int:
 
 
 def rules_of(numbers: Mapping[str, Any], reading: Reading) -> dict[str, Rule]:
-    """Return what every tensor must be, where the counters are right.
-
-    Raises:
-        ValueError: If a second tier holds more than there could be.
-    """
+    """Return what every tensor must be, where the counters are right."""
     seen, last, bound = numbers["seen"], numbers["next_position"], reading.host_budget
     rules = {
         "rows.pad": Rule(("rows",), ("I64",), 0, seen - 1, needed=False),
@@ -154,11 +142,7 @@ def rules_of(numbers: Mapping[str, Any], reading: Reading) -> dict[str, Rule]:
 
 
 def check_shapes(shapes: Mapping[str, tuple[tuple[int, ...], str]], rules: Mapping[str, Rule]) -> None:
-    """Check name, shape and dtype of every tensor: a name in a rule's shape stands for one number everywhere.
-
-    Raises:
-        ValueError: For the first tensor that is missing, of another shape or dtype, or not part of a cache.
-    """
+    """Check name, shape and dtype of every tensor: a name in a rule's shape stands for one number everywhere."""
     missing = sorted(name for name, rule in rules.items() if rule.needed and name not in shapes)
     foreign = sorted(name for name in shapes if name not in rules)
     if missing or foreign:
@@ -182,16 +166,13 @@ def check_shapes(shapes: Mapping[str, tuple[tuple[int, ...], str]], rules: Mappi
 
 
 def check_values(tensors: Mapping[str, Tensor], rules: Mapping[str, Rule], numbers: Mapping[str, Any]) -> None:
-    """Check the values of tensors whose shapes are right.
-
-    Raises:
-        ValueError: For the first that no cache can hold.
-    """
+    """Check the values of tensors whose shapes are right."""
     for name, tensor in tensors.items():
         if tensor.is_floating_point():
             sound = ~tensor.isnan() if name.endswith(SCORES) else tensor.isfinite()
         else:
-            sound = (tensor >= rules[name].least) & (tensor <= rules[name].most)
+            least, most = rules[name].least, rules[name].most
+            sound = torch.tensor(True) if least is None else (tensor >= least) & (tensor <= most)
         if not bool(sound.all()):
             raise ValueError(f"{name} holds numbers that it cannot hold")
         prefix, _, last = name.rpartition(".")

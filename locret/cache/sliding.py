@@ -87,7 +87,6 @@ class SlidingLayer(Units, DynamicSlidingWindowLayer):  # type: ignore[misc]
         self.cumulative_length -= 1
 
     def trim(self) -> None:
-        """See `Units`."""
         empty = 0 if self.row_start is None else int(self.row_start[0])
         self.keys, self.values, self.row_start = self.keys[:, :, empty:], self.values[:, :, empty:], None
 

@@ -28,11 +28,7 @@ _Base: Any = cache_utils.LinearAttentionLayer  # type: ignore[attr-defined]
 
 
 class States(Units, _Base):  # type: ignore[misc]
-    """The states of one layer, and what they were before the newest token, which may be taken back.
-
-    Args:
-        number_of_states: How many states the layer has, each with a convolution's and a recurrent part.
-    """
+    """The states of one layer, and what they were before the newest token, which may be taken back."""
 
     once, counter = None, "marked"
 
@@ -69,8 +65,6 @@ class States(Units, _Base):  # type: ignore[misc]
             if conv is not None:  # the kernel of a convolution is as long as its state
                 self.conv_kernel_size[n], self.dtype, self.device = conv.shape[-1], conv.dtype, conv.device
 
-    # -- what carries the state from pass to pass ---------------------------------------------------------------------
-
     @property
     def begun(self) -> bool:
         """Whether there is a state."""
@@ -101,11 +95,7 @@ class States(Units, _Base):  # type: ignore[misc]
         self.tensors = before
 
     def check_take_back(self) -> None:
-        """Refuse to forget the newest token if what the state was before it is not known any more.
-
-        Raises:
-            ValueError: Saying what to do instead.
-        """
+        """Refuse to forget the newest token if what the state was before it is not known any more."""
         if self.before is None:
             raise ValueError(
                 "the newest token cannot be taken back, because a recurrent state does not say what it was before it; "
@@ -123,11 +113,8 @@ class States(Units, _Base):  # type: ignore[misc]
             kind, _, n = name.partition(".")
             (layer.update_conv_state if kind == CONV else layer.update_recurrent_state)(state.clone(), int(n))
 
-    # -- rows and files -----------------------------------------------------------------------------------------------
-
     @classmethod
     def schema(cls, saved: Saved) -> dict[str, Rule]:
-        """See `Units`."""
         shapes: Mapping[str, Any] = saved.states or {f"{kind}.{n}": (...,) for kind in (CONV, SCAN) for n in range(9)}
         now = {name: Rule(("rows", *shape), FLOATS, needed=saved.states is not None) for name, shape in shapes.items()}
         # There was no state before the first token.
@@ -158,7 +145,6 @@ class States(Units, _Base):  # type: ignore[misc]
         super().join(others)
 
     def copy(self, workspace: Workspace) -> States:
-        """See `Units`."""
         twin = States(self.number_of_states)
         twin.marking, twin.before = self.marking, None if self.before is None else {}
         twin.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["EMPTY", "NO_UNIT", "POSITIONS", "SCORES", "DenseStore", "Part", "Slots", "Store", "UnitRanks", "Workspace"]
 COLUMNS = {SCORES: torch.float32, POSITIONS: torch.int32}
 """What every cache knows about a unit."""
-STATES, QUERIES = ("keys", "values"), "queries"
+STATES, QUERIES = ("keys", "values"), "remembered queries"
 _OF_CODES = ("key_scales", "value_scales", "key_frame", "value_frame", "exact_keys", "exact_values", "exact", "places")
 _RESERVED = {*STATES, *COLUMNS, *_OF_CODES, "counts", "starts", "following", "lags", QUERIES, ROW_START}
 _GROWTH = 256
@@ -115,7 +115,6 @@ class Store(Units, ABC):
 
     @classmethod
     def schema(cls, saved: Saved) -> dict[str, Rule]:
-        """See `Units`."""
         units = cls._units_of(saved)
         wide = {"keys": saved.shape.head_dim, "values": saved.shape.value_dim}
         rules = {name: Rule((*units, dim), FLOATS) for name, dim in wide.items()}
@@ -271,7 +270,6 @@ class Store(Units, ABC):
         super().load({name: tensor for name, tensor in tensors.items() if name in ours}, fill)
 
     def copy(self, workspace: Workspace) -> Self:
-        """See `Units`."""
         twin = super().copy(workspace)
         twin.workspace, twin._rotated = workspace, None
         return twin
@@ -290,7 +288,6 @@ class DenseStore(Store):
 
     @classmethod
     def schema(cls, saved: Saved) -> dict[str, Rule]:
-        """See `Units`."""
         start = Rule(("rows",), ("I64",), 0, saved.counters["fill"], needed=False)
         return {**super().schema(saved), ROW_START: start}
 
@@ -318,7 +315,6 @@ class DenseStore(Store):
         self.tensors, self.capacity = larger, capacity
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
-        """See `Store`."""
         self._make_room(keys, values)
         span = slice(self.fill, self.fill + keys.shape[-2])
         self._write(span, keys, values)
@@ -333,7 +329,6 @@ class DenseStore(Store):
         self.values[:, :, span] = values
 
     def view(self, base: int) -> View:
-        """See `Store`."""
         keys, values = self.keys[:, :, : self.fill], self.values[:, :, : self.fill]
         if self._rotated is None:
             return View(keys, values, self.row_start)
@@ -348,7 +343,6 @@ class DenseStore(Store):
 
     @property
     def longest(self) -> int:
-        """See `Store`."""
         return self.fill
 
     def parts(self, view: View, new: int, newest_only: bool) -> Iterator[Part]:
@@ -356,7 +350,6 @@ class DenseStore(Store):
         yield Part(None, view.keys, view.values, {name: self.held(name) for name in self.dtypes})
 
     def held(self, name: str) -> Tensor:
-        """See `Store`."""
         return self.tensors[name][:, :, : self.fill]
 
     def write(self, name: str, values: Tensor, where: tuple[int, int] | None = None) -> None:
@@ -368,11 +361,9 @@ class DenseStore(Store):
         self.tensors[name][:, :, first : self.fill] = values
 
     def share_before(self, position: int) -> Tensor:
-        """See `Store`."""
         return (self.held(POSITIONS) < position).float().mean()
 
     def keep(self, kept: Kept, turned: bool) -> None:
-        """See `Store`."""
         assert isinstance(kept, KeptPerHead)
         count = kept.units.shape[-1]
         if turned:
@@ -408,7 +399,6 @@ class DenseStore(Store):
         self._turn(base, ranks, back=False)
 
     def unrotate(self, base: int, ranks: UnitRanks | None = None) -> None:
-        """See `Store`."""
         self._turn(base, ranks, back=True)
 
     def _turn(self, base: int, ranks: UnitRanks | None, *, back: bool) -> None:
@@ -426,7 +416,6 @@ class DenseStore(Store):
             some.copy_(turn(some, cos[where], sin[where]))
 
     def chain(self, stores: Sequence[DenseStore]) -> None:
-        """See `Store`."""
         every = [self._like_ours(store) for store in stores]
         self.tensors |= {name: torch.cat([held[name] for held in every], dim=2) for name in every[0]}
         self.fill = self.capacity = sum(store.fill for store in stores)

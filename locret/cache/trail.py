@@ -27,7 +27,6 @@ class Trail(Units):
 
     @classmethod
     def schema(cls, saved: Saved) -> dict[str, Rule]:
-        """See `Units`."""
         if saved.neighbours == 0:
             return {}
         shape = ("tokens", "features") if saved.neighbours is None else (saved.neighbours + 1, saved.shape.feature_dim)

@@ -50,8 +50,9 @@ class Rule(NamedTuple):
     shape: tuple[Any, ...]
     """A name stands for any number, the same wherever it stands; dots at the end for any further dimensions."""
     dtypes: tuple[str, ...]
-    least: int = -(2**63)
-    most: int = 2**63 - 1
+    least: int | None = None
+    most: int = 0
+    """Of whole numbers, where they have bounds."""
     needed: bool = True
 
 

@@ -21,13 +21,7 @@ MOST = 16
 
 
 class Unscored:
-    """Features of the newest units of each layer, in order, as far as they have no scores yet.
-
-    Args:
-        stores: Where the units of each full-attention layer are.
-        widths: F of each of these layers.
-        idle: Whether the workspace is idle while an answer is written; else nothing waits.
-    """
+    """Features of the newest units of each layer, in order, as far as they have no scores yet."""
 
     def __init__(self, stores: Sequence[Store], widths: Sequence[int], *, idle: bool = True) -> None:
         self.stores, self.widths, self.idle = stores, widths, idle
@@ -49,10 +43,6 @@ class Unscored:
 
     def add(self, nth: int, parts: list[Tensor]) -> Tensor | None:
         """Let the newest unit of a layer wait.
-
-        Args:
-            nth: The layer's index in `stores`.
-            parts: (B, 1, ...) tensors that make up the token's features side by side.
 
         Returns:
             (B, W, F) features that must be rated now, because no more can wait; None if more can.

@@ -113,11 +113,7 @@ class Whole(Cache):  # type: ignore[misc]
         return self.workspace.nbytes + sum(holder.nbytes for _, _, holder in self.holders())
 
     def check_whole(self) -> None:
-        """Refuse to go on from a read that did not end.
-
-        Raises:
-            ValueError: If an earlier read was interrupted, one is in progress, or scores were not finite.
-        """
+        """Refuse to go on from a read that did not end."""
         if self.suspect is not None:
             self.check_scores(self.suspect)
             self.suspect = None
@@ -273,7 +269,7 @@ class Whole(Cache):  # type: ignore[misc]
     def take_rows(self, rows: Tensor | None = None) -> Self:
         """Return some rows, or all, as a cache of their own, between the chunks of a read too."""
         twin = copy.copy(self)
-        twin.reader, twin.workspace, twin._account = None, Workspace(), self._account.copy()
+        twin.reader, twin.workspace, twin._account = None, Workspace(), copy.copy(self._account)
         twin.layers, twin.carriers, twin.trails = [], {}, {}
         for index, layer in enumerate(self.layers):  # one after the other: only one layer is held twice as a whole
             twin.layers.append(layer.copy(twin.workspace))
@@ -316,13 +312,7 @@ class Whole(Cache):  # type: ignore[misc]
         return own
 
     def join(self, rows: list[Self], width: int, new_tokens: int = 0) -> None:
-        """Take over the units of single rows, aligned to the right, with room for `new_tokens` more.
-
-        Args:
-            rows: Caches of one row each, which are used up.
-            width: Tokens of the longest row, padding of the others included.
-            new_tokens: Tokens that will be generated.
-        """
+        """Take over the units of single rows, aligned to the right, with room for `new_tokens` more."""
         with self._changed_whole():
             self._join(rows, width, new_tokens)
 
@@ -364,11 +354,7 @@ class Whole(Cache):  # type: ignore[misc]
                 layer.cumulative_length = self.seen
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Return tensors and numbers that say everything, for `load`.
-
-        Raises:
-            ValueError: If a read of this cache was interrupted, or is in progress.
-        """
+        """Return tensors and numbers that say everything, for `load`."""
         self._settled()
         layers: list[dict[str, Any]] = [{"fill": 0, "rotated": layer.rotated} for layer in self.layers]
         tensors = {name: getattr(self, own) for name, own in _PER_ROW.items() if getattr(self, own) is not None}
