@@ -17,7 +17,8 @@ import psutil
 import torch
 
 from locret import RetainingHeads, RetentionPolicy, lookups
-from locret.backbone.adapters import Backbone, describe
+from locret.backbone.adapters import describe
+from locret.backbone.shape import Backbone
 from locret.base.fields import Refusal
 from locret.cache.limits import Limits, check_named, check_pair, planned_bytes, planned_host_bytes
 from locret.distributed.ranks import launched

@@ -15,8 +15,7 @@ from tqdm import tqdm
 
 from locret.backbone.adapters import find_decoder, input_device, unwrap
 from locret.backbone.computation import computation, different_computation
-from locret.backbone.forward import run_decoder
-from locret.backbone.passes import keeping_step
+from locret.backbone.passes import keeping_step, run_decoder
 from locret.cache.cache import RetentionCache
 from locret.cache.reader import Reader, answering, going_on, reading
 from locret.policy.schedule import lookahead

@@ -7,7 +7,8 @@ from typing import Any
 import psutil
 import torch
 
-from locret.backbone.adapters import LayerShape, describe
+from locret.backbone.adapters import describe
+from locret.backbone.shape import LayerShape
 from locret.heads.config import HeadsConfig
 from locret.labels.labels import logit_bytes
 from locret.loading.weights import sketch_of

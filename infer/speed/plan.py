@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from locret import RetainingHeads, RetentionPolicy, loading
-from locret.backbone.adapters import Backbone, describe, find_decoder
+from locret.backbone.adapters import describe, find_decoder
+from locret.backbone.shape import Backbone
 from locret.cache.limits import check_named
 from locret.infer.infer_options import ModelOptions
 from locret.infer.methods import check_heard

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from locret import RetainingHeads, RetentionCache, generate, prefill, scorers
-from locret.backbone.adapters import Backbone
+from locret.backbone.shape import Backbone
 from locret.base import method_spec
 from locret.cache.limits import Limits, planned_bytes, planned_host_bytes
 from locret.infer.methods import Method, find, names

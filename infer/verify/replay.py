@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from locret.backbone.adapters import attention_modules, describe, find_decoder, latents, unwrap
-from locret.backbone.passes import gathering_root
+from locret.backbone.passes import gathering_root, unrotated_layers
 from locret.backbone.rotary import Rotary, rotate
-from locret.backbone.unrotated import unrotated_layers
 
 Kept = list[list[Tensor]]
 """Per governed layer and KV head, (S,) original positions of units, ascending, on the CPU."""

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,9 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
-
-from locret.backbone.learned_sinks import attention_weights, by_kv_head
-from locret.backbone.near_and_far import Far, attend_near_and_far
 
 _ROWS_CPU = 64
 _PRODUCT_ROWS = 256
@@ -65,6 +63,28 @@ class Recalled:
 
 
 @dataclass(frozen=True)
+class Far:
+    """What a view has besides its own slots, which are the near ones: units that lie behind the window."""
+
+    near_query: Tensor
+    """(B, N, L, D) queries, rotated as the view's keys are."""
+    query: Tensor
+    """(B, N, L, D) the same queries as the far units see them."""
+    keys: Tensor
+    """(B, K, F, D): `held` slots that leave the window while the new tokens pass, then those that all of them see."""
+    values: Tensor
+    """Shaped like the keys."""
+    held: int
+    """The slots of the first kind; new token i of L sees the first `held` - L + i + 1 of them."""
+    window: int
+    """Tokens that a query sees as near, its own included."""
+    empty: Tensor | None
+    """(B, 1 or K, S + F) bool, near slots first: those that hold nothing; None if all hold units."""
+    tell: Callable[[Tensor, Tensor], None]
+    """Called with the (B, N, S) attention of the near slots and the (B, N, F) of the far ones, summed over queries."""
+
+
+@dataclass(frozen=True)
 class View:
     """What queries of one layer attend to: units that a store holds, wherever and however it holds them."""
 
@@ -111,7 +131,7 @@ def attend(
         (B, N, L, D).
     """
     if view.far is not None:
-        return attend_near_and_far(view.keys, view.values, view.far, scaling, memo, softcap, sinks)
+        return _attend_near_and_far(view.keys, view.values, view.far, scaling, memo, softcap, sinks)
     if view.recalled is not None:
         return _attend_both(query, view, view.recalled, scaling, memo, softcap, flash, sinks)
     if view.sparse is not None:
@@ -298,3 +318,83 @@ def _by_products(
     logits = logits + (mask[:, :, None] if mask.ndim == 4 else mask)
     out = attention_weights(logits, by_kv_head(sinks, key.shape[1])).to(query.dtype) @ value[:, :, None]
     return out.reshape(batch, heads, rows, value.shape[-1])
+
+
+def _attend_near_and_far(
+    keys: Tensor,
+    values: Tensor,
+    far: Far,
+    scaling: float,
+    memo: MaskMemo,
+    softcap: float | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Attend causally to (B, K, S, D) near slots, the new tokens last, and to the far ones, in one softmax.
+
+    The other arguments are those of `locret.backbone.attention.attend`.
+
+    Returns:
+        (B, N, L, D).
+    """
+    batch, heads, new, dim = far.query.shape
+    kv_heads, near = keys.shape[1:3]
+    near_query, query = (states.view(batch, kv_heads, -1, new, dim) for states in (far.near_query, far.query))
+    near_mask = memo.causal(new, near, far.window, keys)
+    held_mask = memo.causal(new, far.held, None, keys)
+    out = query.new_empty(*query.shape[:-1], values.shape[-1])
+    near_mass = keys.new_zeros(batch, kv_heads, query.shape[2], near, dtype=torch.float32)
+    far_mass = keys.new_zeros(batch, kv_heads, query.shape[2], far.keys.shape[2], dtype=torch.float32)
+    for start in range(0, new, _ROWS_CPU):
+        rows = slice(start, min(start + _ROWS_CPU, new))
+        # Slots that no query of the block sees are left out: those behind its window, and those that come after it.
+        span = slice(max(near - new + rows.start - far.window + 1, 0), near - new + rows.stop)
+        logits = torch.cat(
+            [
+                _logits(near_query[..., rows, :], keys[:, :, span], scaling, softcap) + near_mask[rows, span],
+                _logits(query[..., rows, :], far.keys, scaling, softcap),
+            ],
+            dim=-1,
+        )
+        width = span.stop - span.start
+        logits[..., width : width + far.held] += held_mask[rows]
+        if far.empty is not None:
+            empty = torch.cat([far.empty[..., span], far.empty[..., near:]], dim=-1)
+            logits.masked_fill_(empty[:, :, None, None], -torch.inf)
+        weights = attention_weights(logits, by_kv_head(sinks, kv_heads))
+        near_mass[..., span] += weights[..., :width].sum(-2)
+        far_mass += weights[..., width:].sum(-2)
+        weights = weights.to(values.dtype)
+        out[..., rows, :] = (
+            weights[..., :width] @ values[:, :, None, span] + weights[..., width:] @ far.values[:, :, None]
+        )
+    far.tell(near_mass.flatten(1, 2), far_mass.flatten(1, 2))
+    return out.flatten(1, 2)
+
+
+def _logits(query_BKGLD: Tensor, keys_BKSD: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    logits = (query_BKGLD @ keys_BKSD[:, :, None].transpose(-1, -2)).float() * scaling
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def attention_weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax over the last dimension, in float32.
+
+    Args:
+        logits: (..., S), -inf for what is not seen.
+        sinks: Logits of the sinks, which broadcast against (..., 1); None: there are none.
+    """
+    if sinks is None:
+        return logits.softmax(-1, dtype=torch.float32)
+    logits = logits.float()
+    return (logits - log_total(logits, sinks)).exp()
+
+
+def log_total(logits: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return (..., 1): the logarithm of what `attention_weights` divides by."""
+    total = logits.logsumexp(-1, keepdim=True)
+    return total if sinks is None else torch.logaddexp(total, sinks.float())
+
+
+def by_kv_head(sinks: Tensor | None, kv_heads: int) -> Tensor | None:
+    """Return (N,) sinks as (K, N / K, 1, 1), beside logits (B, K, N / K, queries, S)."""
+    return None if sinks is None else sinks.view(kv_heads, -1, 1, 1)

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import FUSED, Backbone, LayerShape, hidden_size
+from locret.backbone.adapters import FUSED, hidden_size
 from locret.backbone.latent import Latent
+from locret.backbone.shape import Backbone, LayerShape
 
 PROJECTIONS, HIDDEN, RESIDUAL = SOURCES = ("projections", "hidden", "residual")
 """What features of a token are: its q, k and v before rotation; the hidden states that the attention module is given;

@@ -25,12 +25,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
 from locret.backbone.adapters import (
-    BOTH,
-    FULL,
     FUSED,
-    SLIDING,
-    Backbone,
-    LayerShape,
     attention_modules,
     describe,
     find_decoder,
@@ -44,6 +39,7 @@ from locret.backbone.chunk import Attended, Projections
 from locret.backbone.latent import DOWN, UP, Latent, own_view, query_projection
 from locret.backbone.recurrence import carried
 from locret.backbone.rotary import long_factors, uses_long_factors
+from locret.backbone.shape import BOTH, FULL, SLIDING, Backbone, LayerShape
 
 NAME = "locret"
 _NOTHING = object()

@@ -1,4 +1,4 @@
-"""Equal numbers of forward passes in all processes that gather a backbone's layers together.
+"""The one place where the decoder layers of a backbone are called, in step with other processes, and what a look tells.
 
 A layer of a sharded backbone (FSDP, ZeRO-3) comes together only where every process asks for it, so a process with
 fewer chunks, or a shorter answer, would leave the others waiting for ever. Here the processes agree before each pass:
@@ -10,13 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from locret.backbone.adapters import input_device, unwrap
+from locret.backbone.adapters import find_decoder, input_device, unwrap
+from locret.backbone.chunk import Attended
+from locret.backbone.instrument import LayerObserver, instrumented
+from locret.backbone.shape import Backbone
+
+if TYPE_CHECKING:
+    from transformers import Cache
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -84,3 +91,44 @@ def _anybody(works: bool) -> bool:
 def _pass_along(root: Any) -> Tensor:
     token = torch.zeros(1, 1, dtype=torch.long, device=input_device(root))
     return root(input_ids=token, use_cache=False, logits_to_keep=1).logits  # type: ignore[no-any-return]
+
+
+def run_decoder(model: nn.Module, input_ids: Tensor, cache: Cache | None = None) -> None:
+    """Run the decoder layers over new tokens, for what observers and the cache see of them.
+
+    Args:
+        model: The backbone.
+        input_ids: (B, L).
+        cache: Read and filled; None: none is used.
+    """
+    arguments: dict[str, Any] = {"input_ids": input_ids, "past_key_values": cache, "use_cache": cache is not None}
+    if gathering_root(model) is not None:
+        # Layers come together from the root on; the logits of one token cost nothing.
+        unwrap(model)(logits_to_keep=1, **arguments)
+    else:
+        find_decoder(model)(**arguments)
+
+
+_KNOWN: WeakKeyDictionary[nn.Module, frozenset[int]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def unrotated_layers(model: nn.Module, backbone: Backbone) -> frozenset[int]:
+    """Return the full-attention layers that do not rotate their keys."""
+    decoder = find_decoder(model)
+    if decoder not in _KNOWN:
+        config = unwrap(model).config.get_text_config()
+        found = frozenset[int]()
+        if not backbone.uniform or not all(getattr(config, "no_rope_layers", None) or [True]):
+            still = set[int]()
+
+            def look(layer: Attended) -> None:
+                raw = layer.projections.key()
+                if raw.shape == layer.key.shape and bool((raw == layer.key).all()):
+                    still.add(layer.layer_idx)
+
+            with instrumented(model, LayerObserver(backbone, look)):
+                run_decoder(model, torch.arange(8, device=input_device(model))[None])
+            found = frozenset(still)
+        _KNOWN[decoder] = found
+    return _KNOWN[decoder]

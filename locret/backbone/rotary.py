@@ -31,7 +31,7 @@ class Rotary:
 
     Args:
         decoder: The backbone's stack of layers.
-        still: Layers that do not rotate, see `locret.backbone.unrotated`.
+        still: Layers that do not rotate, see `locret.backbone.passes`.
     """
 
     def __init__(self, decoder: Any, still: frozenset[int] = frozenset()) -> None:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from locret.backbone.adapters import LayerShape
-from locret.backbone.attention import View
+from locret.backbone.attention import Far, View
 from locret.backbone.chunk import Attended, Chunk, Projections
-from locret.backbone.near_and_far import Far
+from locret.backbone.shape import LayerShape
 from locret.cache.blocks import Blocks
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.store import EMPTY, SCORES, DenseStore

@@ -14,18 +14,10 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from locret import mergers
-from locret.backbone.adapters import (
-    BOTH,
-    RECURRENT,
-    compute_dtype,
-    describe,
-    describe_whole,
-    find_decoder,
-    latents,
-    ranks_of,
-)
+from locret.backbone.adapters import compute_dtype, describe, describe_whole, find_decoder, latents, ranks_of
+from locret.backbone.passes import unrotated_layers
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
-from locret.backbone.unrotated import unrotated_layers
+from locret.backbone.shape import BOTH, RECURRENT
 from locret.cache.disk import Disk
 from locret.cache.export import to_dynamic_cache
 from locret.cache.layer import RetentionLayer

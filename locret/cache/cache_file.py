@@ -16,18 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, contiguous_format, nn
 
 from locret._version import __version__
-from locret.backbone.adapters import (
-    BOTH,
-    FULL,
-    Backbone,
-    LayerShape,
-    find_decoder,
-    sharers_of,
-    unwrap,
-)
+from locret.backbone.adapters import find_decoder, sharers_of, unwrap
 from locret.backbone.computation import computation, different_computation
 from locret.backbone.recurrence import state_shapes
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
+from locret.backbone.shape import BOTH, FULL, Backbone, LayerShape
 from locret.base.fields import checked_values, shown
 from locret.base.files import written_whole
 from locret.cache.cache import RetentionCache

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from locret.backbone.adapters import find_decoder, lends_neuron, unwrap
-from locret.backbone.attention import View
+from locret.backbone.attention import View, attention_weights, by_kv_head
 from locret.backbone.chunk import Attended
 from locret.backbone.instrument import alone, instrumented
-from locret.backbone.learned_sinks import attention_weights, by_kv_head
 from locret.backbone.passes import gathering_root
 from locret.cache.cache import RetentionCache
 from locret.cache.ragged import RaggedStore

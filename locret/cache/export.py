@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from locret.backbone.adapters import Backbone, find_decoder
+from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import Rotary, long_factors, rotary_parameters
+from locret.backbone.shape import Backbone
 from locret.cache.store import POSITIONS
 from locret.policy.policy import RetentionPolicy
 

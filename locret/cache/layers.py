@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from locret import lookups
-from locret.backbone.adapters import NONE, RECURRENT, Backbone
+from locret.backbone.shape import NONE, RECURRENT, Backbone
 from locret.base import plugins
 from locret.base.nearest import nearest
 from locret.cache.block_layer import BlockLayer, block_columns

@@ -8,7 +8,7 @@ from itertools import accumulate
 import torch
 
 from locret import lookups, mergers, prefill_attention, scorers
-from locret.backbone.adapters import Backbone
+from locret.backbone.shape import Backbone
 from locret.cache.protected import Protected
 from locret.cache.rounding import forms_of
 from locret.policy.budget import cache_bytes, host_bytes

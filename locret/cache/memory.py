@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 
-from locret.backbone.adapters import Backbone
+from locret.backbone.shape import Backbone
 from locret.cache.layer import RetentionLayer
 from locret.cache.limits import Limits
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.backbone.adapters import BOTH, NONE, RECURRENT, SLIDING, Backbone
 from locret.backbone.recurrence import States as StateShapes
+from locret.backbone.shape import BOTH, NONE, RECURRENT, SLIDING, Backbone
 from locret.base.fields import shown
 from locret.cache.host import HostTier
 from locret.cache.layer import HOST

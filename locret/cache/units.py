@@ -18,7 +18,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from locret.backbone.adapters import LayerShape
+    from locret.backbone.shape import LayerShape
     from locret.cache.rounding import Form
 
 NO_UNIT = -1

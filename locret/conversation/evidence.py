@@ -18,9 +18,8 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from locret.backbone.adapters import input_device
-from locret.backbone.attention import View
+from locret.backbone.attention import View, attention_weights
 from locret.backbone.chunk import Attended
-from locret.backbone.learned_sinks import attention_weights
 from locret.base.fields import Refusal
 from locret.cache.layer import RetentionLayer
 from locret.cache.reader import answering

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import nn
 
 from locret import loading, scorers
-from locret.backbone.adapters import Backbone, unwrap
+from locret.backbone.adapters import unwrap
+from locret.backbone.shape import Backbone
 from locret.base.fields import Refusal
 from locret.base.nearest import nearest
 from locret.cache.cache import RetentionCache

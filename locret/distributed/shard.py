@@ -21,8 +21,9 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from locret.backbone.adapters import Backbone, describe, on_rank, sharers_of
+from locret.backbone.adapters import describe, on_rank, sharers_of
 from locret.backbone.head_ranks import SPLIT
+from locret.backbone.shape import Backbone
 from locret.distributed import ranks
 from locret.loading.options import BackboneSource
 

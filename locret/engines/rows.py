@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from locret.backbone.adapters import describe, input_device, unwrap
-from locret.backbone.attention import MaskMemo, View, attend
-from locret.backbone.learned_sinks import attention_weights
+from locret.backbone.attention import MaskMemo, View, attend, attention_weights
 
 NAME = "locret_rows"
 _GATHERED = 1 << 13

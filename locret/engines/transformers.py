@@ -30,9 +30,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from locret.backbone.adapters import Backbone, describe, find_decoder, unwrap
+from locret.backbone.adapters import describe, find_decoder, unwrap
 from locret.backbone.instrument import exclusively
 from locret.backbone.rotary import fixed_reach, rotary_parameters, uses_long_factors
+from locret.backbone.shape import Backbone
 from locret.base.fields import check_sampling, shown
 from locret.engines.prefix import Prefix
 from locret.engines.rows import NAME, Feed, Rows

@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from locret._version import __version__
-from locret.backbone.adapters import Backbone, LayerShape, describe_whole, hidden_size, unwrap
+from locret.backbone.adapters import describe_whole, hidden_size, unwrap
 from locret.backbone.chunk import PROJECTIONS
+from locret.backbone.shape import Backbone, LayerShape
 from locret.base.fields import check_fields, checked, checked_values, shown
 from locret.base.nearest import nearest
 from locret.heads import gates

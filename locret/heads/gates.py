@@ -19,7 +19,7 @@ from locret.backbone.chunk import HIDDEN, RESIDUAL
 from locret.base.nearest import nearest
 
 if TYPE_CHECKING:
-    from locret.backbone.adapters import LayerShape
+    from locret.backbone.shape import LayerShape
 
 LOCRET = "locret"
 """The architecture of the paper, which is `locret.heads.head`."""

@@ -21,9 +21,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from locret.backbone.adapters import describe, input_device
 from locret.backbone.chunk import Attended
-from locret.backbone.forward import run_decoder
 from locret.backbone.instrument import LayerObserver, instrumented
-from locret.backbone.passes import keeping_step
+from locret.backbone.passes import keeping_step, run_decoder
 from locret.labels import kinds
 from locret.labels.base import LabelKind, LabelTerms
 

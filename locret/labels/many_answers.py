@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from locret.backbone.adapters import FULL, SLIDING, Backbone, describe, input_device, latents, unwrap
+from locret.backbone.adapters import describe, input_device, latents, unwrap
 from locret.backbone.chunk import Attended
-from locret.backbone.forward import run_decoder
 from locret.backbone.instrument import LayerObserver, instrumented
-from locret.backbone.passes import keeping_step
+from locret.backbone.passes import keeping_step, run_decoder
+from locret.backbone.shape import FULL, SLIDING, Backbone
 from locret.labels import kinds
 from locret.labels.base import LabelKind
 from locret.labels.labels import _BLOCK_ELEMENTS, answer_labels, layer_labels, observe, token_row

@@ -8,7 +8,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from locret.backbone.adapters import Backbone, LayerShape
+    from locret.backbone.shape import Backbone, LayerShape
 
 _SCORE_AND_POSITION_BYTES = 8
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.backbone.adapters import Backbone
+from locret.backbone.shape import Backbone
 from locret.base.registry import Chosen
 
 ROWS = 64

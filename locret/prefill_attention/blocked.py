@@ -13,8 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from locret.backbone.attention import View
-from locret.backbone.learned_sinks import attention_weights
+from locret.backbone.attention import View, attention_weights
 from locret.prefill_attention.base import PrefillAttention, capped
 
 _FLEX_BLOCK = 128

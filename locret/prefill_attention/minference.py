@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from locret.backbone.adapters import Backbone
+from locret.backbone.shape import Backbone
 from locret.base.fields import Range, shown
 from locret.base.files import read_json
 from locret.prefill_attention.base import ROWS, PrefillAttention, capped, front_gap, largest, on_slots

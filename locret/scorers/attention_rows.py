@@ -14,8 +14,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from locret.backbone.attention import attention_weights, by_kv_head
 from locret.backbone.chunk import Chunk
-from locret.backbone.learned_sinks import attention_weights, by_kv_head
 
 _LEAST_ROWS = 16
 _LOGITS_CPU, _LOGITS_GPU = 2**16, 2**25

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.chunk import Chunk
+from locret.backbone.passes import unrotated_layers
 from locret.backbone.rotary import Rotary
-from locret.backbone.unrotated import unrotated_layers
 from locret.base.fields import Range
 from locret.scorers.base import Scorer
 

@@ -19,8 +19,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from locret.backbone.attention import by_kv_head, log_total
 from locret.backbone.chunk import Chunk
-from locret.backbone.learned_sinks import by_kv_head, log_total
 from locret.base.fields import SHARE, Range
 from locret.scorers.attention_rows import last_logits
 from locret.scorers.base import Scorer
