@@ -11,7 +11,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 
 def save(folder: Path, step: int, write_weights: Callable[[Path], None], state: Mapping[str, Any], keep: int) -> Path:
     """Write `checkpoint-<step>`, whole or not at all, then delete all but the newest `keep`.
-
-    `write_weights` is given the folder and writes what has been trained; `state` is all the rest.
 
     Raises:
         OSError: If it cannot be written; the message names it.
@@ -93,46 +91,37 @@ def intact(path: Path, file: str = STATE) -> Iterator[None]:
 
     Raises:
         ValueError: If it is; the message names the checkpoint.
-        OSError: If it cannot be read.
     """
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):
         raise
     except Exception as error:  # what a damaged pickle, and values from it, can raise has no end
-        if isinstance(error, OSError) and error.errno is not None:
-            raise OSError(f"--resume {path}: {file} cannot be read ({error.strerror}); check it") from error
         reason = " ".join(str(error).split("\n")[0].split()) or type(error).__name__
         raise ValueError(
             f"--resume {path}: {file} is damaged ({reason[:200].rstrip('.')}); resume from another checkpoint"
         ) from error
 
 
-def check_same(
-    stored: Mapping[str, Any], current: Mapping[str, Any], path: Path, growing: Collection[str] = ()
-) -> None:
-    """Refuse to go on with other options than the checkpoint's; those in `growing` may be larger.
+def check_same(stored: Mapping[str, Any], current: Mapping[str, Any], path: Path) -> None:
+    """Refuse to go on with other options than the checkpoint's; there may be more steps.
 
     Raises:
         ValueError: Naming every option that differs, with both values.
     """
     # Not an option of its own: fewer processes do the same with more accumulation.
     called = {"rows_per_step": "rows per step (processes times --gradient-accumulation)"}
-    differences = [
-        f"{called.get(name) or '--' + name.replace('_', '-')} was {stored.get(name)!r} and is now {current.get(name)!r}"
-        for name in sorted({*stored, *current})
-        if stored.get(name) != current.get(name)
-        and not (name in growing and _is_more(current.get(name), stored.get(name)))
-    ]
+    differences = []
+    for name in sorted({*stored, *current}):
+        before, now = stored.get(name), current.get(name)
+        longer = name == "steps" and isinstance(before, int) and now > before  # type: ignore[operator]
+        if before != now and not longer:
+            differences.append(f"{called.get(name) or '--' + name.replace('_', '-')} was {before!r} and is now {now!r}")
     if differences:
         raise ValueError(
             f"--resume {path}: {'; '.join(differences)}; use the options of that run, or start a new one "
             "(--init-from takes the heads alone)"
         )
-
-
-def _is_more(now: Any, before: Any) -> bool:
-    return isinstance(now, int) and isinstance(before, int) and now > before
 
 
 def _step(path: Path) -> int:

@@ -7,6 +7,7 @@ accelerate launch --num_processes 2 -m locret.train.command --config ...
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from locret.base.files import locked
 from locret.cli.command import print_json, run
 from locret.data.training.sources import find_local
-from locret.distributed.ranks import joined
-from locret.train import launch, run_folder, training_options
+from locret.distributed.ranks import check_launcher, joined
+from locret.train import run_folder, training_options
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -24,7 +25,21 @@ if TYPE_CHECKING:
     from locret.distributed.ranks import Ranks
     from locret.train.training_run import TrainingRun
 
+_RANKS = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 _GO_ON = "--resume goes on from the last checkpoint, if there is one"
+
+
+def _check_launcher() -> None:
+    """Refuse a launcher that starts one process where several were asked for; the options say everything else."""
+    check_launcher()
+    # accelerate starts several CPU processes through MPI only; without, one runs, and the addresses are left over.
+    launched = "ACCELERATE_MIXED_PRECISION" in os.environ and os.environ.get("MASTER_PORT")
+    if launched and not any(os.environ.get(name) for name in (*_RANKS, "WORLD_SIZE", "LOCAL_RANK")):
+        raise ValueError(
+            f"MASTER_PORT={os.environ['MASTER_PORT']} says that several processes were asked for, but only one was "
+            "started: accelerate launch needs MPI to start more on CPUs; use torchrun --nproc-per-node N -m "
+            "locret.train.command, or --num_processes 1"
+        )
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -34,19 +49,20 @@ def command(argv: Sequence[str] | None = None) -> int:
         ValueError: For what the user must change.
         OSError: If a file cannot be read or written.
     """
-    level = logging.WARNING if launch.is_main_process() else logging.ERROR
+    main = next((os.environ[name] for name in _RANKS if os.environ.get(name)), "0") == "0"
+    level = logging.WARNING if main else logging.ERROR
     logging.basicConfig(format="%(levelname)s: %(message)s", level=level, stream=sys.stderr)
     options, chosen = training_options.parse(argv)
     backbone, data, _, optimizer, _, run = options
     # What can be refused at once is, before torch is imported or the Hub is asked.
-    launch.check(optimizer.gradient_accumulation)
+    _check_launcher()
     with ExitStack() as held:
         ranks = held.enter_context(joined("locret-train", way_out=_GO_ON))
         with ranks.together():
             folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
             rows = find_local(data.dataset, data_dir=data.data_dir)
             local = backbone.local_folder() is not None and rows is not None
-            if launch.is_main_process() and not run.dry_run:
+            if main and not run.dry_run:
                 held.enter_context(locked(folder, f"--output {run.output}"))
         given = training_options.plain(options)
         with ranks.together():

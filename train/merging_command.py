@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret.base.fields import Range, check_ranges
 from locret.cli.command import parse_options, print_json, run
 from locret.loading.options import BackboneSource
 from locret.policy.policy import NO_MERGER, RetentionPolicy
@@ -55,21 +56,17 @@ class KernelOptions:
     """Print one JSON object at the end."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "lr", "max_prompt_tokens", "log_every", "kernel_size"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is too small; it must be above 0")
+        check_ranges(self, dict.fromkeys(("steps", "max_prompt_tokens", "log_every", "kernel_size"), Range(1)))
         if self.kernel_size % 2 == 0:
             raise ValueError(f"--kernel-size {self.kernel_size} is not odd; use such as 21")
         if type(self.policy) is not RetentionPolicy:
             object.__setattr__(self, "policy", resolve(vars(self.policy), {}))
         policy = self.policy
-        if policy.positions != "compact" or policy.merge != NO_MERGER or policy.when != "chunk":
+        plain = policy.positions == "compact" and policy.merge == NO_MERGER and policy.when == "chunk"
+        if not plain or policy.has_host or not policy.exact_bits:
             raise ValueError(
-                '--policy must evict chunk by chunk with positions="compact" and no merge of its own; the kernels merge'
-            )
-        if policy.has_host or not policy.exact_bits:
-            raise ValueError(
-                "--policy has host_budget, key_bits or value_bits, which do not go with merging; drop them"
+                '--policy must evict chunk by chunk with positions="compact", without host_budget, bits and merge: the '
+                "kernels merge"
             )
         slots = max(1, policy.budget // 8) if self.slots is None else self.slots
         if not 1 <= slots <= policy.budget - policy.stabilizers:

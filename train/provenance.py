@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from locret import backbone_names, shipped
+from locret.data.training.sources import ALIASES
 from locret.train.training_options import BackboneOptions, DataOptions, LossOptions, OptimizerOptions
 
 
@@ -34,19 +35,9 @@ def training_notes(
     earlier: dict[str, Any] | None = None,
     **facts: Any,
 ) -> dict[str, Any]:
-    """Return a summary of the run.
-
-    Args:
-        backbone, data, loss, optimizer: The run's options.
-        earlier: The summary that the heads of `init_from` came with, if they did.
-        facts: What options do not say, such as rows read and final losses.
-    """
-    from locret.data.training.sources import ALIASES
-
+    """Return a summary of the run: its options, `earlier` ones of the heads it went on from, and other `facts`."""
     published = {name.lower(): entry for name, entry in ALIASES.items()}.get(data.dataset.lower())
     pinned = published.revision if published and not data.data_dir else None
-    clip = "none" if optimizer.clip == "none" else f"by {optimizer.clip}, {optimizer.clip_limit}"
-    objective = loss.objective if loss.objective == "regression" else f"ranking, temperature {loss.temperature}"
     o = optimizer
     return {
         "dataset": published.repo if published else _public(data.dataset),
@@ -59,8 +50,8 @@ def training_notes(
         "steps": o.steps,
         "optimizer": f"AdamW, lr {o.lr}, betas {list(o.betas)}, weight decay {o.weight_decay}",
         "schedule": f"linear warm-up over {o.warmup} steps, linear decay to 0 at {o.steps}",
-        "clip": clip,
-        "objective": objective,
+        "clip": "none" if o.clip == "none" else f"by {o.clip}, {o.clip_limit}",
+        "objective": f"ranking, temperature {loss.temperature}" if loss.objective == "ranking" else loss.objective,
         "alpha": loss.alpha,
         "seed": o.seed,
         **facts,

@@ -117,12 +117,8 @@ def recorded(arguments: Sequence[str], option_classes: Sequence[type]) -> Iterat
 def read_record(folder: Path, known: set[str]) -> dict[str, Any]:
     """Return what `run.json` holds, with the options under `config` and the names of those chosen under `chosen`.
 
-    Args:
-        folder: The run's.
-        known: The options there are.
-
     Raises:
-        ValueError: If it is damaged, or of a version with other options.
+        ValueError: If it is damaged, or of a version with other options than those `known`.
         OSError: If it cannot be read.
     """
     way_out = f"give all options of that run with --output {folder} --resume auto"
@@ -131,7 +127,8 @@ def read_record(folder: Path, known: set[str]) -> dict[str, Any]:
     except OSError as error:
         raise OSError(f"--resume {folder}: {RECORD} cannot be read ({error.strerror}); check its permissions") from None
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"--resume {folder}: {RECORD} is damaged ({_first_line(error)}); {way_out}") from None
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"--resume {folder}: {RECORD} is damaged ({reason}); {way_out}") from None
     config = record.get("config") if isinstance(record, Mapping) else None
     chosen = record.get("chosen", []) if isinstance(record, Mapping) else []
     if not isinstance(config, Mapping) or not isinstance(chosen, list) or not all(isinstance(n, str) for n in chosen):
@@ -146,10 +143,6 @@ def read_record(folder: Path, known: set[str]) -> dict[str, Any]:
     dropped = ONCE if launched()[1] > 1 else (*ONCE, *SPREAD)
     options = {"eval_rows": 0, **{name: value for name, value in config.items() if name not in dropped}}
     return {"config": options, "chosen": chosen}
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _name(argument: str) -> str | None:

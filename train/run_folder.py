@@ -26,13 +26,7 @@ _PACKAGES = ("accelerate", "datasets", "peft", "safetensors")
 
 
 def check(output: str, *, resume: str | None, overwrite: bool, needed_bytes: int = 0) -> Path:
-    """Return the folder, after making sure that a run may go there; writes nothing.
-
-    Args:
-        output: The folder, as typed.
-        resume: What is to be continued, as `--resume` says; None for nothing.
-        overwrite: Whether an earlier run there is to be deleted.
-        needed_bytes: What the run will write.
+    """Return the folder, after making sure that a run may go there and that the disk has room; writes nothing.
 
     Raises:
         ValueError: If it is a file, or holds something that this run would disturb.
@@ -57,8 +51,10 @@ def check(output: str, *, resume: str | None, overwrite: bool, needed_bytes: int
             f"--output {output} holds no run that --resume could go on with; name the folder of one, or leave out "
             "--resume (--resume auto does whichever is possible)"
         )
-    if content and resume not in (None, NEWEST, AUTO) and not _is_or_holds(folder, Path(os.path.expanduser(resume))):
-        raise ValueError(f"--output {output} holds another run than --resume {resume}; choose another folder")
+    if content and resume not in (None, NEWEST, AUTO):
+        begun = Path(os.path.expanduser(resume)).resolve()
+        if folder.resolve() not in (begun, begun.parent):
+            raise ValueError(f"--output {output} holds another run than --resume {resume}; choose another folder")
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
         raise PermissionError(
@@ -71,10 +67,6 @@ def check(output: str, *, resume: str | None, overwrite: bool, needed_bytes: int
             "free; make room or choose another folder"
         )
     return folder
-
-
-def _is_or_holds(folder: Path, other: Path) -> bool:
-    return folder.resolve() in (other.resolve(), other.resolve().parent)
 
 
 def prepare(folder: Path, record: Mapping[str, Any], *, overwrite: bool) -> None:

@@ -154,21 +154,15 @@ def records_until(file: Path, step: int) -> list[str]:
         ValueError: If a line is not a record.
         OSError: If it cannot be read.
     """
-    if not step or not file.exists():
-        return []
+    lines = file.read_bytes().splitlines(keepends=True) if step and file.exists() else []
     kept = []
-    for number, line in enumerate(file.read_bytes().splitlines(keepends=True), start=1):
-        if not line.endswith(b"\n"):
-            continue
+    for number, line in enumerate(lines, start=1):
         try:
-            logged = json.loads(line)["step"]
-            if isinstance(logged, bool) or not isinstance(logged, int):
-                raise TypeError(f"its step is {logged!r}")
+            if line.endswith(b"\n") and int(json.loads(line)["step"]) <= step:
+                kept.append(line.decode("utf-8"))
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            reason = f"no {error}" if isinstance(error, KeyError) else str(error).splitlines()[0]
+            reason = str(error).splitlines()[0]
             raise ValueError(
                 f"--resume: {file} line {number} is not a record of a training log ({reason}); mend or delete the file"
             ) from None
-        if logged <= step:
-            kept.append(line.decode("utf-8"))
     return kept

@@ -13,6 +13,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -71,56 +72,44 @@ def noted_signals() -> Iterator[list[int]]:
         restore()
 
 
+@dataclass(eq=False)
 class Trainer:
-    """Trains heads on a frozen backbone.
+    """Trains heads on a frozen backbone."""
 
-    Args:
-        model: The backbone, frozen, in evaluation mode, on the accelerator's device.
-        heads: The heads, on the same device.
-        stream: This process's rows.
-        held_out: Rows to evaluate on, the same on every process; they are shared out.
-        accelerator: Made with the mixed precision and gradient accumulation that the options say.
-        loss: Labels and loss.
-        optimizer: Optimizer and schedule.
-        run: How often to save and to log.
-        max_prompt_tokens: First prompt tokens to train on.
-        eval_every: Steps between two evaluations.
-        folder: Output folder, which exists.
-        config: The options that must not change when the run is resumed; stored with every checkpoint.
-        probe: What to measure besides the held-out rows, where one process trains.
-    """
+    model: nn.Module
+    """The backbone, frozen, in evaluation mode, on the accelerator's device."""
+    heads: RetainingHeads
+    """On the same device."""
+    stream: TrainingStream
+    """This process's rows."""
+    accelerator: Accelerator
+    """Made with the mixed precision and gradient accumulation that the options say."""
+    _: KW_ONLY
+    held_out: Sequence[TrainingExample]
+    """Rows to evaluate on, the same on every process; they are shared out."""
+    loss: LossOptions
+    options: OptimizerOptions
+    run: RunOptions
+    max_prompt_tokens: int
+    eval_every: int
+    folder: Path
+    """Output folder, which exists."""
+    config: Mapping[str, Any]
+    """The options that must not change when the run is resumed; stored with every checkpoint."""
+    probe: Probe | None = None
+    """What to measure besides the held-out rows, where one process trains."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        heads: RetainingHeads,
-        stream: TrainingStream,
-        accelerator: Accelerator,
-        *,
-        held_out: Sequence[TrainingExample],
-        loss: LossOptions,
-        optimizer: OptimizerOptions,
-        run: RunOptions,
-        max_prompt_tokens: int,
-        eval_every: int,
-        folder: Path,
-        config: Mapping[str, Any],
-        probe: Probe | None = None,
-    ) -> None:
-        self.model, self.heads, self.stream, self.accelerator = model, heads, stream, accelerator
-        self._ranks = Ranks(accelerator.process_index, accelerator.num_processes)
-        self.held_out, self.eval_every = held_out, eval_every
-        self.probe = probe if accelerator.num_processes == 1 else None
-        self.loss, self.optimizer_options, self.run = loss, optimizer, run
-        self.max_prompt_tokens, self.folder, self.config = max_prompt_tokens, folder, dict(config)
+    def __post_init__(self) -> None:
+        self._ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        self.probe = self.probe if self.accelerator.num_processes == 1 else None
         self.step = self.rows = self.tokens = 0
         self.learning_rate = 0.0
         self.last_record: dict[str, Any] = {}
         self.before: list[float] = []
         """Overlap of each held-out row before the first step; without such rows, that of the first step."""
-        adamw, self.scheduler = head_optimizer(heads, optimizer)
-        self.optimizer = accelerator.prepare(adamw)
-        self.window = Window(accelerator.device)
+        adamw, self.scheduler = head_optimizer(self.heads, self.options)
+        self.optimizer = self.accelerator.prepare(adamw)
+        self.window = Window(self.accelerator.device)
 
     def resume(self, path: Path, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint.
@@ -144,16 +133,10 @@ class Trainer:
             checkpointing.restore_random_state(state["random"])
             self.step, self.rows, self.tokens = (int(state[name]) for name in ("step", "rows", "tokens"))
             self.last_record, self.before = dict(state["record"]), [float(value) for value in state["before"]]
-        self._follow_schedule()
-
-    def _follow_schedule(self) -> None:
-        """Set the learning rate of the step to come: with more steps than before, the schedule is another one."""
-        rates = [
-            base * at(self.step) for base, at in zip(self.scheduler.base_lrs, self.scheduler.lr_lambdas, strict=True)
-        ]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.scheduler.last_epoch, self.scheduler._last_lr = self.step, rates
+        # The learning rate of the step to come: with more steps than before, the schedule is another one.
+        (base,), (at,) = self.scheduler.base_lrs, self.scheduler.lr_lambdas
+        self.optimizer.param_groups[0]["lr"] = rate = base * at(self.step)
+        self.scheduler.last_epoch, self.scheduler._last_lr = self.step, [rate]
 
     def train(self) -> tuple[int, dict[str, Any]]:
         """Train to the last step, or until SIGINT or SIGTERM.
@@ -165,8 +148,11 @@ class Trainer:
             ValueError: If the loss is no longer a number.
             OSError: If a checkpoint cannot be written.
         """
-        steps, layers = self.optimizer_options.steps, self.heads.layers
-        with noted_signals() as received, RunLog(self.folder, self.step, steps, layers, self.accelerator) as log:
+        steps = self.options.steps
+        with (
+            noted_signals() as received,
+            RunLog(self.folder, self.step, steps, self.heads.layers, self.accelerator) as log,
+        ):
             if not self.step and self.held_out:
                 before = self._evaluate()
                 self.before = before["eval_overlap_per_row"]
@@ -193,7 +179,7 @@ class Trainer:
 
     def _optimizer_step(self) -> None:
         # A step that the loss scaler skips (float16) counts as a step all the same, so that a run ends.
-        for _ in range(self.optimizer_options.gradient_accumulation):
+        for _ in range(self.options.gradient_accumulation):
             with self.accelerator.accumulate(self.heads):
                 self._row()
                 if self.accelerator.sync_gradients:
@@ -256,13 +242,13 @@ class Trainer:
                 parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
         self.accelerator.unscale_gradients()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm, limit = nn.utils.get_total_norm(gradients), self.optimizer_options.clip_limit
+        norm, limit = nn.utils.get_total_norm(gradients), self.options.clip_limit
         clipped = torch.zeros_like(norm)
-        if self.optimizer_options.clip == "value":
+        if self.options.clip == "value":
             beyond = torch.stack([(gradient.abs() > limit).sum() for gradient in gradients]).sum()
             clipped = beyond / sum(gradient.numel() for gradient in gradients)
             nn.utils.clip_grad_value_(parameters, limit)
-        elif self.optimizer_options.clip == "norm":
+        elif self.options.clip == "norm":
             clipped = (norm > limit).to(norm.dtype)
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         self.window.add_step(norm, clipped)
@@ -312,12 +298,11 @@ class Trainer:
         return record
 
     def _save(self) -> None:
-        heads = self.heads
         with self._ranks.together():
             if self._ranks.is_main:
                 scaler = self.accelerator.scaler
                 state = {
-                    "config": self.config,
+                    "config": dict(self.config),
                     "optimizer": self.optimizer.state_dict(),
                     "scheduler": self.scheduler.state_dict(),
                     "scaler": None if scaler is None else scaler.state_dict(),
@@ -330,7 +315,7 @@ class Trainer:
                 checkpointing.save(
                     self.folder,
                     self.step,
-                    lambda folder: checkpoint.write(folder, heads.config, heads.state_dict()),
+                    lambda folder: checkpoint.write(folder, self.heads.config, self.heads.state_dict()),
                     state,
                     self.run.keep_checkpoints,
                 )

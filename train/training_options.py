@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -10,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from locret.base.fields import check_license, checked
+from locret.base.fields import Range, check_license, check_ranges, checked
 from locret.base.nearest import check_retired, nearest
 from locret.cli.command import parse_options
 from locret.labels import kinds
@@ -21,8 +20,6 @@ from locret.train import resumed
 
 PAPER_STEPS, PAPER_WARMUP = 3000, 2000
 TRACKERS = ("tensorboard", "wandb", "none")
-_LARGEST = 2**63 - 1
-"""PyTorch holds numbers in eight bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +49,6 @@ class BackboneOptions(BackboneSource):
         _check_positive(self, "hidden_dim")
         if self.shard == "tp":
             check_retired("locret-train", "--shard tp")
-        if self.neighbours:
-            _check_neighbours(self.neighbours)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,10 +109,7 @@ class Loss:
     def __post_init__(self) -> None:
         for name in ("include_last_prompt_token", "temperature", "alpha"):
             checked(Loss, name, getattr(self, name))
-        if self.alpha < 0:
-            raise ValueError(f"alpha={self.alpha} is negative; use 0 to leave out the smoothness term")
-        if self.objective not in OBJECTIVES:
-            raise ValueError(f'objective="{self.objective}" is unknown; choose one of {", ".join(OBJECTIVES)}')
+        check_ranges(self, {"alpha": Range(0), "objective": OBJECTIVES})
         if self.temperature <= 0:
             raise ValueError(f"temperature={self.temperature} is not above 0; use 1 for the labels as they are")
 
@@ -139,7 +131,7 @@ class LossOptions(Loss):
     of all answers, each question asked by itself of the document, which is read once (each)."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "temperature")
+        super().__post_init__()
         kinds.get(self.label_kind)
         if self.answers != "last" and self.label_source == "reconstruction":
             raise ValueError(
@@ -147,8 +139,6 @@ class LossOptions(Loss):
             )
         if self.temperature != 1 and self.objective != "ranking":
             raise ValueError(f"--temperature {self.temperature} changes nothing here; add --objective ranking")
-        if self.alpha < 0:
-            raise ValueError(f"--alpha {self.alpha} is negative; use 0 to leave out the smoothness term")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,11 +171,7 @@ class OptimizerOptions:
 
     def __post_init__(self) -> None:
         _check_positive(self, "steps", "lr", "clip_limit", "gradient_accumulation", "eps")
-        if abs(self.seed) > _LARGEST:
-            raise ValueError(f"--seed {self.seed} is out of range; use a number such as 0")
-        for name in ("warmup_steps", "weight_decay"):
-            if (getattr(self, name) or 0) < 0:
-                raise ValueError(f"{_flag(name)} {getattr(self, name)} is negative; it must be 0 or more")
+        check_ranges(self, {"warmup_steps": Range(0), "weight_decay": Range(0)})
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(
                 f"--warmup-steps {self.warmup_steps} is not below --steps {self.steps}, so the learning rate would "
@@ -207,15 +193,14 @@ class ValidationOptions:
     """Rows that are never trained on, to see whether the heads learn anything."""
 
     eval_rows: int | None = None
-    """Rows to hold out: the last ones of the seeded order, or the first ones of streamed rows; 0 for none. If none is
-    given, 8 where the steps do not reach them, so that nothing is lost for training."""
+    """Rows to hold out: the last ones of the seeded order; 0 for none. If none is given, 8 where the steps do not reach
+    them, so that nothing is lost for training."""
     eval_every: int | None = None
     """Steps between two evaluations; there is one before the first step and one after the last in any case. If none is
     given, as many as cost about a tenth of the training."""
 
     def __post_init__(self) -> None:
-        if self.eval_rows is not None and self.eval_rows < 0:
-            raise ValueError(f"--eval-rows {self.eval_rows} is negative; use 0 to hold out none")
+        check_ranges(self, {"eval_rows": Range(0)})
         _check_positive(self, "eval_every")
         if self.eval_rows == 0 and self.eval_every is not None:
             raise ValueError(f"--eval-every {self.eval_every} changes nothing with --eval-rows 0; drop one of them")
@@ -276,16 +261,18 @@ class RunOptions:
             ValueError: For one that is unknown or not installed.
         """
         given = self.report_to.split(",") if isinstance(self.report_to, str) else self.report_to
-        names = [name.strip() for name in given]
+        names = list(dict.fromkeys(name.strip() for name in given))
         for name in names:
             if name not in TRACKERS:
-                near = nearest(name, TRACKERS) or TRACKERS
-                raise ValueError(f"--report-to {name} is unknown; choose {' or '.join(near)}")
+                raise ValueError(
+                    f"--report-to {name} is unknown; choose {', '.join(nearest(name, TRACKERS) or TRACKERS)}"
+                )
         if "none" in names and len(names) > 1:
             raise ValueError(f"--report-to {','.join(names)} contradicts itself; drop none or the others")
-        if "wandb" in names and not _is_installed("wandb"):
+        # A folder of that name, such as wandb makes, is a package without a file.
+        if "wandb" in names and getattr(find_spec("wandb"), "origin", None) is None:
             raise ValueError("--report-to wandb needs a package that is not installed; pip install wandb, or drop it")
-        return [] if names == ["none"] else list(dict.fromkeys(names))
+        return [name for name in names if name != "none"]
 
 
 OPTION_CLASSES = (BackboneOptions, DataOptions, LossOptions, OptimizerOptions, ValidationOptions, RunOptions)
@@ -306,23 +293,9 @@ def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
         OSError: If the options of the run cannot be read.
     """
     arguments = resumed.with_bare_resume(list(sys.argv[1:] if argv is None else argv))
+    title = "Fit retaining heads on a frozen backbone."
     with resumed.recorded(arguments, OPTION_CLASSES) as (recipe, record):
-        try:
-            options, chosen = parse_options(
-                "locret-train", "Fit retaining heads on a frozen backbone.", OPTION_CLASSES, [*recipe, *arguments]
-            )
-        except ValueError as error:
-            found = re.match(r"--warmup-steps (\d+) is not below --steps (\d+)", str(error))
-            if (
-                not found
-                or not record
-                or any(one.startswith(("--warmup-steps", "--warmup_steps")) for one in arguments)
-            ):
-                raise
-            raise ValueError(
-                f"--steps {found[2]} is not above the {found[1]} steps of warm-up of the run that --resume goes on "
-                "with, so the learning rate would never reach --lr; give more steps"
-            ) from None
+        options, chosen = parse_options("locret-train", title, OPTION_CLASSES, [*recipe, *arguments])
     backbone, data, run = options[0], options[1], options[-1]
     if run.resume == resumed.NEWEST and run.output is None and not data.dataset.strip():
         raise ValueError("--resume does not say which run; give its folder, such as --resume runs/heads")
@@ -350,29 +323,8 @@ def default_output(model: str, dataset: str) -> str:
     return str(Path("checkpoints") / f"{Path(model).absolute().name}-{named or 'data'}-heads")
 
 
-def _is_installed(package: str) -> bool:
-    spec = find_spec(package)  # a folder of that name, such as wandb makes, is a package without a file
-    return spec is not None and spec.origin is not None
-
-
-def _check_neighbours(neighbours: int) -> None:
-    from locret.heads.config import MOST_NEIGHBOURS  # imports torch, which takes seconds
-
-    if not 0 <= neighbours <= MOST_NEIGHBOURS:
-        raise ValueError(
-            f"--neighbours {neighbours} is out of range; give 0 for heads that look at one token, or up to "
-            f"{MOST_NEIGHBOURS}"
-        )
-
-
 def _check_positive(options: object, *names: str) -> None:
     for name in names:
         value = getattr(options, name)
         if value is not None and value <= 0:
-            raise ValueError(f"{_flag(name)} {value} is too small; it must be more than 0")
-        if isinstance(value, int) and value > _LARGEST:
-            raise ValueError(f"{_flag(name)} {value} is too large; it must be below 2^63")
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+            raise ValueError(f"--{name.replace('_', '-')} {value} is too small; it must be more than 0")

@@ -31,9 +31,7 @@ from locret.labels import kinds
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.loading.options import WeightOptions
 from locret.loading.weights import device_map_of, label_of, main_device, plan_weights
-from locret.policy.growth import check_share_count
-from locret.scorers.retaining_heads import recommended_shares
-from locret.train import checkpointing, launch, resumed, run_folder
+from locret.train import checkpointing, resumed, run_folder
 from locret.train.head_shares import head_shares, measurable
 from locret.train.plan import backbone_parameters, check_fits, checkpoint_bytes, memory_plan
 from locret.train.probe import Probe, verdict
@@ -107,7 +105,6 @@ class TrainingRun:
         self.precision = self.backbone.mixed_precision
         if self.precision == "auto":
             self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
-        launch.check_precision(self.precision)
         kind = self.loss.label_kind
         if kinds.get(kind).terms is not None and any(shape.latent for shape in self.shape.full_shapes):
             raise ValueError(
@@ -116,26 +113,9 @@ class TrainingRun:
             )
         if self.backbone.init_from is None:
             self._take_shape(self.backbone.hidden_dim or usual_width(self.config), self.backbone.neighbours)
-            self._check_shares(None)
         else:
             self._take_initial_heads(self.backbone.init_from)
         check_fits(self.plan(), self.device)
-
-    def _check_shares(self, recommended: tuple[float, ...] | None) -> None:
-        """Refuse a policy whose layers have no shares, neither its own nor those of the heads to begin with."""
-        policy = self.run.policy
-        if "policy" not in self.chosen or policy.layer_budgets != "shares":
-            return
-        shares = policy.layer_shares or recommended
-        if shares is None:
-            raise ValueError(
-                "--policy.layer-budgets shares needs a share of each layer; give --policy.layer-shares, or use "
-                "--policy.head-budgets shares, whose shares are measured"
-            )
-        check_share_count(shares, len(self.shape.layers))
-        if policy.layer_shares is None:
-            self.run = replace(self.run, policy=replace(policy, layer_shares=shares))
-            self.options["policy"] = self.run.policy.to_dict()
 
     def _take_initial_heads(self, name: str) -> None:
         heads = RetainingHeads.from_pretrained(name)
@@ -153,7 +133,6 @@ class TrainingRun:
                     "leave it out"
                 )
         self._take_shape(heads.config.hidden_dim, heads.config.neighbours)
-        self._check_shares(recommended_shares(heads.config))
 
     def _take_shape(self, hidden_dim: int, neighbours: int) -> None:
         self.backbone = replace(self.backbone, hidden_dim=hidden_dim, neighbours=neighbours)
@@ -285,7 +264,7 @@ class TrainingRun:
             accelerator,
             held_out=self.held_out,
             loss=self.loss,
-            optimizer=self.optimizer,
+            options=self.optimizer,
             run=self.run,
             max_prompt_tokens=self.data.max_prompt_tokens,
             eval_every=self.eval_every,
@@ -321,7 +300,7 @@ class TrainingRun:
         state = checkpointing.read(checkpoint)
         with checkpointing.intact(checkpoint):
             stored = {"eval_rows": 0, "neighbours": 0, **resumed.without_retired(state["config"])}
-        checkpointing.check_same(stored, fixed, checkpoint, growing=("steps",))
+        checkpointing.check_same(stored, fixed, checkpoint)
         records_until(self.folder / run_folder.LOG, state["step"])
         return checkpoint, state
 

@@ -20,8 +20,7 @@ from locret._version import __version__
 from locret.backbone.adapters import describe_whole, hidden_size, unwrap
 from locret.backbone.chunk import PROJECTIONS
 from locret.backbone.shape import Backbone, LayerShape
-from locret.base.fields import check_fields, checked, checked_values, shown
-from locret.base.nearest import nearest
+from locret.base.fields import check_fields, checked_values, shown
 from locret.heads import gates
 from locret.heads.gates import Gate
 from locret.heads.head import RetainingHead
@@ -295,26 +294,12 @@ class HeadsConfig:
                 f"{where} has format_version {shown(values['format_version'])}, this toolkit ({__version__}) reads "
                 f"{FORMAT_VERSION}; use the toolkit version that wrote it ({shown(values.get('toolkit_version'))})"
             )
-        known = {f.name: f for f in fields(cls)}
-        for key in values:
-            if key not in known:
-                near = nearest(key, known)
-                raise ValueError(
-                    f"{where} has an unknown key {shown(key)}" + (f"; did you mean '{near[0]}'?" if near else "")
-                )
-        missing = [name for name, field in known.items() if field.default is MISSING and name not in values]
+        known = checked_values(cls, values, where)
+        missing = [one.name for one in fields(cls) if one.default is MISSING and one.name not in known]
         if missing:
             raise ValueError(f"{where} lacks {', '.join(missing)}; the file is incomplete, write the heads again")
-        for name, value in values.items():
-            try:
-                checked(cls, name, value)
-            except ValueError:
-                raise ValueError(
-                    f"{where} has {name}={shown(value)}, which is not of type {known[name].type} (numbers must be "
-                    "finite); write the heads again"
-                ) from None
         try:
-            return cls(**values)
+            return cls(**known)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 

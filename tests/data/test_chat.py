@@ -60,37 +60,28 @@ def test_prompt_and_answer_together_are_the_templates_own_tokens(template):
     assert prompt_ids + answer_ids == whole
 
 
-def test_the_answer_ends_with_the_end_of_turn():
-    assert texts(make_tokenizer(), ROW, "chat") == (
-        "<|im_start|>user\nWho was it?<|im_end|>\n<|im_start|>assistant\n",
-        "It was me.<|im_end|>\n",
-    )
+TURNS = Row((Message("user", "Hi."), Message("assistant", "Hello."), Message("user", "Who was it?")), "It was me.")
+ONE_SHOT = f"<s>{ORIGINAL_SYSTEM}\n### Human: Hi.\n### Assistant: Hello.\n### Human: Who was it?\n### Assistant:"
 
 
-def test_bos_is_not_doubled_when_the_template_writes_it():
-    prompt, answer = texts(make_tokenizer(LLAMA2), ROW, "chat")
-    assert prompt == "<s>[INST] Who was it? [/INST]"
-    assert answer == " It was me. </s>"
-
-
-def test_a_generation_prompt_that_the_full_text_lacks_keeps_prompt_and_answer_whole():
-    prompt, answer = texts(make_tokenizer(THINKING), ROW, "chat")
-    assert prompt.endswith("<|im_start|>assistant\n<think>\n")
-    assert answer == "It was me.</s>"
-
-
-def test_the_original_template_is_the_one_shot_format():
-    row = Row((Message("user", "Hi."), Message("assistant", "Hello."), Message("user", "Who was it?")), "It was me.")
-    assert texts(make_tokenizer(template=None), row, "original") == (
-        f"<s>{ORIGINAL_SYSTEM}\n### Human: Hi.\n### Assistant: Hello.\n### Human: Who was it?\n### Assistant:",
-        " It was me.\n### ",
-    )
-
-
-def test_no_template_concatenates_and_adds_bos_and_eos_once():
-    row = Row((Message("user", "the cat"),), " of the cats")
-    assert texts(make_tokenizer(template=None), row, "none") == ("<s>the cat", " of the cats</s>")
-    assert texts(make_tokenizer(template=None, bos=False), row, "none")[0] == "the cat"
+@pytest.mark.parametrize(
+    ("row", "template", "chat", "prompt", "answer"),
+    [
+        (ROW, "chat", LLAMA2, "<s>[INST] Who was it? [/INST]", " It was me. </s>"),  # bos is not doubled
+        # What the prompt ends with and the full text lacks: prompt and answer stay whole.
+        (
+            ROW,
+            "chat",
+            THINKING,
+            "<|im_start|>user\nWho was it?<|im_end|>\n<|im_start|>assistant\n<think>\n",
+            "It was me.</s>",
+        ),
+        (TURNS, "original", None, ONE_SHOT, " It was me.\n### "),
+        (Row((Message("user", "the cat"),), " of the cats"), "none", None, "<s>the cat", " of the cats</s>"),
+    ],
+)
+def test_an_answer_ends_with_the_end_of_its_turn(row, template, chat, prompt, answer):
+    assert texts(make_tokenizer(chat), row, template) == (prompt, answer)
 
 
 def test_a_token_across_the_boundary_is_split_not_lost():
@@ -137,12 +128,11 @@ def test_a_template_without_a_system_role_says_so_and_the_message_opens_the_user
     assert before + "A text." + after == whole
 
 
-def test_a_template_with_a_mistake_in_it_is_refused():
-    with pytest.raises(ValueError, match=r"refuses turns of user \(can only concatenate str"):
-        Transcript(make_tokenizer("{{ messages[0].content + 5 }}"), "chat").around(None)
-
-
-def test_a_template_that_repeats_the_users_text_cannot_be_streamed():
+def test_templates_that_cannot_be_used_are_refused():
     twice = "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match="writes the user.s text twice or not at all"):
-        Transcript(make_tokenizer(twice), "chat").around(None)
+    for template, said in [
+        ("{{ messages[0].content + 5 }}", r"refuses turns of user \(can only concatenate str"),
+        (twice, "writes the user's text 2 times, so a document cannot be streamed"),
+    ]:
+        with pytest.raises(ValueError, match=said):
+            Transcript(make_tokenizer(template), "chat").around(None)

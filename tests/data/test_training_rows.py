@@ -140,13 +140,6 @@ def test_local_data_of_every_kind_give_their_rows(tmp_path: Path, name: str) -> 
     assert list(load_rows(str(path))) == ROWS
 
 
-def test_a_column_that_is_null_for_megabytes_may_hold_text_later(tmp_path: Path) -> None:
-    long_rows = [{"instruction": "x" * 100_000, "output": "y", "input": None} for _ in range(110)]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, [*long_rows, {"instruction": "a", "output": "b", "input": "c"}])))
-    assert [load_rows(str(path))[row]["input"] for row in (0, -1)] == [None, "c"]
-
-
 REFUSED = [
     ("LongAlpca", {}, r"no data set of that name; did you mean LongAlpaca or LongAlpaca-16k or LongAlign"),
     (
@@ -239,21 +232,10 @@ def test_a_text_that_is_its_own_answer_is_one_text_and_a_system_message_stays() 
     )
 
 
-def test_unknown_columns_list_what_was_found_and_what_is_accepted() -> None:
-    with pytest.raises(
-        ValueError, match="--dataset rows.json: columns 'body', 'label' fit no known schema; rename them"
-    ) as e:
-        detect_schema(["body", "label"], "rows.json")
-    assert all(
-        one in str(e.value) for one in ("messages (list", "document, question", "instruction, output", "text, for")
-    )
-
-
 @pytest.mark.parametrize(
     ("record", "reason", "sentence"),
     [
         ({"instruction": "Who?", "output": None}, "no answer", "has no answer (LongAlpaca schema, instruction, output"),
-        ({"instruction": "Who?", "input": "x"} | {"output": " \n"}, "no answer", "has no answer (LongAlpaca schema"),
         ({"messages": [{"role": "user", "content": "Who?"}]}, "no answer", "has no answer (messages schema"),
         ({"text": "Who?"}, "no answer", "has no answer (text schema, text, for --label-source reconstruction)"),
         ({"document": " ", "question": "Who?", "answer": "Me."}, "empty context", "has an empty field 'document'"),

@@ -153,10 +153,3 @@ def test_text_of_a_table_that_is_not_utf8_is_a_bad_row(tmp_path: Path, monkeypat
 def test_settings_that_cannot_work_are_refused_at_once(setting: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         stream_of(**setting)
-
-
-def test_the_text_comes_first_then_the_request_then_the_text_again() -> None:
-    example = next(stream_of([{"text": "The door is red."}], reconstruct=True))
-    prompt, answer = (TOKENIZER.decode(ids[0]) for ids in (example.prompt_ids, example.answer_ids))
-    assert prompt == "<bos> <user> The door is red.\n\nRepeat the text above. <eos> <assistant>"
-    assert answer == "The door is red. <eos>"

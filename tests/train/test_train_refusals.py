@@ -11,29 +11,20 @@ from typing import Any
 import pytest
 from training_cases import refused, train, train_arguments, write_backbone
 
-from locret import RetainingHeads
 from locret.base.files import locked, visible
 
 OPTIONS = [
-    (["--alpha=-1"], "--alpha -1.0 is negative; use 0 to leave out the smoothness term"),
+    (["--alpha=-1"], "alpha=-1.0 is too small; it must be 0 or more"),
     (["--temperature=2"], "--temperature 2.0 changes nothing here; add --objective ranking"),
     (["--label-floor=0"], 'option "--label-floor" was retired; release 0.1.0'),
     (["--streaming"], 'option "--streaming" was retired; release 0.1.0'),
     (["--steps=0"], "--steps 0 is too small; it must be more than 0"),
     (["--steps=" + "9" * 30], "is not a whole number of 64 bits"),
-    (["--warmup-steps=-1"], "--warmup-steps -1 is negative; it must be 0 or more"),
+    (["--warmup-steps=-1"], "warmup_steps=-1 is too small; it must be 0 or more"),
     (["--warmup-steps=6"], "--warmup-steps 6 is not below --steps 6, so the learning rate would never reach"),
     (["--betas=[0.9,1.5]"], "--betas [0.9, 1.5]: a decay rate is outside 0 to 1; use such as [0.9, 0.95]"),
     (["--hidden-dim=100000000000"], "--hidden-dim makes heads of"),
     (["--policy.budget=0"], "budget=0 is too small; it must be 1 or more"),
-    (
-        ["--policy.budget=64", "--policy.layer_budgets=shares"],
-        "--policy.layer-budgets shares needs a share of each layer; give --policy.layer-shares, or use",
-    ),
-    (
-        ["--policy.budget=64", "--policy.layer_budgets=shares", "--policy.layer_shares=[1, 1, 1]"],
-        "layer_shares has 3 numbers for 2 layers with full attention; give one for each",
-    ),
     (["--eval-every=2"], "--eval-every 2 evaluates on held-out rows, and there are none; give --eval-rows 8"),
     (["--eval-rows=6"], "--eval-rows 6 leaves nothing to train on"),
     (["--eval-rows=0", "--eval-every=5"], "--eval-every 5 changes nothing with --eval-rows 0"),
@@ -68,11 +59,7 @@ def test_a_bad_option_is_one_sentence_and_leaves_nothing(
 
 
 SETTINGS = [
-    ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "3"}, "is not what --gradient-accumulation says (1); unset it, or"),
-    ({"ACCELERATE_MIXED_PRECISION": "bf16"}, "is not what --mixed-precision says (no); unset it, or launch with"),
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "heads are not trained with DeepSpeed"),
-    ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "has no effect here; launch without it"),
-    ({"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "has no effect here; unset it and use --clip and --clip-limit"),
+    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "launch without it, and add --shard zero3 to spread"),
     ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, "says that several processes were asked for, but"),
 ]
 
@@ -91,16 +78,6 @@ def test_a_setting_of_the_launcher_that_does_something_else_here_is_refused(
     code, message = refused(capsys, train_arguments(paths, tmp_path / "run"))
     assert (code, expected in message) == (2, True), message
     assert not (tmp_path / "run").exists()
-
-
-def test_settings_of_the_launcher_that_agree_are_fine(
-    paths: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agreeing = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2", "ACCELERATE_MIXED_PRECISION": "no"}
-    for name, value in {**agreeing, "ACCELERATE_DYNAMO_BACKEND": "NO", "ACCELERATE_USE_CPU": "True"}.items():
-        monkeypatch.setenv(name, value)
-    assert train(paths, tmp_path / "run", "--gradient-accumulation=2", "--steps=2") == 0
-    assert RetainingHeads.from_pretrained(tmp_path / "run").config.training["rows"] == 4  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
