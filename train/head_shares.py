@@ -36,13 +36,7 @@ def measurable(model: nn.Module, tokenizer: Any) -> bool:
 
 
 def head_shares(model: nn.Module, tokenizer: Any, template: str) -> tuple[float, ...]:
-    """Return the share of each KV head of each full-attention layer in a budget, layer by layer, 1 on average.
-
-    Args:
-        model: The backbone, whose context holds a passage, a request and the passage again.
-        tokenizer: A fast tokenizer that can write the passages.
-        template: How a text is put into a turn.
-    """
+    """Return the share of each KV head of each full-attention layer in a budget, layer by layer, 1 on average."""
     backbone = describe(unwrap(model))
     heads = [shape.num_kv_heads for shape in backbone.full_shapes]
     counts = torch.zeros(len(heads), max(heads))
@@ -54,11 +48,7 @@ def head_shares(model: nn.Module, tokenizer: Any, template: str) -> tuple[float,
 
 
 def counted(labels_LKT: Tensor) -> Tensor:
-    """Return (L, K) shares, 1 on average: how many of the units with the largest labels each head holds.
-
-    Args:
-        labels_LKT: Comparable among heads; rows of -inf for heads that a layer lacks.
-    """
+    """Return (L, K) shares, 1 on average: how many of the units with the largest labels each head holds."""
     there = labels_LKT[..., 0] > -torch.inf
     heads, tokens = int(there.sum()), labels_LKT.shape[-1]
     least = max(1, int(FLOOR * KEPT * tokens))

@@ -56,14 +56,6 @@ def merging_step(
 ) -> MergingResult:
     """Add the gradient of one text's loss to the kernels' gradients.
 
-    Args:
-        model: The frozen backbone, in evaluation mode.
-        heads: Say which units stay.
-        kernels: The kernels to train, on the backbone's device.
-        prompt_ids: (1, n) or (n,).
-        policy: How the text is read; compact positions, no `merge` of its own.
-        backward: Called once per layer and chunk with a share of the loss; the shares add up to the sum over them.
-
     Raises:
         ValueError: If the text is too short for an eviction that a later chunk looks at.
     """

@@ -26,12 +26,7 @@ _SINKS = 4
 
 
 class Probe:
-    """The passage and its questions, as one backbone's tokenizer writes them.
-
-    Args:
-        tokenizer: The backbone's.
-        piece: The passage.
-    """
+    """The passage and its questions, as one backbone's tokenizer writes them."""
 
     def __init__(self, tokenizer: Any, piece: real.Piece) -> None:
         self.tokenizer, self.piece, self._others = tokenizer, piece, dict[float, float]()
@@ -44,12 +39,7 @@ class Probe:
         return cls(tokenizer, real.pieces("sqlite_faq", tokenizer, _TOKENS)[0])
 
     def measure(self, model: nn.Module, heads: RetainingHeads) -> dict[str, float]:
-        """Return the nats per token of the right answers by `SHARES`, of these heads and of scores at random.
-
-        Args:
-            model: The backbone.
-            heads: Whole heads, on its device.
-        """
+        """Return the nats per token of the right answers by `SHARES`, of these heads and of scores at random."""
         record: dict[str, float] = {}
         for share in SHARES:
             if share not in self._others:

@@ -19,13 +19,7 @@ _LOOKED_AT = 4 * AUTO_ROWS
 
 
 def hold_out(stream: TrainingStream, asked: int | None, trained: int) -> list[TrainingExample]:
-    """Set rows aside; by default a few that training does not reach, or none.
-
-    Args:
-        stream: What training reads.
-        asked: What `--eval-rows` says.
-        trained: Rows that training is to read.
-    """
+    """Set rows aside; by default a few that training does not reach, or none."""
     if asked is not None:
         return stream.hold_out(asked)[0]
     unread = stream.size - trained
@@ -47,26 +41,14 @@ def steps_between(asked: int | None, steps: int, rows_per_step: int, held_out: i
 
 
 def eval_record(values: Sequence[Sequence[float]], objective: str) -> dict[str, Any]:
-    """Return the log's numbers for one evaluation.
-
-    Args:
-        values: Total, fit, smoothness and overlap of each row.
-        objective: What the fit is called.
-    """
+    """Return the log's numbers for one evaluation."""
     total, fit, smoothness, overlap = (list(column) for column in zip(*values, strict=True))
     means = {"total": mean(total), objective: mean(fit), "smoothness": mean(smoothness), "overlap": mean(overlap)}
     return {**{f"eval_{name}": value for name, value in means.items()}, "eval_overlap_per_row": overlap}
 
 
 def comparison(record: Mapping[str, Any], before: Sequence[float], chance: float, start: str) -> tuple[str, str | None]:
-    """Return the end of a run in words, and a warning if nothing was learned.
-
-    Args:
-        record: The last one of the log.
-        before: Overlap of each held-out row before the first step; without such rows, that of the first step.
-        chance: Overlap of scores at random.
-        start: What the heads were before the first step.
-    """
+    """Return the end of a run in words, and a warning if nothing was learned."""
     rows = record.get("eval_overlap_per_row")
     overlap = mean(rows) if rows else record["overlap"]
     where = f"on {len(rows)} rows that were not trained on" if rows else "on the last rows that were trained on"

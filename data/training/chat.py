@@ -47,11 +47,6 @@ def tokenise_questions(
     The document ends before the first token that any of the prompts has otherwise: a token that joins its end with a
     question counts to the question.
 
-    Args:
-        tokenizer: Gives the chat template.
-        row: One with `asked`; its last message ends with the last of these questions.
-        template: One of `TEMPLATES`.
-
     Raises:
         ValueError: If the chat template refuses the messages, or puts nothing of the document first.
     """

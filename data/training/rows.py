@@ -54,10 +54,6 @@ class Schema:
 def detect_schema(columns: Iterable[str], source: str) -> Schema:
     """Find the schema of a data set from its column names.
 
-    Args:
-        columns: Column names of the data set.
-        source: The data set as the user named it, for the message.
-
     Raises:
         ValueError: If no schema fits; the message lists the columns found and the schemas accepted.
     """
@@ -76,12 +72,6 @@ def read_row(record: Mapping[str, Any], schema: Schema, *, where: str, answer_ne
     """Turn one record into a Row.
 
     Turns after the last assistant turn are left out: nothing answers them.
-
-    Args:
-        record: One row of the data set, as `datasets` yields it.
-        schema: What `detect_schema` found for the data set.
-        where: Where the record stands, such as "rows.jsonl:4", for messages.
-        answer_needed: Whether a row without an answer is refused; else its answer is empty, and all turns count.
 
     Raises:
         BadRow: Naming row, field and the way out, if the answer, the prompt or the document is missing or empty, or a

@@ -65,14 +65,7 @@ def sharded(heads: RetainingHeads, ranks: HeadRanks | None) -> RetainingHeads:
 
 
 def part_of(whole: Tensor, name: str, config: HeadsConfig, ranks: HeadRanks) -> Tensor:
-    """Return this process's part of a weight, or of anything of its shape.
-
-    Args:
-        whole: (R, F) of `fc1`, (K, R) of `fc2`, (R, 1, W) of `mix`.
-        name: Of the weight, as in `RetainingHeads.state_dict`.
-        config: Of the whole heads.
-        ranks: The processes.
-    """
+    """Return this process's part of a weight, or of anything of its shape."""
     if _is_mix(name):
         return whole
     widths = _widths(name, config)

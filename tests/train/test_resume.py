@@ -211,15 +211,6 @@ READERS = [
 ]
 
 
-def test_an_odd_log_is_one_sentence(straight: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run = broken_off(straight, tmp_path / "run")
-    for content in (b"[1]\n", b'{"total": 1}\n', b'{"step": "x"}\n', b"\xff\xfe\n", b"[" * 100_000 + b"\n"):
-        (run / "log.jsonl").write_bytes(content)
-        code, message = refused(capsys, [f"--resume={run}"])
-        assert (code, "line 1 is not a record" in message, "mend or delete the file" in message) == (2, True, True)
-        assert (run / "log.jsonl").read_bytes() == content
-
-
 RECORDS = {
     "not JSON": ("{", "run.json is damaged"),
     "no options": ("{}", "run.json is damaged (it holds no options)"),
