@@ -132,7 +132,7 @@ def test_templates_that_cannot_be_used_are_refused():
     twice = "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"
     for template, said in [
         ("{{ messages[0].content + 5 }}", r"refuses turns of user \(can only concatenate str"),
-        (twice, "writes the user's text 2 times, so a document cannot be streamed"),
+        (twice, "writes the user's text twice or not at all, so no document can be streamed"),
     ]:
         with pytest.raises(ValueError, match=said):
             Transcript(make_tokenizer(template), "chat").around(None)
