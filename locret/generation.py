@@ -23,12 +23,7 @@ from locret.cache.whole import ASSISTED
 from locret.chunked_prefill import Way, check_usable, checked, feed_held_back, read_prompt
 from locret.token_ids import Prompt
 
-_MODES = {
-    GenerationMode.GREEDY_SEARCH,
-    GenerationMode.SAMPLE,
-    GenerationMode.BEAM_SEARCH,
-    GenerationMode.BEAM_SAMPLE,
-}
+_MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE}
 
 
 @torch.inference_mode(False)

@@ -190,7 +190,7 @@ def checked_shares(shares: Shares, texts: int, budget: int | None) -> list[float
             raise ValueError(f"shares={shares!r} is unknown; choose one of {', '.join(named)}, or a number for each")
         weights = named[shares]
     else:
-        weights = list(shares) if isinstance(shares, Sequence) else []
+        weights = [*shares] if isinstance(shares, Sequence) else []
         if not weights or not all(type(one) in (int, float) and 0 < one < float("inf") for one in weights):
             raise ValueError(f"shares={shown(shares)} is no list of positive numbers; give one for each context")
         if len(weights) != texts:

@@ -215,17 +215,20 @@ class Reader:
         if layer.host is not None and not (self._evicting and (layer.compact or not layer.host.lookup.reading)):
             asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared, ranks=self.cache.ranks)
             recalled = layer.host.recalled(asking)
-        sparse = None
-        if self._evicting and self._sparse is not None and not self._sparse[layer_idx].covers(layer.store.longest):
-            sparse = self._sparse[layer_idx]
-        if recalled is None and sparse is None:
-            return self._view
-        if recalled is not None and query.shape[2] == 1 and isinstance(layer.store, DenseStore):
+        if recalled is None:
+            return self._by_pattern(layer_idx, layer, self._view)
+        if query.shape[2] == 1 and isinstance(layer.store, DenseStore):
             lent = layer.store.lend_room(recalled)
             if lent is not None:
                 return lent
         # A pattern of slots says nothing of recalled units, so with those all queries attend to all that is held.
-        return replace(self._view, recalled=recalled, sparse=sparse if recalled is None else None)
+        return replace(self._view, recalled=recalled)
+
+    def _by_pattern(self, layer_idx: int, layer: RetentionLayer, view: View) -> View:
+        """Return a view of what a layer holds as a chunk's queries attend to it."""
+        if not self._evicting or self._sparse is None or self._sparse[layer_idx].covers(layer.store.longest):
+            return view
+        return replace(view, sparse=self._sparse[layer_idx])
 
     def _borrowed(self, source: int, layer_idx: int) -> View:
         """Return what the queries of a layer without units attend to: those of its source, as that has seen them."""
@@ -234,81 +237,73 @@ class Reader:
         layer = self.layers[self._nth[source]]
         keys, values, waiting = self._lent[source]
         layer.store.look_again(keys, values, waiting=waiting)
-        view = layer.view(self.cache.next_position, self.projections[source])
-        if self._evicting and self._sparse is not None and not self._sparse[layer_idx].covers(layer.store.longest):
-            return replace(view, sparse=self._sparse[layer_idx])
-        return view
+        return self._by_pattern(layer_idx, layer, layer.view(self.cache.next_position, self.projections[source]))
 
     def attended(self, layer: Attended) -> None:
         """Score a layer's units and, when it is time, evict down to the budget at once."""
         nth, (view, self._view) = self._nth[layer.layer_idx], (self._view, None)
-        if self.cache.watch is not None and self.answering and layer.new_tokens == 1:
-            assert view is not None
-            self.cache.watch.see(nth, layer, view, self.layers[nth])
-        if self.answering and layer.new_tokens == 1 and self.scorer.by_features:
+        held, one = self.layers[nth], self.answering and layer.new_tokens == 1
+        if self.cache.watch is not None and one:
+            self.cache.watch.see(nth, layer, cast(View, view), held)
+        if one and self.scorer.by_features:
             due = self.waiting.add(nth, layer.projections.feature_parts(self._source))
             if due is not None:
                 self._rate(nth, due)
             return
-        assert view is not None
-        assert self._positions is not None
-        stay = evicts_now = self._stay_now(nth)
+        stay, base = self._stay_now(nth), self.cache.next_position + layer.new_tokens
+        for chunk, where in held.chunks(layer, cast(View, view), self._moment(nth, layer, stay), self.scorer.causal):
+            held.rate(*self._rated(chunk), where)
+        if stay is None or self.scorer.needs_hidden:
+            return
+        if layer.layer_idx in self.cache.backbone.lenders:
+            self._due.append((nth, stay, base))
+        else:
+            held.evict(stay, base)
+
+    def _moment(self, nth: int, layer: Attended, stay: Stay | None) -> Moment:
+        """Return what the scorer is told besides what the layer has computed."""
         most = None if self._evicting else self.limits.most_answering(nth)
         if most is not None and stay is None and self.layers[nth].fill >= most:
             # The next token will find no room: these are the scores that decide what makes way for it.
             stay = self.limits.answering(nth, 1)
-        trail, before = self.cache.trails.get(layer.layer_idx), None
-        if trail is not None:
-            features = layer.features(self._source)
-            before = trail.before(features)
-            trail.follow(features)
-        moment = Moment(
-            positions=self._positions.to(layer.key.device),
+        trail = self.cache.trails.get(layer.layer_idx)
+        return Moment(
+            positions=cast(Tensor, self._positions).to(layer.key.device),
             next_position=self.cache.next_position + layer.new_tokens,
             stay=stay,
             last=self._last,
             generating=self.answering,
             prepared=self.cache.prepared,
-            features_before=before,
+            features_before=None if trail is None else trail.follow(layer.features(self._source)),
         )
-        for chunk, where in self.layers[nth].chunks(layer, view, moment, self.scorer.causal):
-            scores, columns = self._rated(chunk)
-            self.layers[nth].rate(scores, columns, where)
-        if evicts_now is not None and not self.scorer.needs_hidden:
-            base = self.cache.next_position + layer.new_tokens
-            if layer.layer_idx in self.cache.backbone.lenders:
-                self._due.append((nth, evicts_now, base))
-                return
-            self.layers[nth].evict(evicts_now, base)
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
         """Return what the scorer says of a chunk: scores, and the columns it declares."""
         rated = self.scorer.score(chunk)
         scores, columns = rated if isinstance(rated, Rated) else (rated, {})
         batch, kv_heads, units = chunk.unit_positions.shape
+        new, every = (batch, kv_heads, chunk.new_tokens), (batch, kv_heads, units)
         for name, values in {"scores": scores, **columns}.items():
-            self._check_tensor(name, values, chunk.key.device)
-            if tuple(values.shape) not in ((batch, kv_heads, chunk.new_tokens), (batch, kv_heads, units)):
-                raise ValueError(
-                    f"scorer {self.scorer.name} returned {name} of shape {tuple(values.shape)}; return "
-                    f"({batch}, {kv_heads}, {chunk.new_tokens}) for the new units, or ({batch}, {kv_heads}, {units}) "
-                    "for all"
-                )
+            self._check(name, values, chunk.key.device, {new: "for the new units", every: "for all"})
         if self.scorer.causal or (chunk.selects and units > chunk.budget):  # else they are replaced before they matter
             self._note_unsound(scores)
         if self.cache.fed_again:  # a token fed twice counts once: units before it have been rated with it already
-            new = slice(-chunk.new_tokens, None)
-            return scores[:, :, new], {name: values[:, :, new] for name, values in columns.items()}
+            own = slice(-chunk.new_tokens, None)
+            return scores[:, :, own], {name: values[:, :, own] for name, values in columns.items()}
         return scores, dict(columns)
 
-    def _check_tensor(self, name: str, values: object, device: torch.device) -> None:
+    def _check(self, name: str, values: object, device: torch.device, shapes: Mapping[tuple[int, ...], str]) -> None:
+        """Refuse anything but real numbers on the device, in one of some shapes."""
+        returned = f"scorer {self.scorer.name} returned {name}"
         if not isinstance(values, Tensor):
-            raise ValueError(f"scorer {self.scorer.name} returned {name} of type {type(values).__name__}, not a tensor")
+            raise ValueError(f"{returned} of type {type(values).__name__}, not a tensor")
         if values.is_complex() or values.device != device:
             raise ValueError(
-                f"scorer {self.scorer.name} returned {name} as {values.dtype} on {values.device}; return real numbers "
-                f"on {device}, where the units are"
+                f"{returned} as {values.dtype} on {values.device}; return real numbers on {device}, where the units are"
             )
+        if tuple(values.shape) not in shapes:
+            wanted = ", or ".join(f"{shape} {meaning}" for shape, meaning in shapes.items())
+            raise ValueError(f"{returned} of shape {tuple(values.shape)}; return {wanted}")
 
     def _note_unsound(self, scores: Tensor) -> None:
         """Remember whether scores are finite, without waiting for them."""
@@ -370,9 +365,7 @@ class Reader:
     def _rate(self, nth: int, features_BWF: Tensor) -> None:
         layer_idx, tokens = self.cache.backbone.layers[nth], features_BWF.shape[1]
         if (trail := self.cache.trails.get(layer_idx)) is not None:
-            before = trail.before(features_BWF)
-            trail.follow(features_BWF)
-            features_BWF = torch.cat([before, features_BWF], dim=1)
+            features_BWF = torch.cat([trail.follow(features_BWF), features_BWF], dim=1)
         scores = cast(FeatureScorer, self.scorer).score_features(self.cache.prepared, layer_idx, features_BWF)
         self.layers[nth].rate(scores[..., -tokens:])
 
@@ -386,12 +379,7 @@ class Reader:
         before = None if cache.newest_hidden is None else cache.newest_hidden[:, -1:]
         tokens = TokenPass(ids_BL=self._ids, hidden_BLE=hidden, before_B1E=before, positions_BL=self._positions[:, 0])
         scores = self.scorer.score_tokens(unwrap(cache.model), tokens)
-        self._check_tensor("scores", scores, hidden.device)
-        if scores.shape != self._ids.shape:
-            raise ValueError(
-                f"scorer {self.scorer.name} returned scores of shape {tuple(scores.shape)}; return "
-                f"{tuple(self._ids.shape)}, one for each token"
-            )
+        self._check("scores", scores, hidden.device, {tuple(self._ids.shape): "one for each token"})
         self._note_unsound(scores)
         states = hidden if cache.newest_hidden is None else torch.cat([cache.newest_hidden, hidden], dim=1)
         cache.newest_hidden = states[:, -2:].clone()

@@ -37,16 +37,12 @@ class Trail(Units):
         """(B, W + 1, F): a token more than is looked at, since the newest may be taken back; zeros before the first."""
         return self.tensors.get(FEATURES)
 
-    def before(self, features_BLF: Tensor) -> Tensor:
-        """Return (B, W, F) features of the tokens before new ones, whose features are (B, L, F)."""
-        batch, _, width = features_BLF.shape
-        return features_BLF.new_zeros(batch, self.tokens, width) if self.newest is None else self.newest[:, 1:]
-
-    def follow(self, features_BLF: Tensor) -> None:
-        """Take note of new tokens with (B, L, F) features."""
+    def follow(self, features_BLF: Tensor) -> Tensor:
+        """Take note of new tokens with (B, L, F) features; return those of the tokens before, (B, W, F)."""
         batch, new, width = features_BLF.shape
         held = features_BLF.new_zeros(batch, self.tokens + 1, width) if self.newest is None else self.newest
         self.tensors[FEATURES] = torch.cat([held[:, new:], features_BLF[:, -self.tokens - 1 :]], dim=1)
+        return held[:, 1:]
 
     def take_back(self) -> None:
         """Forget the newest token."""

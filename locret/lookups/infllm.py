@@ -53,12 +53,7 @@ class InfLLM(Chosen):
 
     kind: ClassVar[str] = "lookup"
     name: ClassVar[str] = "infllm"
-    ranges = {
-        **dict.fromkeys(_NUMBERS, Range(1)),
-        "init": Range(0),
-        "decay": SHARE,
-        "far": ("fixed", "original"),
-    }
+    ranges = {**dict.fromkeys(_NUMBERS, Range(1)), "init": Range(0), "decay": SHARE, "far": ("fixed", "original")}
 
     preset: str | None = None
     """Published settings to start from: llama-3, minicpm, mistral, mistral-12k, vicuna, omnikv-longbench or

@@ -68,12 +68,7 @@ class OmniKVLookup(Lookup):
     name: ClassVar[str] = "omnikv"
     over_ranks: ClassVar[bool] = True
     reading: ClassVar[bool] = True
-    ranges = {
-        "selector": ("uniform", "exp", "last", "raw"),
-        "window": Range(1),
-        "memory": SHARE,
-        "prefill": Range(0),
-    }
+    ranges = {"selector": ("uniform", "exp", "last", "raw"), "window": Range(1), "memory": SHARE, "prefill": Range(0)}
 
     filter_layers: str | int | None = None
     """Full-attention layers that choose, such as 2-8-18; none: those of the paper for 32, 48 and 80 layers, scaled for

@@ -39,7 +39,8 @@ def resolve(
     reference = RetentionPolicy(**recommended)
     given = {name: value for name, value in own.items() if value is not None or name == "decode_budget"}
     following = {name: (getattr(reference, name), reference.budget) for name in FOLLOWING if name not in given}
-    following |= {name: pair for name, pair in reference.wanted.items() if name in following} | wanted
+    following |= {name: pair for name, pair in reference.wanted.items() if name in following}
+    following |= wanted
     settings = {field.name: getattr(reference, field.name) for field in fields(RetentionPolicy)} | given
     policy = RetentionPolicy.following_from({n: v for n, v in settings.items() if n not in following}, following)
     if policy.prefill_attention != RetentionPolicy.prefill_attention:
