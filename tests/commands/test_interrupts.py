@@ -90,11 +90,6 @@ def test_a_signal_at_any_moment_is_answered_by_one_line(folder: Path, name: str,
     interrupted(folder, name, signal.SIGTERM, after)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_while_torch_is_imported_is_answered(folder: Path, number: int) -> None:
-    interrupted(folder, "locret-bench", number, 0.1)
-
-
 @pytest.mark.parametrize(("wait", "raises"), [("uninterrupted", False), ("unwinding", True)])
 def test_a_block_can_hold_a_signal_back_or_have_it_raised(wait: str, raises: bool) -> None:
     code = f"""

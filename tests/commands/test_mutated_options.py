@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from locret import LongContextModel
 from locret.__main__ import COMMANDS
 from locret.cli import command as cli
-from locret.cli import recipes
 
 TINY = {"model": "checkpoints/tiny", "heads": "checkpoints/tiny-heads"}
 BASES: dict[str, dict[str, Any]] = {
@@ -53,11 +52,6 @@ ODD = st.one_of(
     ),
     st.integers().map(str),
     st.text(max_size=12),
-)
-DATA = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | ODD,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(ODD, inner, max_size=3),
-    max_leaves=6,
 )
 
 
@@ -186,33 +180,7 @@ def flags(draw: Any, name: str) -> list[str]:
     return line
 
 
-@st.composite
-def recipe(draw: Any, name: str) -> str:
-    """Draw a recipe whose values are of any type, and which may not be YAML at all."""
-    options = dict(BASES[name])
-    changed = [option for option in options_of(name) if option not in KEPT]
-    for _ in range(draw(st.integers(1, 3))):
-        options[draw(st.sampled_from(changed))] = draw(DATA)
-    text = recipes.dump(options)
-    kind = draw(st.integers(0, 5))
-    if kind == 0:
-        at = draw(st.integers(0, len(text)))
-        text = text[:at] + draw(ODD) + text[at:]
-    elif kind == 1:
-        text += f"{draw(st.sampled_from(changed))}: {draw(ODD)}\n"
-    return text
-
-
 @pytest.mark.parametrize("name", BASES)
 @given(st.data())
 def test_any_command_line_is_answered(name: str, folder: Path, data: st.DataObject) -> None:
     check(name, data.draw(flags(name)), folder)
-
-
-@pytest.mark.parametrize("name", BASES)
-@given(st.data())
-def test_any_recipe_is_answered(name: str, folder: Path, data: st.DataObject) -> None:
-    file = folder.parent / f"{name}.yaml"
-    file.write_bytes(data.draw(recipe(name)).encode(errors="surrogateescape"))
-    # A run stays a dry one whatever the recipe says.
-    check(name, ["--config", str(file), "--dry-run"], folder)

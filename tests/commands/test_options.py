@@ -139,11 +139,6 @@ def test_a_refusal_is_one_sentence_about_the_flag_as_typed(arguments: tuple[str,
     assert "\n" not in str(refusal.value)
 
 
-def test_an_option_that_must_be_given_says_what_it_is() -> None:
-    with pytest.raises(ValueError, match="--model is missing: The one that must be given"):
-        parse_options("tool", "Try.", [Things], [])
-
-
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
@@ -200,19 +195,6 @@ def test_an_option_by_two_names_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--budget 1 and --cache-budget 2 set the same; drop one of them$"):
         parse("--budget", "1", "--cache-budget", "2")
     assert parse("--budget", "1", "--budget", "2")[0].budget == 2
-
-
-def test_a_printed_recipe_means_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    odd = "--memory 1e3 --stop yes --stop a: --free 12:30 --betas 0,0.5 --inner.x 1e-9 --policy.budget 64"
-    arguments = ["--model", "ünï #", *odd.split(), "--names", "x", "y", "--rate", "1e-7", "--quiet"]
-    with pytest.raises(SystemExit) as end:
-        parse_options("tool", "Try.", [Things], [*arguments, "--print-config"])
-    assert end.value.code == 0
-    file = tmp_path / "recipe.yaml"
-    file.write_text(capsys.readouterr().out)
-    assert parse_options("tool", "Try.", [Things], ["--config", str(file)]) == parse_options(
-        "tool", "Try.", [Things], arguments
-    )
 
 
 PRINTED = {

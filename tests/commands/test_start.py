@@ -47,11 +47,6 @@ def test_help_and_a_misspelt_option_import_nothing_heavy(module: str) -> None:
     assert (refused.returncode, refused.stdout) == (2, "")
 
 
-def test_the_watcher_sees_what_a_run_imports() -> None:
-    ran = run("locret.infer.command", "--model", "no/such/model", "--prompt-file", "setup.cfg")
-    assert "imports torch" in ran.stdout
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -76,14 +71,6 @@ def test_a_value_that_makes_no_sense_imports_nothing_heavy(arguments: tuple[str,
             "--model checkpoints/tinny: there is no such folder in checkpoints; did you mean checkpoints/tiny?",
         ),
         (
-            ("locret.infer.command", "--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-head"),
-            "--heads checkpoints/tiny-head: there is no such folder in checkpoints; did you mean ",
-        ),
-        (
-            ("locret.train.command", "--model", "checkpoints/nowhere", "--dataset", "x", "--output", "o"),
-            "--model checkpoints/nowhere: there is no such folder in checkpoints; give one that exists, or a Hub id",
-        ),
-        (
             ("locret.train.command", "--model", "org/name", "--dataset", "LongAlpacca", "--output", "o"),
             "--dataset LongAlpacca: no data set of that name; did you mean LongAlpaca",
         ),
@@ -94,6 +81,5 @@ def test_a_name_that_is_nothing_here_is_refused_before_the_hub_is_asked(
     arguments: tuple[str, ...], message: str
 ) -> None:
     refused = run(*arguments)
-    assert (refused.returncode, refused.stdout) == (2, "")
+    assert (refused.returncode, refused.stdout, len(refused.stderr.splitlines())) == (2, "", 1)
     assert message in refused.stderr
-    assert len(refused.stderr.splitlines()) == 1

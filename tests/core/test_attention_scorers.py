@@ -8,14 +8,12 @@ from typing import Any
 import oracle as reference
 import pytest
 import torch
-from chunks import make_chunk
 from families import build, prompt
 from scorer_passes import GREEDY, dense, policy, watch
 from torch import Tensor
 
 from locret import RetentionCache, generate, prefill, scorers
 from locret.backbone.chunk import Chunk
-from locret.scorers import attention_rows
 
 Slow = Callable[[Chunk, Tensor], Tensor]
 
@@ -110,33 +108,6 @@ def test_scores_equal_the_slow_version_on_every_pass(
 def test_scissorhands_fades_where_no_pass_is_as_long_as_its_history(monkeypatch: pytest.MonkeyPatch) -> None:
     scorer = scorers.get("scissorhands", history=30)
     compare_every_pass(monkeypatch, scorer, slow_scissorhands(30), "chunk", "llama")
-
-
-@pytest.mark.parametrize("rows", [1, 3, 16])
-@pytest.mark.parametrize("softcap", [None, 1.5])
-def test_blocks_of_rows_equal_the_slow_sums_where_rows_of_the_batch_differ(rows: int, softcap: float | None) -> None:
-    torch.manual_seed(0)
-    query, key = torch.randn(2, 6, 7, 8), torch.randn(2, 2, 19, 8)
-    start = torch.tensor([0, 5])
-    chunk = make_chunk(query, key, 0.4, softcap=softcap, row_start=start)
-    for first in (0, 4, 6):
-        sums = attention_rows.attention_sums(chunk, first, rows=rows)
-        for b in range(2):
-            weights = reference.attention(query[b], key[b], 0.4, softcap, int(start[b]))
-            torch.testing.assert_close(sums[b], weights[:, first:].sum(1), atol=1e-5, rtol=0)
-    counts = attention_rows.attention_sums(chunk, 0, rows=rows, weigh=lambda weights, seen, _: weights >= 1 / seen)
-    low = reference.low_events(reference.attention(query[1], key[1], 0.4, softcap, 5), 2, 7, start=5)
-    seen = torch.tensor([sum(1 for i in range(7) if 12 + i >= j) for j in range(5, 19)])
-    assert torch.equal(3 * seen - counts[1].unflatten(0, (2, 3)).sum(1)[:, 5:], low[:, 5:])
-
-
-def test_half_precision_is_scored_in_float32() -> None:
-    query, key = torch.randn(1, 4, 9, 8).bfloat16(), torch.randn(1, 2, 15, 8).bfloat16()
-    chunk = make_chunk(query, key, 0.3)
-    sums = attention_rows.attention_sums(chunk)
-    assert sums.dtype == torch.float32
-    torch.testing.assert_close(sums[0], reference.attention(query[0], key[0], 0.3).sum(1), atol=0.1, rtol=0)
-    assert (sums.sum(-1) - 9).abs().max() < 1e-4  # every row of weights sums to one, unrounded
 
 
 # -- H2O --------------------------------------------------------------------------------------------------------------

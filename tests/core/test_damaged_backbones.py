@@ -142,27 +142,3 @@ def test_the_folder_of_an_adapter_is_its_base_model_with_the_adapter(backbone: P
     assert loading.load_tokenizer(BackboneSource(model=str(adapter))).vocab_size
     with pytest.raises(ValueError, match="is an adapter itself; give its base model, or drop --adapter"):
         load(adapter, adapter)
-
-
-@pytest.mark.parametrize("content", [b"a text", b"", pickle.dumps([1, 2]), pickle.dumps(Path("x"))])
-def test_an_adapter_that_holds_no_tensors_is_refused(
-    backbone: Path, adapter: Path, tmp_path: Path, content: bytes
-) -> None:
-    shutil.copy(adapter / "adapter_config.json", tmp_path)
-    mutations.put(tmp_path, "adapter_model.bin", content)
-    with pytest.raises(ValueError, match="--adapter .* cannot be put on --model") as refused:
-        load(backbone, tmp_path)
-    assert "\n" not in str(refused.value)
-
-
-@settings(max_examples=settings().max_examples // 3)
-@pytest.mark.filterwarnings("ignore")
-@given(data=st.data())
-def test_a_damaged_adapter_is_refused_or_loads(backbone: Path, adapter: Path, data: st.DataObject) -> None:
-    folder = backbone.parent / "damaged-adapter"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(adapter, folder)
-    values = json.loads((adapter / "adapter_config.json").read_text())
-    mutations.put(folder, "adapter_config.json", mutations.json_text_of(data.draw, values))
-    mutations.loaded_or_refused(lambda: load(backbone, folder))
-    mutations.loaded_or_refused(lambda: load(folder))

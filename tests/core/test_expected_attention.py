@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import oracle as reference
 import pytest
 import torch
-from chunks import make_chunk
 from families import build
 from scorer_passes import read_and_answer, watch
 from torch import Tensor
 
-from locret import RetentionCache, scorers
+from locret import scorers
 from locret.backbone.adapters import describe
-from locret.backbone.chunk import Chunk, Projections
-from locret.backbone.rotary import rotate
+from locret.backbone.chunk import Chunk
 
 ROTARIES = ["llama", "llama-mha", "llama-yarn", "phi3", "phi3-partial", "phi3-longrope", "qwen3", "gemma3"]
 
@@ -71,29 +68,3 @@ def test_expected_attention_equals_the_slow_version_on_every_pass(
     layers = 1 if family == "gemma3" else 3
     assert sorted(set(rated)) == ([9] if when == "prompt_end" else [5, 11])  # the last token comes later, as an answer
     assert len(rated) == layers * (1 if when == "prompt_end" else 6)
-
-
-def test_expected_attention_depends_on_distances_only() -> None:
-    model, scorer = build("llama"), scorers.get("expected_attention", future=50)
-    generator = torch.Generator().manual_seed(0)
-    flat, key = torch.randn(1, 30, 4 * 8, generator=generator), torch.randn(1, 2, 30, 8, generator=generator)
-    cache = RetentionCache(model, "random")
-    scores = []
-    for start in (0, 200):
-        cos, sin = model.model.rotary_emb(key, torch.arange(start, start + 30)[None])
-        turned = rotate(key, cos[0], sin[0])
-        chunk = make_chunk(
-            key,
-            turned,
-            8**-0.5,
-            value=key,
-            projections=Projections(cache.backbone.shape(0), {"q": flat}),
-            selects=True,
-            budget=9,
-            next_position=start + 30,
-            prepared=scorer.prepare(model),
-        )
-        scores.append(scorer.score(chunk))
-    torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-5)
-    chunk = replace(chunk, next_position=230 + 40)
-    assert not torch.allclose(scorer.score(chunk), scores[0], rtol=1e-2)

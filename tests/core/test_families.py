@@ -10,7 +10,6 @@ import torch
 from families import LLAMA3, LONGROPE, build, prompt
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
-from locret.backbone.adapters import describe
 
 
 def frequencies(family: str) -> tuple[torch.Tensor, float]:
@@ -67,10 +66,6 @@ def test_sliding_layers_keep_true_positions_while_the_others_are_compacted(famil
         logits[positions] = prefill(model, ids, cache)
         assert cache.kept_positions(1)[0, 0].tolist() == list(range(79, 120))
     torch.testing.assert_close(logits["compact"], logits["original"], atol=1e-4, rtol=0)
-
-
-def test_a_window_as_long_as_the_context_counts_as_full_attention() -> None:
-    assert describe(build("phi3")).layers == (0, 1, 2)
 
 
 def test_longrope_uses_long_factors_below_the_original_length_and_is_put_back_afterwards() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from locret.base.files import LOCK, locked, visible, write_text, written_whole
+from locret.base.files import locked, visible, write_text, written_whole
 
 
 def held(folder: Path) -> list[str]:
@@ -104,19 +103,6 @@ def test_a_folder_is_held_by_one_process_at_a_time(tmp_path: Path) -> None:
     assert held(out) == ["kept"]
     with pytest.raises(ValueError, match="--output kept is a file"), locked(out / "kept", "--output kept"):
         pass
-
-
-def test_the_lock_of_a_killed_process_holds_nobody_back(tmp_path: Path) -> None:
-    code = (
-        "import sys, os, signal; from locret.base.files import locked\n"
-        "with locked(sys.argv[1], '--output'):\n    os.kill(os.getpid(), signal.SIGKILL)"
-    )
-    killed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
-    assert killed.returncode == -signal.SIGKILL
-    assert held(tmp_path) == [LOCK]
-    with locked(tmp_path, "--output"):
-        pass
-    assert held(tmp_path) == []
 
 
 def test_what_a_killed_process_was_about_to_write_goes_when_the_folder_is_locked(tmp_path: Path) -> None:

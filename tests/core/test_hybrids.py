@@ -97,14 +97,6 @@ def test_a_saved_cache_answers_alike(family: str, tmp_path: Path) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def test_a_token_whose_state_is_gone_is_not_taken_back() -> None:
-    model, cache = model_of("qwen3-next"), read("qwen3-next", prompt(40))
-    cache.take_back()
-    cache.take_back()  # changes nothing
-    again = generate(model, prompt(40), cache=cache, **GREEDY)
-    assert torch.equal(again, generate(model, prompt(40), cache=RetentionCache(model, "random", POLICY), **GREEDY))
-
-
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [

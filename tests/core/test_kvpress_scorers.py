@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 import re
 from typing import Any
 
@@ -14,7 +12,7 @@ from scorer_passes import GREEDY, policy
 from test_kvpress_agreement import CASES, load, rate_once
 from torch import Tensor
 
-from locret import RetentionCache, generate, prefill, scorers
+from locret import RetentionCache, generate, scorers
 
 
 def kept(spec: str, how: Any = None, model: Any = None, length: int = 61) -> list[Tensor]:
@@ -39,32 +37,6 @@ def test_a_press_keeps_what_the_same_scorer_keeps(press: str, ours: str, positio
         how = policy(positions=positions, stabilizers=0, chunk_size=11)
         pairs = zip(kept(press, how, build(family), length), kept(ours, how, build(family), length), strict=True)
         assert all(torch.equal(theirs, own) for theirs, own in pairs)
-
-
-def test_rows_of_a_batch_are_rated_apart() -> None:
-    model, ids = build("llama"), prompt(61, batch=2)
-    together = RetentionCache(model, "presses:WindowPress:window_size=5", policy())
-    logits = prefill(model, ids, together)
-    for row in range(2):
-        alone = together.fresh()
-        torch.testing.assert_close(prefill(model, ids[row : row + 1], alone)[0], logits[row], atol=1e-5, rtol=0)
-        assert torch.equal(alone.kept_positions(2)[0], together.kept_positions(2)[row])
-
-
-def test_nothing_of_a_press_stays_with_the_model() -> None:
-    model = build("llama")
-    before = set(vars(model.model.layers[0].self_attn))
-    cache = RetentionCache(model, "presses:WindowPress", policy())
-    prefill(model, prompt(40), cache)
-    twin = cache.copy()
-    copy.deepcopy(model)
-    assert sum(len(layer.self_attn._forward_pre_hooks) for layer in model.model.layers) == 3
-    assert all(ref() is None for ref in next(iter(cache.prepared.calls._newest.values())))
-    del cache, twin
-    gc.collect()
-    assert sum(len(layer.self_attn._forward_pre_hooks) for layer in model.model.layers) == 0
-    assert set(vars(model.model.layers[0].self_attn)) == before
-    assert model.state_dict().keys() == build("llama").state_dict().keys()
 
 
 @pytest.mark.parametrize(

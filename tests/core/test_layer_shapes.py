@@ -137,14 +137,6 @@ def test_planned_bytes_are_those_that_are_counted(family: str, positions: str, s
     assert fresh == read.memory().planned
 
 
-def test_lent_units_are_not_chosen_by_the_queries_of_one_layer() -> None:
-    model = build("gemma4-shared")
-    with pytest.raises(
-        ValueError, match="host_budget=8 goes by the queries of one layer, but the last layers of gemma4"
-    ):
-        RetentionCache(model, "random", policy(20, host_budget=8, recall=2))
-
-
 def test_values_narrower_than_keys_and_windows_with_more_heads_are_planned_and_saved(tmp_path: Path) -> None:
     config = tiny_config("mimo_v2_flash")
     config.v_head_dim = 6

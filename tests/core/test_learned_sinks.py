@@ -11,14 +11,12 @@ import torch
 from chunks import make_chunk
 from families import build, prompt
 
-from locret import RetentionPolicy
 from locret.backbone.attention import MaskMemo, Recalled, View, attend
 from locret.backbone.chunk import Attended
 from locret.labels.labels import layer_labels, observe
 from locret.scorers.attention_rows import attention_sums
 
 SINKS = torch.tensor([0.7, -1.2, 2.5, 0.1])
-POLICY = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6)
 
 
 def tensors(new: int, slots: int, batch: int = 1) -> tuple[torch.Tensor, ...]:
@@ -37,19 +35,6 @@ def test_plain_attention_equals_the_oracle(new: int, slots: int) -> None:
     out = with_sinks(query, View(key, value))
     torch.testing.assert_close(out[0], reference.attend(query[0], key[0], value[0], 0.3, SINKS), atol=1e-5, rtol=0)
     assert (out - attend(query, View(key, value), scaling=0.3, memo=MaskMemo())).abs().max() > 0.01
-
-
-def test_a_window_and_empty_slots_leave_the_sink() -> None:
-    query, key, value = tensors(6, 20)
-    out = with_sinks(query, View(key, value), window=4)
-    for i in range(6):
-        seen = slice(20 - 6 + i - 3, 20 - 6 + i + 1)
-        alone = reference.attend(query[0, :, i : i + 1], key[0, :, seen], value[0, :, seen], 0.3, SINKS)
-        torch.testing.assert_close(out[0, :, i : i + 1], alone, atol=1e-5, rtol=0)
-    query, key, value = tensors(3, 20, batch=2)
-    out = with_sinks(query, View(key, value, row_start=torch.tensor([0, 6])))
-    alone = reference.attend(query[1], key[1, :, 6:], value[1, :, 6:], 0.3, SINKS)
-    torch.testing.assert_close(out[1], alone, atol=1e-5, rtol=0)
 
 
 def test_heads_with_different_numbers_of_units_keep_their_own_sinks() -> None:

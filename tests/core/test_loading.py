@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma4TextConfig
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, loading, prefill
-from locret.backbone.adapters import describe
 from locret.heads.fingerprint import weight_fingerprint
 from locret.infer.infer_options import ModelOptions
 from locret.loading.weights import WeightPlan, plan_weights
@@ -76,33 +74,6 @@ def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, 
     assert weight_fingerprint(model) == weight_fingerprint(load())
     for found, expected in zip(results(model), whole, strict=True):
         assert torch.equal(found, expected)
-
-
-def test_a_saved_config_whose_layers_differ_is_read_and_checked(tmp_path: Path) -> None:
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    config = Gemma4TextConfig(
-        **sizes,
-        vocab_size=64,
-        num_hidden_layers=2,
-        head_dim=8,
-        global_head_dim=16,
-        layer_types=["sliding_attention", "full_attention"],
-        hidden_size_per_layer_input=0,
-        num_kv_shared_layers=0,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    options = ModelOptions(model=str(tmp_path), device="cpu")
-    backbone = describe(loading.load_config(options))
-    assert [backbone.shape(layer).head_dim for layer in range(2)] == [8, 16]
-
-    file = tmp_path / "config.json"
-    values = json.loads(file.read_text())
-    if "per_layer_config" not in values:
-        pytest.skip("this transformers saves Gemma-4 without a part per layer")
-    values["per_layer_config"]["1"]["head_dim"] = 2**40
-    file.write_text(json.dumps(values))
-    with pytest.raises(ValueError, match="head_dim is 1099511627776 instead of a whole number from 1 to 65,536"):
-        loading.load_config(options)
 
 
 @pytest.mark.parametrize(
@@ -184,17 +155,6 @@ def backbone_with(tmp_path: Path) -> Callable[..., str]:
     return make
 
 
-def test_a_missing_package_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from importlib import metadata
-
-    def absent(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", absent)
-    with pytest.raises(ValueError, match="--load-in-4bit needs the package bitsandbytes.*pip install bitsandbytes"):
-        load(load_in_4bit=True)
-
-
 def test_a_device_map_comes_as_a_file_or_as_json(tmp_path: Path) -> None:
     file = tmp_path / "map.json"
     file.write_text(json.dumps(HALF))
@@ -237,22 +197,6 @@ def test_an_adapter_is_not_put_on_weights_on_disk(tmp_path: Path) -> None:
     get_peft_model(load(), adapter_of("lora")).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="PEFT would write into the backbone's own files"):
         load(adapter=str(tmp_path), device_map={"": "disk"})
-
-
-@pytest.mark.parametrize("kind", ["PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING"])
-def test_prompt_learning_is_refused_by_name(kind: str, tmp_path: Path) -> None:
-    import peft
-
-    config = {
-        "PROMPT_TUNING": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        "PREFIX_TUNING": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
-        "P_TUNING": lambda: peft.PromptEncoderConfig(
-            task_type="CAUSAL_LM", num_virtual_tokens=4, encoder_hidden_size=8
-        ),
-    }[kind]()
-    peft.get_peft_model(load(), config).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"{kind} works outside of the layers"):
-        load(adapter=str(tmp_path))
 
 
 def test_heads_of_a_backbone_in_other_numbers_say_so() -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from locret import RetentionPolicy
 from locret.base.method_spec import MODIFIERS, Change, MethodSpec, Modifier, parse, split
 
 
@@ -45,16 +43,6 @@ def test_a_text_says_name_options_and_modifiers(
 ) -> None:
     spec = parse(text)
     assert (spec.name, spec.options, tuple(map(str, spec.modifiers))) == (name, options, modifiers)
-
-
-def test_a_mapping_says_the_same_and_has_the_same_spelling() -> None:
-    mapping = parse({"snapkv+prompt_end": {"kernel": 7, "pooling": "max"}})
-    assert mapping == parse("snapkv:kernel=7,pooling=max+prompt_end")
-    assert str(mapping) == "snapkv:kernel=7,pooling=max+prompt_end"
-    assert parse({"h2o": {}}) == parse("h2o")
-    both = parse({"snapkv+pyramid+prompt_end": {"kernel": 7, "pyramid": {"pyramid_beta": 10}}})
-    assert str(both) == "snapkv:kernel=7+pyramid:pyramid_beta=10+prompt_end"
-    assert both.changes == {"layer_budgets": "pyramid", "pyramid_beta": 10, "when": "prompt_end"}
 
 
 @pytest.mark.slow
@@ -139,13 +127,6 @@ def test_what_is_written_otherwise_is_refused(method: Any, sentence: str) -> Non
     with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
         parse(method)
     assert "\n" not in str(caught.value)
-
-
-def test_modifiers_change_numbers_that_policies_have() -> None:
-    known = {field.name for field in fields(RetentionPolicy)}
-    for change in MODIFIERS.values():
-        assert {*change.fields, *change.options} <= known
-        assert change.of is None or change.of in (*change.fields, *change.options)
 
 
 def test_a_modifier_passes_options_on_to_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:

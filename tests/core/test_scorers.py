@@ -79,21 +79,6 @@ def test_scores_are_float32_one_per_unit_and_no_worse_than_finite(
     assert held.isfinite().sum() >= 2 * 24
 
 
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.slow
-def test_two_sequences_in_a_row_equal_two_fresh_runs(name: str) -> None:
-    model = build("llama")
-    scorer = make(name, model)
-    runs = []
-    for seed in (0, 1, 0):
-        cache = RetentionCache(model, scorer, POLICY)
-        logits = prefill(model, prompt(77, seed=seed), cache)
-        runs.append((logits, cache.kept_positions(1), cache.kept_scores(1)))
-    for first, again in zip(runs[0], runs[2], strict=True):
-        assert torch.equal(first, again)
-    assert not torch.equal(runs[0][0], runs[1][0])
-
-
 @pytest.mark.parametrize("when", MOMENTS)
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_of_a_batch_equal_single_runs(name: str, when: str) -> None:
@@ -181,18 +166,3 @@ def test_scores_do_not_depend_on_chunks_or_neighbours_in_the_batch(name: str) ->
         scores.append(cache.kept_scores(2)[-1])
     torch.testing.assert_close(scores[0], scores[1], atol=1e-4, rtol=0)
     torch.testing.assert_close(scores[0], scores[2], atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("name", sorted(set(NAMES) - set(CAUSAL)))
-def test_a_scorer_that_says_it_rates_anew_does(name: str) -> None:
-    model, changed = build("llama"), []
-    cache = RetentionCache(model, make(name, model), policy_of(name))
-    given: dict[int, float] = {}
-
-    def watch(cache: RetentionCache) -> None:
-        held = zip(cache.kept_positions(0)[0, 0].tolist(), cache.kept_scores(0)[0, 0].tolist(), strict=True)
-        for position, score in held:
-            changed.append(given.setdefault(position, score) != score)
-
-    prefill(model, prompt(90), cache, on_chunk=watch)
-    assert any(changed)

@@ -71,22 +71,6 @@ def test_nacl_keeps_what_the_slow_version_keeps(
             assert set(kept[0, head].tolist()) == expected
 
 
-def test_nacl_draws_exactly_its_share_and_never_what_was_chosen_by_score(monkeypatch: pytest.MonkeyPatch) -> None:
-    scorer = scorers.get("nacl", random_share=0.5, protect_share=0.25)
-    (chunk, _, kept), *_ = selections(monkeypatch, scorer, policy(chunk_size=77, stabilizers=0))
-    sums = reference.reduce_group(dense(chunk)[:, -8:].sum(1), 2, "sum")
-    assert (chunk.budget, chunk.recent) == (24, 3)
-    for head in range(2):
-        by_right = {0, 1, 2, 74, 75, 76}
-        rest = sorted(set(range(77)) - by_right, key=lambda s: float(sums[head, s]))
-        best = set(rest[-6:])  # 24 - 6 - 12
-        assert by_right | best <= set(kept[0, head].tolist())
-        assert len(set(kept[0, head].tolist()) - by_right - best) == 12
-    by_score = scorers.get("nacl", random_share=0.0, protect_share=0.25)
-    (_, _, kept_by_score), *_ = selections(monkeypatch, by_score, policy(chunk_size=77, stabilizers=0))
-    assert not torch.equal(kept, kept_by_score)
-
-
 def test_nacl_draws_with_the_odds_of_its_attention() -> None:
     """Two of four units are drawn; the odds are those of drawing twice without replacement."""
     sums = torch.tensor([0.0, 1.0, 2.0, 0.5])
@@ -122,18 +106,3 @@ def test_sage_kv_keeps_what_the_slow_version_keeps(monkeypatch: pytest.MonkeyPat
             chunk.query[0, :, -1], chunk.key[0], chunk.scaling, chunk.unit_positions[0], chunk.budget, chunk.recent
         )
         assert [set(row.tolist()) for row in kept[0]] == expected
-
-
-@pytest.mark.parametrize(("when", "selected"), [("chunk", 6 + 12), ("prompt_end", 7 + 16)])
-@pytest.mark.parametrize("new", [4, 70])  # part of the prompt's recent units are gone; all are
-def test_sage_kv_rolls_its_recent_window_while_answering(when: str, selected: int, new: int) -> None:
-    model = build("llama")
-    cache = RetentionCache(model, "sage_kv", policy(when, decode_budget=32, decode_interval=2))
-    prefill(model, prompt(83), cache)
-    before = cache.kept_positions(1)[0]
-    generate(model, None, cache=cache, max_new_tokens=new, **GREEDY)
-    after = cache.kept_positions(1)[0]
-    assert torch.equal(after[:, :selected], before[:, :selected])
-    recent, end = after.shape[1] - selected, 83 + new - 1
-    assert 30 - selected <= recent <= 32 - selected
-    assert (after[:, selected:] == torch.arange(end - recent, end)).all()

@@ -7,7 +7,6 @@ from typing import Any
 import oracle as reference
 import pytest
 import torch
-from chunks import make_chunk
 from families import build, prompt
 from scorer_passes import policy, read_and_answer, watch
 from torch import Tensor
@@ -84,15 +83,3 @@ def test_key_norms_and_differences_equal_the_slow_versions_on_every_pass(
             watch(patch, scorer, compare)
             read_and_answer(build(family), scorer, positions=positions)
         assert len(set(count)) >= 3
-
-
-def test_empty_slots_and_keys_of_zeros_do_not_count_among_keys() -> None:
-    torch.manual_seed(0)
-    key = torch.randn(2, 2, 9, 8)
-    key[0, :, 5] = 0.0
-    chunk = make_chunk(key[:, :, :3], key, 1.0, row_start=torch.tensor([0, 4]))
-    scores = scorers.get("key_difference").score(chunk)
-    torch.testing.assert_close(scores[1, :, 4:], reference.key_difference(key[1, :, 4:]))
-    assert (scores[0, :, 5] == 0).all()
-    others = [0, 1, 2, 3, 4, 6, 7, 8]
-    torch.testing.assert_close(scores[0, :, others], reference.key_difference(key[0][:, others]))
