@@ -139,7 +139,7 @@ class LlamacppOptions:
     """How the llama.cpp that reads it holds its cache; by default as llama-server does."""
 
     cache_type: str | None = None
-    """Form of the keys (--cache-type-k): f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1."""
+    """Form of the keys (--cache-type-k): f32, f16, bf16 or q8_0."""
     cache_type_v: str | None = None
     """Form of the values, if it is another one (--cache-type-v)."""
     flash_attention: bool | None = None

@@ -3,11 +3,11 @@
 A context in JSON, as every route here returns it:
 
     {"object": "context", "name": "book", "state": "reading", "message": "", "source": "book.txt",
-     "created": 1795350109.6, "tokens": 4096, "units": 288, "bytes": 0, "text": false,
+     "created": 1795350109.6, "tokens": 4096, "units": 288, "bytes": 0,
      "made": {}, "progress": {"bytes": 16676, "total": 33352, "seconds": 1.4}, "kept": [0.21, 0.07, ...]}
 
 state is "waiting" (for a reader), "reading", "ready", "failed" or "damaged"; message says why of the last two. bytes
-are those of its file. text: whether the passages that were kept can be shown. made: {"bytes", "sha256", "seconds"} of
+are those of its file. made: {"bytes", "sha256", "seconds"} of
 an upload, {"of": [names]} of what was composed. progress: null once it is ready. kept: for 50 stretches of
 the text which share of each is kept, 0 to 1; null in lists, but while it is read.
 """
@@ -18,8 +18,7 @@ import asyncio
 import codecs
 import hashlib
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,9 +28,9 @@ from pydantic import Field
 from safetensors import SafetensorError
 from starlette.concurrency import run_in_threadpool
 
-from locret.infer.serve import kept
 from locret.infer.serve.gate import STALL
 from locret.infer.serve.index import Entry
+from locret.infer.serve.kept import mean_shares, positions_of
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.schemas import Body
@@ -75,8 +74,8 @@ def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
         share = list(progress.kept)
         done = {"bytes": progress.bytes, "total": progress.total, "seconds": round(progress.seconds, 3)}
     elif look and entry.state == "ready":
-        with _looking(entry):
-            share = list(kept.mean_shares(kept.positions_of(entry.path), entry.tokens))
+        with suppress(OSError, SafetensorError):  # it was deleted meanwhile
+            share = list(mean_shares(positions_of(entry.path), entry.tokens))
     return {
         "object": "context",
         "name": entry.name,
@@ -87,7 +86,6 @@ def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
         "tokens": progress.tokens,
         "units": progress.units,
         "bytes": entry.size,
-        "text": entry.has_text,
         "made": entry.notes,
         "progress": done,
         "kept": share,
@@ -181,22 +179,6 @@ def delete(request: Request, name: str) -> dict[str, Any]:
     return {"object": "context.deleted", "name": name, "deleted": True}
 
 
-@router.get("/{name}/kept", summary="The passages that most heads have kept")
-def passages(
-    request: Request, name: str, count: int = Query(10, ge=1, le=200, description="Passages wanted")
-) -> dict[str, Any]:
-    """Return `{"object": "list", "data": [{"start", "end", "place", "share", "text"}, ...]}`, in the text's order.
-
-    start and end are tokens, place is where in the text it is, 0 to 1, share the part of all heads that hold it.
-    """
-    entry, tokenizer = _library(request).get(name), _library(request).lm.tokenizer
-    if not entry.has_text:
-        raise Refusal(404, f"the text of context {name} is not kept, so its passages cannot be shown; upload it")
-    with _looking(entry):
-        found = kept.passages(kept.positions_of(entry.path), entry.tokens, entry.ids, tokenizer, count)
-    return {"object": "list", "data": found}
-
-
 async def _answered(request: Request, entry: Entry, wait: bool) -> JSONResponse:
     """Return a context that is made, after a wait for its end or for as long as requests may take."""
     until = time.monotonic() + state_of(request).options.timeout
@@ -207,13 +189,3 @@ async def _answered(request: Request, entry: Entry, wait: bool) -> JSONResponse:
     if entry.state == "failed":
         raise Refusal(entry.fault, f"context {entry.name} could not be made: {entry.message}")
     return JSONResponse(described(entry), 201 if entry.state == "ready" else 202)
-
-
-@contextmanager
-def _looking(entry: Entry) -> Iterator[None]:
-    """Refuse what needs the file of a context, if that cannot be read."""
-    try:
-        yield
-    except (OSError, SafetensorError, KeyError, IndexError, ValueError) as error:
-        why = f"the file of context {entry.name} is gone or damaged; delete it, and read it again"
-        raise Refusal(409, why) from error

@@ -1,7 +1,6 @@
 """The files of contexts, and what they say: `NAME.ctx` each, those without a name in the folder `auto`.
 
-The token ids of a context's text are in the folder `texts`, if they are kept. A context without a name is under the
-digest of what it follows, its token ids, and what is protected of them.
+A context without a name is under the digest of what it follows, its token ids, and what is protected of them.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from locret.conversation.context import Context
     from locret.conversation.model import LongContextModel
 
-SUFFIX, IDS = ".ctx", ".ids"
-AUTO, TEXTS, UPLOADS = "auto", "texts", ".uploads"
+SUFFIX, AUTO, UPLOADS = ".ctx", "auto", ".uploads"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """What a context may be called: no name is a path, hidden, or longer than a file system takes."""
 State = Literal["waiting", "reading", "ready", "failed", "damaged"]
@@ -91,17 +89,6 @@ class Entry:
         return self.key if self.named else str(self.notes.get("root", ""))
 
     @property
-    def ids(self) -> Path:
-        """File of the token ids of its text, 4 bytes each, if they are kept."""
-        return self.path.parent / TEXTS / f"{self.name}{IDS}"
-
-    @property
-    def has_text(self) -> bool:
-        """Whether the token ids of its text are there."""
-        ids = self.ids
-        return self.state == "ready" and ids.is_file() and ids.stat().st_size == array("I").itemsize * self.tokens
-
-    @property
     def changed(self) -> bool:
         """Whether its file is not the one that was looked at."""
         try:
@@ -125,12 +112,8 @@ class Index:
     def open(self) -> None:
         """Remove what a killed server was about to write, and look what there is."""
         shutil.rmtree(self.folder / UPLOADS, ignore_errors=True)
-        for folder in (self.folder / AUTO, self.folder / TEXTS):
-            for partial in folder.glob(PARTIAL):
-                shutil.rmtree(partial, ignore_errors=True)
-        for ids in (self.folder / TEXTS).glob(f"*{IDS}"):
-            if not self.path(ids.name.removesuffix(IDS)).exists():
-                ids.unlink(missing_ok=True)
+        for partial in (self.folder / AUTO).glob(PARTIAL):
+            shutil.rmtree(partial, ignore_errors=True)
         self.scan()
         for path in sorted((self.folder / AUTO).glob(f"*{SUFFIX}"), key=lambda path: path.lstat().st_mtime):
             entry = self.examine(Entry(path.stem, path, named=False))
@@ -213,11 +196,8 @@ class Index:
         stream = saved_talk(entry.path, self.lm.tokenizer, self.lm.vocabulary).stream
         return entry.tokens + len(encode(self.lm.tokenizer, stream.pending))
 
-    def save(self, name: str, context: Context, notes: dict[str, Any], ids: Path | None = None) -> None:
-        """Write a context with a name, and put the file of its token ids beside it."""
-        if ids is not None:
-            (self.folder / TEXTS).mkdir(exist_ok=True)
-            os.replace(ids, self.folder / TEXTS / f"{name}{IDS}")
+    def save(self, name: str, context: Context, notes: dict[str, Any]) -> None:
+        """Write a context with a name."""
         with self.moving:
             save_cache(context.cache, self.path(name), notes=context.talk.notes(upload=notes))
 
@@ -246,7 +226,7 @@ class Index:
 
 def check_name(name: str) -> None:
     """Refuse what is no name of a context."""
-    if not re.fullmatch(NAME, name) or name.endswith((SUFFIX, IDS)):
+    if not re.fullmatch(NAME, name) or name.endswith(SUFFIX):
         raise Refusal(
             400,
             f"{shown(name)} is no name of a context; give 1 to 100 letters, digits, dots, dashes and underscores, the "

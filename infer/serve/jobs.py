@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,21 +107,18 @@ class Job:
             self.done.set()
 
 
-def read_file(
-    lm: LongContextModel, turns: Turns, job: Job, file: Path, *, source: str, ids: Path, **about: Any
-) -> Context:
-    """Read a text, and write its token ids to a file; the job holds the memory of a reader."""
+def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, source: str, **about: Any) -> Context:
+    """Read a text; the job holds the memory of a reader."""
     size = file.stat().st_size
     job.progress = Progress(total=size)
     watch, cache = _Watch(job, size), lm.new_cache()
     document = Document(source, watch.counted(read_text(file, setting="")), size=size, unit="bytes")
-    with turns.turn(job.check) as turn, open(ids, "xb") as kept:
+    with turns.turn(job.check) as turn:
 
         def feed(blocks: Iterator[list[int]]) -> Iterable[list[int]]:
             for block in _between_turns(blocks, turn):
                 watch.tokens += len(block)
                 turns.tokens += len(block)
-                array("I", block).tofile(kept)
                 yield block
 
         def on_chunk(cache: RetentionCache) -> None:

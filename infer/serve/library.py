@@ -25,7 +25,7 @@ from locret.conversation.compose import compose
 from locret.conversation.protect import DOCUMENT, SYSTEM, check_named, rules_of
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import NoRoom
-from locret.infer.serve.index import AUTO, IDS, TEXTS, UPLOADS, Entry, Index, check_name, digest, digests
+from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digest, digests
 from locret.infer.serve.jobs import Job, read_file, read_ids
 from locret.infer.serve.memory import Prefixes, Room
 from locret.infer.serve.plan import MemoryPlan, reader_bytes
@@ -106,9 +106,8 @@ class Library:
         for job in jobs:
             job.cancel()
         shutil.rmtree(self.folder / UPLOADS, ignore_errors=True)
-        for folder in (self.folder / AUTO, self.folder / TEXTS):
-            with suppress(OSError):
-                folder.rmdir()
+        with suppress(OSError):
+            (self.folder / AUTO).rmdir()
         self._held.close()
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -169,15 +168,15 @@ class Library:
                 check_named(rules, (*([SYSTEM] if system and self.lm.system_end(system) else ()), DOCUMENT))
         except ValueError as error:
             raise Refusal(400, str(error), param="protect") from None
-        called, ids = source or name, file.with_suffix(IDS)
+        called = source or name
 
         def make(job: Job) -> None:
             with job.holding(self.room, self.plan.reader):
-                about: dict[str, Any] = {"source": called, "system": system, "protect": protect, "ids": ids}
+                about: dict[str, Any] = {"source": called, "system": system, "protect": protect}
                 context = read_file(self.lm, self.turns, job, file, **about)
-                self._index.save(name, context, {**(notes or {}), "seconds": round(job.progress.seconds, 3)}, ids)
+                self._index.save(name, context, {**(notes or {}), "seconds": round(job.progress.seconds, 3)})
 
-        return self._begin(name, called, make, (file, ids))
+        return self._begin(name, called, make, (file,))
 
     def compose(self, names: Sequence[str], new: str, *, budget: int | None = None, shares: Any = "fair") -> Entry:
         """Join contexts in their order under a new name, in the background; as `locret.compose` does."""
@@ -206,8 +205,7 @@ class Library:
                 return
             named.pop(name, None)
             self.prefixes.forget(entry.key)
-            for file in (entry.path, entry.ids):
-                file.unlink(missing_ok=True)
+            entry.path.unlink(missing_ok=True)
             for made in self.automatic():
                 if made.root and made.root == entry.key and made.state == "ready":
                     self.prefixes.forget(made.key)
@@ -344,7 +342,6 @@ class Library:
                 if job.ready:
                     self._index.examine(entry)
                     return
-                entry.ids.unlink(missing_ok=True)
                 entry.status, entry.message = "failed", self._index.told(job.message)
                 entry.fault, entry.job = job.fault, None
                 named = self._index.named

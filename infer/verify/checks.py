@@ -4,15 +4,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, load_cache, prefill, save_cache, scorers
+from locret import RetentionCache, RetentionPolicy, prefill, scorers
 from locret.backbone.adapters import compute_dtype
 from locret.backbone.chunk import Attended
 from locret.cache.limits import planned_bytes, planned_host_bytes
@@ -20,7 +18,6 @@ from locret.infer.verify import FAILED, OK, REFUSED, NotHere, Row
 from locret.infer.verify.replay import Block, recorded, replay, run_backbone
 from locret.infer.verify.subject import FACTOR, NEW_TOKENS, Answer, Apart, Subject, apart, kept_by_head, scores_by_head
 from locret.labels.labels import observe
-from locret.policy.schedule import lookahead
 from locret.scorers import RetainingHeadScorer
 
 
@@ -225,7 +222,7 @@ def prefix(subject: Subject) -> Iterator[Row]:
 
 
 def counted_bytes(subject: Subject) -> Iterator[Row]:
-    """Planned bytes, counted bytes and their peak, for two lengths.
+    """Planned bytes, counted bytes and their peak.
 
     Memory is not what --dry-run says, so a run may end without memory; leave some free.
     """
@@ -240,32 +237,6 @@ def counted_bytes(subject: Subject) -> Iterator[Row]:
     yield most("peak of the cache's bytes", memory.peak, planned)
     if policy.has_host:
         yield most("bytes of the second tier", memory.host, planned_host_bytes(*sizes))
-    # The shortest text that fills the cache, in its largest head.
-    shares = policy.head_shares if policy.head_shares and policy.head_budgets == "shares" else (1.0,)
-    largest = math.ceil(policy.budget * max(shares) * len(shares) / sum(shares))
-    least = max(largest + policy.chunk_size + policy.local_len, lookahead(policy))
-    if not grows and least < subject.tokens:
-        short = subject.read(ids=subject.ids[:, :least], new_tokens=NEW_TOKENS).cache.memory().peak
-        what, why = f"peak for {least:,} and for {subject.tokens:,} tokens", "exact: it must not grow with the text"
-        yield row(what, short == memory.peak, f"{memory.peak:,}", f"{short:,}", why)
-
-
-def save(subject: Subject) -> Iterator[Row]:
-    """A file of what was read, against the cache it was written from, bit for bit.
-
-    A saved context does not answer like the one in memory, so keep none on disk.
-    """
-    if subject.policy.recalls_blocks:
-        raise NotHere(f"recall_by={subject.policy.recall_by} holds blocks, which no file has a place for")
-    cache = subject.read().cache
-    before = contents(cache)
-    with TemporaryDirectory() as folder:
-        save_cache(cache, f"{folder}/verify.ctx")
-        loaded = load_cache(f"{folder}/verify.ctx", subject.model, subject.scorer)
-    yield equal("what the file holds, and the cache", before, contents(loaded))
-    more = subject.ids[:, : max(8, subject.policy.chunk_size + subject.policy.local_len)]
-    ours, theirs = ({"logits": prefill(subject.model, more, one), **contents(one)} for one in (cache, loaded))
-    yield equal(f"{more.shape[1]} further tokens read into the cache, and into the loaded one", ours, theirs)
 
 
 def determinism(subject: Subject) -> Iterator[Row]:
@@ -281,16 +252,6 @@ def determinism(subject: Subject) -> Iterator[Row]:
     else:
         noise = subject.noise_beside(own, subject.expected)
         yield close("hidden states of two reads; runs of the backbone alone differ too", apart(others, states, noise))
-
-
-def contents(cache: RetentionCache) -> dict[str, Any]:
-    """Return what a cache holds by name, as copies: counters, columns, units of every layer."""
-    tensors, held = cache.state()
-    held |= {name: getattr(cache, name) for name in ("seen", "next_position", "text_end", "rows")}
-    for index in cache.backbone.layers:  # past what `state` says
-        tensors[f"scores of layer {index}"] = cache.kept_scores(index)
-        tensors[f"positions of layer {index}"] = cache.kept_positions(index)
-    return {**held, **{name: tensor.clone() for name, tensor in tensors.items()}}
 
 
 def training_scores(subject: Subject) -> Iterator[Row]:
@@ -329,7 +290,6 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "eviction": eviction,
     "prefix": prefix,
     "bytes": counted_bytes,
-    "save": save,
     "training-scores": training_scores,
     "determinism": determinism,
 }

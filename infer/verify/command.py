@@ -35,7 +35,7 @@ class VerifyOptions:
     quick: bool = False
     """A shorter text."""
     only: Names | None = None
-    """Checks to run, such as full-budget,save; by default all (see --list)."""
+    """Checks to run, such as full-budget,eviction; by default all (see --list)."""
     list: bool = False
     """Print the checks, and leave."""
 

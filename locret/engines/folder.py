@@ -1,4 +1,4 @@
-"""The contexts of a folder as an engine's process knows them: found by name, or by the ids a prompt begins with."""
+"""The contexts of a folder as an engine's process knows them: found by the ids that a prompt begins with."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from locret.base.fields import shown
 from locret.engines.prefix import Prefix
 
 LEAD = 8
@@ -88,20 +87,6 @@ class ContextFolder:
         except (ValueError, OSError) as error:
             return Listed(path, stamp, ids, str(error))
         return Listed(path, stamp, ids)
-
-    def named(self, name: str) -> Listed:
-        """Return the file of that name, with or without its ending.
-
-        Raises:
-            ValueError: If there is none, or several.
-        """
-        found = [listed for file, listed in self._files.items() if name in (file, os.path.splitext(file)[0])]
-        exact = [listed for listed in found if listed.path.name == name]
-        if not found:
-            raise ValueError(f"there is no context {shown(name)} in {self.folder}")
-        if len(exact or found) > 1:
-            raise ValueError(f"{name!r} may be {' or '.join(one.path.name for one in found)}; name it with its ending")
-        return (exact or found)[0]
 
     def beginning(self, ids: Sequence[int]) -> Listed | None:
         """Return the context whose ids a prompt begins with; only the first few of them have been compared."""

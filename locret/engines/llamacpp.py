@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 FORMAT = "locret-llamacpp-1"
 STATE_VERSION = 3
 """LLAMA_STATE_SEQ_VERSION of builds since 2026."""
-CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "q5_0": 6, "q5_1": 7}
+CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
 """Numbers of ggml's types (ggml/include/ggml.h)."""
 INTERLEAVED = {
     **dict.fromkeys(
@@ -72,7 +72,7 @@ class Layout:
     """How the llama.cpp that will read a state holds its cache; nothing of it can be changed afterwards."""
 
     cache_type: str = "f16"
-    """Form of the keys: f32, f16, bf16, q8_0, q4_0, q4_1, q5_0 or q5_1 (llama-server: --cache-type-k)."""
+    """Form of the keys: f32, f16, bf16 or q8_0 (llama-server: --cache-type-k)."""
 
     cache_type_v: str | None = None
     """Form of the values, if it is another one (llama-server: --cache-type-v)."""
@@ -345,7 +345,7 @@ def encoded(rows: NDArray[np.float32], kind: str) -> NDArray[Any]:
     if kind == "f16":
         return _half(rows, kind)
     blocks = np.ascontiguousarray(rows, np.float32).reshape(-1, _BLOCK)
-    return (_eight_bits(blocks) if kind == "q8_0" else _few_bits(blocks, kind)).reshape(len(rows), -1)
+    return _eight_bits(blocks).reshape(len(rows), -1)
 
 
 def _half(values: NDArray[np.float32], kind: str) -> NDArray[np.float16]:
@@ -358,28 +358,6 @@ def _half(values: NDArray[np.float32], kind: str) -> NDArray[np.float16]:
 
 def _eight_bits(blocks: NDArray[np.float32]) -> NDArray[np.uint8]:
     scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
-    scaled = blocks * _inverse(scale)
+    scaled = blocks * np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
     codes = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
     return np.hstack([_half(scale, "q8_0").view(np.uint8), codes.view(np.uint8)])
-
-
-def _few_bits(blocks: NDArray[np.float32], kind: str) -> NDArray[np.uint8]:
-    """Return blocks of 4 or 5 bits: the scale, for _1 the least value, the fifth bits, and the other four in pairs."""
-    bits, least = int(kind[1]), kind.endswith("_1")
-    if least:
-        low = blocks.min(axis=1, keepdims=True)
-        scale = (blocks.max(axis=1, keepdims=True) - low) / np.float32(2**bits - 1)
-        shift, heads = np.float32(0.5), [_half(scale, kind), _half(low, kind)]
-        blocks = blocks - low
-    else:
-        largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
-        scale = largest / np.float32(-(2 ** (bits - 1)))
-        shift, heads = np.float32(2 ** (bits - 1) + 0.5), [_half(scale, kind)]
-    codes = np.trunc(blocks * _inverse(scale) + shift).clip(0, 2**bits - 1).astype(np.uint8)
-    fifth = [np.packbits(codes >> 4, axis=1, bitorder="little")] if bits == 5 else []
-    pairs = (codes[:, :16] & 15) | (codes[:, 16:] << 4)
-    return np.hstack([*(head.view(np.uint8) for head in heads), *fifth, pairs])
-
-
-def _inverse(scale: NDArray[np.float32]) -> NDArray[np.float32]:
-    return np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)

@@ -4,8 +4,8 @@
         "kv_connector_module_path": "locret.engines.vllm", "kv_connector_extra_config": {"contexts": "FOLDER"}}'
 
 A prompt that begins with the placeholder ids of a context in the folder (`Prefix.placeholders`) is answered from the
-context. A request may also name it, `"kv_transfer_params": {"locret": "book"}`, or say `{"locret": true}`, and then
-fails if it is not there, where vLLM would otherwise take the ids for text. Written against vLLM 0.32.
+context. A request may say `"kv_transfer_params": {"locret": true}`, and then fails if the context is not there, where
+vLLM would otherwise take the ids for text. Written against vLLM 0.32.
 """
 
 # U units, K KV heads of this worker, D head dim
@@ -122,26 +122,19 @@ class LocretConnector(KVConnectorBase_V1):
         params, ids = request.kv_transfer_params or {}, request.prompt_token_ids or []
         if not isinstance(params, dict):
             raise ValueError(f'kv_transfer_params={shown(params)} is no object; give one such as {{"locret": true}}')
-        name, listed = params.get("locret"), self._contexts.beginning(ids)
-        if name is not None and name is not True and not isinstance(name, str):
-            raise ValueError(f"kv_transfer_params.locret={shown(name)} is no name; give that of a context, or true")
-        if isinstance(name, str) or listed is None or not listed.unchanged:  # a look at all files takes longer
+        asked, listed = params.get("locret"), self._contexts.beginning(ids)
+        if asked not in (None, True):
+            raise ValueError(f"kv_transfer_params.locret={shown(asked)} means nothing here; give true")
+        if listed is None or not listed.unchanged:  # a look at all files takes longer
             try:
                 self._contexts.refresh()
             except OSError as error:
-                if name is not None:
+                if asked:
                     raise
                 _logger.error("the folder of contexts cannot be listed, so what it held before counts: %s", error)
             listed = self._contexts.beginning(ids)
-        if name is True and listed is None:
+        if asked and listed is None:
             raise ValueError(f"the prompt begins with the placeholders of no context in {self._contexts.folder}")
-        if isinstance(name, str):
-            named = self._contexts.named(name)
-            if not named.ids:
-                raise ValueError(named.wrong)
-            if listed is None or listed.ids != named.ids:
-                raise ValueError(f"the prompt does not begin with the placeholders of context {shown(name)}")
-            listed = named  # files may hold the same units
         if listed is not None:
             _check_request(request, listed)
         return listed

@@ -85,16 +85,10 @@ def test_float32_units_are_written_as_the_library_wrote_them(model_type: str) ->
         ("llama f16", {}),
         ("llama bf16", {"cache_type": "bf16"}),
         ("llama q8_0", {"cache_type": "q8_0"}),
-        ("llama q4_0", {"cache_type": "q4_0"}),
-        ("llama q4_1", {"cache_type": "q4_1"}),
-        ("llama q5_0", {"cache_type": "q5_0"}),
-        ("llama q5_1", {"cache_type": "q5_1"}),
         ("llama f16 transposed", {"flash_attention": False}),
         ("llama q8_0 f16 transposed", {"cache_type": "q8_0", "cache_type_v": "f16", "flash_attention": False}),
         ("llama f16 streams", {"streams": 3}),
         ("qwen2 q8_0", {"cache_type": "q8_0"}),
-        ("qwen2 q4_0", {"cache_type": "q4_0"}),
-        ("qwen2 q5_1", {"cache_type": "q5_1"}),
     ],
 )
 def test_the_first_layer_is_written_as_the_library_wrote_it(name: str, layout: dict[str, Any]) -> None:
@@ -120,7 +114,7 @@ def test_a_slot_file_is_the_librarys_but_for_the_ids() -> None:
     assert len(ours) == len(theirs)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1"])
+@pytest.mark.parametrize("kind", ["bf16", "q8_0"])
 def test_types_are_those_of_ggml(kind: str) -> None:
     gguf = pytest.importorskip("gguf", reason="gguf is not installed")
     rows = np.random.default_rng(0).normal(0, 3, (40, 96)).astype(np.float32)
@@ -241,7 +235,7 @@ HELD = [
     ({"keys": filled(0, 16), "values": filled(0, 16)}, "q8_0", "cache_type=q8_0 quantises 32 elements at a time, and"),
     ({"keys": filled(1e5)}, "f16", "beyond the range of float16, which f16 needs; give cache_type=bf16 or f32"),
     ({"keys": filled(3.4e38)}, "bf16", "beyond the range of bfloat16; give cache_type=f32"),
-    *(({"values": filled(float("nan"))}, kind, "some units are no finite numbers") for kind in ("f32", "q4_1")),
+    *(({"values": filled(float("nan"))}, kind, "some units are no finite numbers") for kind in ("f32", "q8_0")),
     ({"rotary": {"rope_type": "longrope"}, "model_type": "phi3"}, "f16", "the original context length of phi3 is None"),
 ]
 

@@ -124,10 +124,6 @@ LAYOUTS = [
     ("bf16", None, True),
     ("q8_0", None, True),
     ("q8_0", "f16", False),
-    ("q5_1", None, True),
-    ("q5_0", None, True),
-    ("q4_1", None, True),
-    ("q4_0", None, True),
 ]
 
 

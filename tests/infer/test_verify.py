@@ -90,7 +90,7 @@ def test_a_mode_that_a_backbone_cannot_have_is_a_row_and_no_failure() -> None:
         (["--tokens", "10"], "--tokens 10 leaves nothing to cut into chunks"),
         (["--only", "chunks"], '--only "chunks" was retired'),
         (["--output", "record"], 'locret-verify "--output" was retired'),
-        (["--only", "savee"], "--only savee: there is no such check; did you mean save"),
+        (["--only", "bytess"], "--only bytess: there is no such check; did you mean bytes"),
         (["--budget", "1000", "--tokens", "512"], "--tokens 512 is too short to evict anything with --budget 1000"),
         (["--text-file", "setup.cfg", "--tokens", "100000"], "positions|longer one"),
     ],
@@ -104,13 +104,13 @@ def test_what_cannot_be_verified_is_refused(line: list[str], message: str) -> No
 def test_checks_are_listed_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.command(["--list", "--json"]) == 0
     assert list(json.loads(capsys.readouterr().out)) == list(CHECKS)
-    assert command.command([*TINY, "--quiet", "--dry-run", "--only", "save"]) == 0
+    assert command.command([*TINY, "--quiet", "--dry-run", "--only", "bytes"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert (plan["checks"], plan["tokens"], plan["policy"]["budget"]) == (["save"], 1024, 256)
+    assert (plan["checks"], plan["tokens"], plan["policy"]["budget"]) == (["bytes"], 1024, 256)
     assert plan["planned_cache_bytes"] == 2224128
 
 
 def test_a_text_file_gives_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["--text-file", "recipes/infer/pass_key.txt", "--quick", "--only", "save", "--quiet"]
+    line = ["--text-file", "recipes/infer/pass_key.txt", "--quick", "--only", "bytes", "--quiet"]
     assert command.command([*TINY, *line]) == 0
-    assert "| save |" in capsys.readouterr().out
+    assert "| bytes |" in capsys.readouterr().out

@@ -67,11 +67,6 @@ def test_a_context_of_the_library_is_the_one_that_python_reads(library: Library,
     assert (ours.digest, ours.tokens) == (theirs.digest, theirs.tokens)
     assert (entry.tokens, entry.units) == (theirs.tokens, theirs.units)
     assert entry.notes["seconds"] >= 0
-    assert entry.has_text
-    kept = torch.frombuffer(bytearray(entry.ids.read_bytes()), dtype=torch.int32).tolist()
-    opening = lm.tokenizer(lm._transcript().opening(), add_special_tokens=False).input_ids
-    assert len(kept) == entry.tokens
-    assert kept[: len(opening)] == opening
 
 
 def test_contexts_are_there_after_a_restart(library: Library, read: Read, book: str) -> None:
@@ -87,10 +82,7 @@ def test_contexts_are_there_after_a_restart(library: Library, read: Read, book: 
     library.delete("a")
     library.delete("b")
     assert library.prefix(library.get("c.2_x-y")).tokens == entry.tokens
-    assert sorted(path.name for path in library.folder.rglob("[!.]*") if path.is_file()) == [
-        "c.2_x-y.ctx",
-        "c.2_x-y.ids",
-    ]
+    assert [path.name for path in library.folder.rglob("[!.]*") if path.is_file()] == ["c.2_x-y.ctx"]
     library.close()
 
 
@@ -100,7 +92,7 @@ def test_shrunk_and_composed_contexts_are_those_of_python(library: Library, read
     both = made(library.compose(["a", "b"], "both", budget=80))
     parts = [library.lm.load(library.get(name).path) for name in ("a", "b")]
     assert library.prefix(both).digest == Prefix.of(compose(parts, 80)).digest
-    assert (both.has_text, both.notes) == (False, {"of": ["a", "b"]})
+    assert both.notes == {"of": ["a", "b"]}
     small = library.shrunk("a", 24)
     assert library.prefix(small).digest == Prefix.of(parts[0].shrink(24)).digest
     assert library.shrunk("a", 24) is small
@@ -325,14 +317,13 @@ def test_a_kill_during_an_upload_and_a_save_loses_no_context(serving: LongContex
                 Library(tmp_path, serving, plan)
         finally:
             process.kill()
-    assert len(list((tmp_path / UPLOADS).iterdir())) == 3  # two texts, and the ids of one
+    assert len(list((tmp_path / UPLOADS).iterdir())) == 2
     assert list(tmp_path.glob(".*.partial/written.ctx"))
     library = Library(tmp_path, serving, plan)
     assert [(entry.name, entry.state) for entry in library.entries()] == [("whole", "ready")]
-    assert library.get("whole").has_text
     library.prefix(library.get("whole"))
     library.close()
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["whole.ctx", "whole.ids"]
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["whole.ctx"]
 
 
 @pytest.mark.parametrize("full", [True, False])

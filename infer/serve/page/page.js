@@ -2,7 +2,7 @@
 // as HTML; addresses are relative, so that the page works behind any path.
 "use strict";
 
-const POLL_MS = 2000, READING_MS = 200, SHOWN = 10;
+const POLL_MS = 2000, READING_MS = 200;
 const state = { contexts: [], selected: null, ticked: new Set(), model: "", key: sessionStorage.getItem("key") || "",
   asking: null, following: null, lost: false, keyless: false };
 const $ = (id) => document.getElementById(id);
@@ -196,31 +196,6 @@ function keptMap(shares) {
   return map;
 }
 
-function passageList(passages, found = new Set()) {
-  const items = passages.map((one) => make("li", {},
-    make("span", { class: "small" }, `${percent(one.place)} into the text, ${percent(one.share)} of heads: `),
-    ...marked(one.text, found)));
-  return make("ol", { class: "passages", "aria-label": "Passages that were kept" }, ...items);
-}
-
-const wordsOf = (text) => text.match(/[\p{L}\p{N}]+/gu) || [];
-
-function marked(text, found) {
-  return text.split(/([\p{L}\p{N}]+)/u).map((part) => found.has(part.toLowerCase()) ? make("mark", {}, part) : part);
-}
-
-// Of the passages those that share the rarest words with an answer; without an answer those that most heads hold.
-function chosen(passages, answer) {
-  if (!answer) return [passages.toSorted((a, b) => b.share - a.share).slice(0, SHOWN), new Set()];
-  const words = new Set(wordsOf(answer.toLowerCase())), counts = new Map();
-  const each = passages.map((one) => [...new Set(wordsOf(one.text.toLowerCase()))].filter((word) => words.has(word)));
-  for (const word of each.flat()) counts.set(word, (counts.get(word) || 0) + 1);
-  const weight = (nth) => each[nth].reduce((sum, word) => sum + 1 / counts.get(word), 0);
-  const best = passages.map((one, nth) => [weight(nth), one]).filter(([value]) => value > 0)
-    .sort(([a], [b]) => b - a).slice(0, SHOWN).map(([, one]) => one);
-  return [best, words];
-}
-
 // ---- The list of contexts ----------------------------------------------------------------------------------------
 
 function summary(context) {
@@ -339,7 +314,7 @@ async function follow(name) {
       say(context.state === "ready" ? `${name} has been read.` : "");
     }
     $("kept").replaceChildren();
-    if (context.state === "ready") $("kept").append(...await keptParts(context, leave.signal));
+    if (context.state === "ready") $("kept").append(...keptParts(context));
   }, { quiet: true });
 }
 
@@ -354,17 +329,9 @@ function showProgress(context) {
   if (map) $("kept").replaceChildren(make("h3", {}, "Kept so far of what has been read"), map);
 }
 
-async function keptParts(context, signal, answer = "") {
+function keptParts(context) {
   const map = keptMap(context.kept);
-  const parts = map ? [make("h3", {}, "What is kept of the text, from its beginning to its end"), map] : [];
-  if (context.text) {
-    const { data } = await json(`${at(context.name)}/kept?count=200`, { signal });
-    const [best, words] = chosen(data, answer);
-    const passages = passageList(best.sort((a, b) => a.start - b.start), words);
-    if (best.length) parts.push(make("details", {}, make("summary", {},
-      answer ? "Kept passages with words of the answer" : "Passages that most heads hold"), passages));
-  }
-  return parts;
+  return map ? [make("h3", {}, "What is kept of the text, from its beginning to its end"), map] : [];
 }
 
 // ---- Questions ---------------------------------------------------------------------------------------------------
@@ -390,7 +357,7 @@ async function ask(event) {
   else {
     $("question").value = "";
     say("");
-    await showAnswerFacts(name, answer.textContent, facts, item, told);
+    showAnswerFacts(facts, told);
   }
 }
 
@@ -413,14 +380,12 @@ async function stream(name, question, answer, signal) {
   return { first, usage, seconds: (performance.now() - start) / 1000 };
 }
 
-async function showAnswerFacts(name, answer, facts, item, { first, usage, seconds }) {
+function showAnswerFacts(facts, { first, usage, seconds }) {
   const units = usage?.prompt_tokens_details?.units;
   facts.textContent = [first === null ? null : `first words after ${(first / 1000).toFixed(2)} s`,
     `${seconds.toFixed(2)} s in all`,
     usage && `${number(usage.completion_tokens)} tokens`,
     units && `from ${number(units)} units for ${number(usage.prompt_tokens)} tokens`].filter(Boolean).join(", ");
-  const parts = await attempt(async () => keptParts(await json(at(name)), undefined, answer), { quiet: true });
-  if (parts?.length) item.append(make("details", {}, make("summary", {}, "What was kept for this answer"), ...parts));
 }
 
 // ---- Files and other actions -------------------------------------------------------------------------------------
