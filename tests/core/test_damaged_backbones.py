@@ -44,28 +44,6 @@ def load(folder: Path, adapter: Path | None = None) -> Any:
     return loading.load_model(source, config, CPU, torch.float32)
 
 
-@pytest.mark.filterwarnings("ignore")
-@settings(max_examples=settings().max_examples // 2)
-@given(data=st.data())
-def test_a_damaged_config_is_refused_or_loads(backbone: Path, data: st.DataObject) -> None:
-    values = json.loads((backbone / "config.json").read_text())
-    folder = damaged(backbone)
-    mutations.put(folder, "config.json", mutations.json_text_of(data.draw, values))
-    model = mutations.loaded_or_refused(lambda: load(folder))
-    if model is not None:
-        assert model(torch.arange(3, 9)[None]).logits.shape[:2] == (1, 6)
-
-
-@pytest.mark.filterwarnings("ignore")
-@settings(max_examples=settings().max_examples // 2)
-@given(data=st.data())
-def test_damaged_weights_are_refused_or_load(backbone: Path, data: st.DataObject) -> None:
-    folder = damaged(backbone)
-    weights = load_file(backbone / "model.safetensors")
-    mutations.put(folder, "model.safetensors", mutations.safetensors_of(data.draw, weights, {"format": "pt"}))
-    mutations.loaded_or_refused(lambda: load(folder))
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -1,0 +1,335 @@
+"""Files that are damaged, forged or of something else: each loader takes them or refuses them in one sentence.
+
+One mutator changes bytes, JSON values, or tensors of every kind of file that is read, sometimes with a checksum that is
+right again, as a forger would write it. What still loads has to work, or to say why not.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache as once
+from pathlib import Path
+from typing import Any
+
+import mutations
+import pytest
+import torch
+from families import build, padded, prompt
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from locret import (
+    LongContextModel,
+    RetainingHeads,
+    RetentionCache,
+    RetentionPolicy,
+    generate,
+    load_cache,
+    loading,
+    prefill,
+    read_notes,
+    save_cache,
+    scorers,
+)
+from locret.cache.schema import checksum
+from locret.engines.prefix import Prefix
+from locret.loading.options import BackboneSource
+
+NUMBERS: dict[str, Any] = {"budget": 16, "chunk_size": 12, "stabilizers": 4, "local_len": 4}
+FORMS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "ragged": {"head_budgets": "adaptive"},
+    "sliding": {},
+    "tiers": {"host_budget": 9, "recall": 3, "positions": "original"},
+    "codes": {"key_bits": 4, "value_bits": 8, "exact_recent": 4},
+}
+TEXT = "The grass is green. " * 8 + "The pass key is 71432. Remember it. " + "The sky is blue. " * 8
+
+
+@once
+def model_of(form: str) -> Any:
+    return build("gemma3" if form == "sliding" else "llama")
+
+
+def read(form: str, rows: int = 2) -> RetentionCache:
+    cache = RetentionCache(model_of(form), "key_norm", RetentionPolicy(**NUMBERS, **FORMS[form]))
+    ids, mask = padded([prompt(45), prompt(34, seed=1)][:rows])
+    prefill(cache.model, ids, cache, attention_mask=mask)
+    return cache
+
+
+@once
+def lm() -> LongContextModel:
+    pair = {"model": "checkpoints/tiny", "heads": "checkpoints/tiny-heads"}
+    policy = RetentionPolicy(budget=32, chunk_size=64, stabilizers=8, local_len=8)
+    return LongContextModel.from_pretrained(**pair, policy=policy, device="cpu", dtype="float32")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A file, or a folder of files."""
+
+    write: Callable[[Path], object]
+    load: Callable[[Path], Any]
+    use: Callable[[Any], object]
+    """What is done with what was loaded, which may be refused in a sentence too."""
+
+
+def of_cache(form: str) -> Kind:
+    return Kind(
+        lambda path: save_cache(read(form), path, notes={"text": "a"}),
+        lambda path: load_cache(path, model_of(form), "key_norm"),
+        lambda cache: generate(cache.model, cache=cache, max_new_tokens=2, eos_token_id=None),
+    )
+
+
+def check_prefix(prefix: Prefix) -> None:
+    assert len(prefix.placeholders) == prefix.units > 0
+    for keys, values in zip(prefix.keys, prefix.values, strict=True):
+        assert keys.shape == values.shape == prefix.keys[0].shape
+        assert bool(keys.isfinite().all() & values.isfinite().all())
+
+
+def write_heads(folder: Path) -> None:
+    heads = RetainingHeads.for_model(model_of("dense"), hidden_dim=4, seed=0)
+    label, policy = {"kind": "logit", "include_last_prompt_token": False}, {"budget": 64, "stabilizers": 4}
+    heads.annotate(label=label, policy=policy, training={"steps": 3, "earlier": {"steps": 2}}, evaluation={"a": 5.0})
+    heads.save_pretrained(folder)
+
+
+def use_heads(heads: RetainingHeads) -> None:
+    assert heads.generate_model_card()
+    heads.check_matches(model_of("dense"))
+    RetentionPolicy.from_dict(heads.config.policy or {}, "policy")
+
+
+def official() -> dict[str, Tensor]:
+    heads = RetainingHeads.for_model(model_of("dense"), hidden_dim=4, seed=0)
+    names = {layer: f"model.layers.{layer}.self_attn" for layer in heads}
+    return {f"{names[n]}.{fc}.weight": getattr(heads[n], fc).weight.detach() for n in heads for fc in ("fc1", "fc2")}
+
+
+def write_official(folder: Path) -> None:
+    folder.mkdir()
+    (folder / "a.safetensors").write_bytes(save(official()))
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(official(), "a.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def write_backbone(folder: Path) -> None:
+    build("llama", num_hidden_layers=1, layer_types=["full_attention"]).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(Path("checkpoints/tiny") / name, folder)
+
+
+def load_backbone(folder: Path) -> Any:
+    source = BackboneSource(model=str(folder))
+    loading.load_tokenizer(source)
+    return loading.load_model(source, loading.load_config(source), torch.device("cpu"), torch.float32)
+
+
+KINDS: dict[str, Kind] = {
+    **{f"cache, {form}": of_cache(form) for form in FORMS},
+    "prefix": Kind(lambda path: save_cache(read("dense", rows=1), path), Prefix.from_file, check_prefix),
+    "prefix of codes": Kind(lambda path: save_cache(read("codes", rows=1), path), Prefix.from_file, check_prefix),
+    "context": Kind(
+        lambda path: lm().read(TEXT).save(path),
+        lambda path: lm().load(path),
+        lambda context: context.ask("Who?", max_new_tokens=2),
+    ),
+    "heads": Kind(write_heads, RetainingHeads.from_pretrained, use_heads),
+    "official heads": Kind(
+        write_official,
+        lambda folder: RetainingHeads.from_official(folder, model_of("dense").config),
+        lambda heads: heads.check_matches(model_of("dense")),
+    ),
+    "backbone": Kind(write_backbone, load_backbone, lambda model: model(torch.arange(3, 9)[None])),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Return a whole file, or folder, of every kind."""
+    folder = tmp_path_factory.mktemp("whole")
+    for name, kind in KINDS.items():
+        kind.write(folder / name)
+    return {name: folder / name for name in KINDS}
+
+
+def content(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+def damaged(draw: st.DrawFn, file: Path) -> bytes:
+    """Return the content of a file with something changed."""
+    if file.suffix == ".json":
+        return mutations.json_text_of(draw, json.loads(file.read_text()))
+    if file.suffix == ".md" or draw(st.sampled_from((True, False, False, False))):
+        return mutations.bytes_of(draw, file.read_bytes())
+    metadata, tensors = content(file)
+    plain = sorted(metadata.keys() & {"state", "notes"})
+    if plain and draw(st.booleans()):
+        name = draw(st.sampled_from(plain))
+        metadata[name] = json.dumps(mutations.values_of(draw, json.loads(metadata[name])))
+    else:
+        tensors = mutations.tensors_of(draw, tensors)
+    if "checksum" in metadata and draw(st.booleans()):
+        metadata["checksum"] = checksum(metadata["state"], tensors)
+    return save(tensors, metadata)
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_no_damage_is_worked_with_or_said_in_more_than_a_sentence(saved: dict[str, Path], data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(sorted(KINDS)))
+    kind, whole = KINDS[name], saved[name]
+    copy = whole.with_name("damaged")
+    if whole.is_dir():
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(whole, copy)
+        file = copy / data.draw(st.sampled_from(sorted(one.name for one in whole.iterdir())))
+        file.write_bytes(damaged(data.draw, file))
+    else:
+        copy = whole.with_name("damaged file")
+        copy.write_bytes(damaged(data.draw, whole))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = mutations.loaded_or_refused(lambda: kind.load(copy))
+        if loaded is not None:
+            mutations.loaded_or_refused(lambda: (kind.use(loaded), True))
+
+
+def test_every_kind_of_file_is_read_back_whole(saved: dict[str, Path]) -> None:
+    for name, kind in KINDS.items():
+        kind.use(kind.load(saved[name]))
+
+
+# -- what must not pass -----------------------------------------------------------------------------------------------
+
+
+def forged(path: Path, target: Path, sealed: bool = True, state: Any = None, **tensors: Tensor) -> Path:
+    """Write a file with another state or other tensors."""
+    metadata, held = content(path)
+    held |= {name.replace("__", "."): tensor for name, tensor in tensors.items()}
+    if state is not None:
+        metadata["state"] = json.dumps(json.loads(metadata["state"]) | state)
+    if sealed:
+        metadata["checksum"] = checksum(metadata["state"], held)
+    target.write_bytes(save(held, metadata))
+    return target
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_changed_number_never_passes_unnoticed(saved: dict[str, Path], data: st.DataObject) -> None:
+    metadata, tensors = content(saved["cache, dense"])
+    name = data.draw(st.sampled_from(sorted(tensors)))
+    flat = tensors[name].flatten()
+    at = data.draw(st.integers(0, len(flat) - 1))
+    flat[at] = flat[at] + 1
+    file = saved["cache, dense"].with_name("changed")
+    file.write_bytes(save({**tensors, name: flat.reshape(tensors[name].shape)}, metadata))
+    with pytest.raises(ValueError, match="it is damaged"):
+        KINDS["cache, dense"].load(file)
+
+
+OTHER_TYPES = [
+    ("tiers", "layers.1.host.scores", torch.float64, "F64 instead of .* of F32"),
+    ("ragged", "layers.0.positions", torch.int64, "I64 instead of .* of I32"),
+    ("dense", "layers.2.keys", torch.int8, "I8 instead of .* of F64 or F32 or BF16 or F16"),
+]
+STATES = [
+    {"seen": -1},
+    {"policy": {"budget": float("nan")}},
+    {"policy": {"budget": 9, "stabilizers": 9}},
+    {"rotary": "x"},
+]
+OF_PREFIXES = [
+    {"vocab_size": 0},
+    {"vocab_size": None},
+    {"rotary": {"rope_type": "no such"}},
+    {"rotary": {"rope_type": "default", "rope_theta": -5.0}},
+    {"next_position": 2},
+]
+
+
+def test_forgeries_are_refused_by_what_is_wrong_with_them(saved: dict[str, Path], tmp_path: Path) -> None:
+    for form, name, dtype, spelt in OTHER_TYPES:
+        _, tensors = content(path := saved[f"cache, {form}"])
+        file = forged(path, tmp_path / "forged", **{name: tensors[name].to(dtype)})
+        with pytest.raises(ValueError, match=rf"it is damaged \({name} is \[.*\] of {spelt}"):
+            KINDS[f"cache, {form}"].load(file)
+    for kind, states in {"cache, dense": STATES, "prefix": OF_PREFIXES}.items():
+        for state in states:
+            file = forged(saved[kind], tmp_path / "forged", state=state)
+            assert mutations.loaded_or_refused(lambda kind=kind, file=file: KINDS[kind].load(file)) is None, state
+
+
+def test_other_weights_and_another_scorer_are_refused_and_both_sides_are_shown(
+    saved: dict[str, Path], tmp_path: Path
+) -> None:
+    path, model = saved["cache, dense"], model_of("dense")
+    with pytest.raises(ValueError, match=r"other weights .*fingerprint '\w{12}' in the file, '\w{12}' in the model"):
+        load_cache(path, build("llama", seed=5), "key_norm")
+    with pytest.raises(ValueError, match="num_kv_heads 2 in the file, 4 in the model"):
+        load_cache(path, build("llama-mha"), "key_norm")
+    load_cache(path, build("llama").bfloat16(), "key_norm")
+    with pytest.raises(ValueError, match=r"here it is tova.*allow_other_scorer=True"):
+        load_cache(path, model, "tova")
+    again = load_cache(path, model, scorers.get("tova"), allow_other_scorer=True)
+    assert torch.equal(again.kept_positions(0), load_cache(path, model, "key_norm").kept_positions(0))
+    for seeds in ((0, 1), (1, 0)):
+        heads = [RetainingHeads.for_model(model, hidden_dim=8, seed=seed) for seed in seeds]
+        cache = RetentionCache(model, heads[0], RetentionPolicy(**NUMBERS))
+        prefill(model, prompt(40), cache)
+        save_cache(cache, tmp_path / "a.ctx")
+        with pytest.raises(ValueError, match=r"retaining_heads \(weights=\w+\), here it is retaining_heads"):
+            load_cache(tmp_path / "a.ctx", model, heads[1])
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_file_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, path = read("dense"), tmp_path / "a.ctx"
+    save_cache(cache, path, notes={"nth": 1})
+    path.chmod(0o600)
+    (tmp_path / "link.ctx").symlink_to("a.ctx")
+    save_cache(cache, tmp_path / "link.ctx", notes={"nth": 2})
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "link.ctx").is_symlink()
+    assert read_notes(path) == {"nth": 2}
+    before = path.read_bytes()
+    monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("stopped")))
+    with pytest.raises(OSError, match="stopped"):
+        save_cache(cache, path, notes={"nth": 3})
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.ctx", "link.ctx"]
+
+
+def test_what_cannot_be_written_or_read_is_refused_in_a_sentence(tmp_path: Path) -> None:
+    cache = read("dense")
+    refused: list[tuple[Callable[[], object], str]] = [
+        (lambda: save_cache(cache, tmp_path / "missing" / "a.ctx"), r"there is no folder .*missing; make it"),
+        (lambda: save_cache(cache, tmp_path), "it is a folder"),
+        (lambda: save_cache(cache, "/dev/null"), "it is a device or a pipe"),
+        (lambda: save_cache(cache.fresh(), tmp_path / "a.ctx"), "has read nothing yet"),
+        (lambda: save_cache(cache, tmp_path / "a.ctx", notes={"a": float("nan")}), "notes cannot be saved"),
+        (lambda: save_cache(cache, tmp_path / "a.ctx", notes={"a": (1, 2)}), "they would come back changed"),
+        (lambda: load_cache(tmp_path / "none.ctx", cache.model, "key_norm"), "does not exist"),
+        (lambda: load_cache(tmp_path, cache.model, "key_norm"), "is not a file"),
+        (lambda: load_cache(__file__, cache.model, "key_norm"), "is not a saved cache"),
+    ]
+    for call, said in refused:
+        with pytest.raises((OSError, ValueError), match=said):
+            call()
+    assert not list(tmp_path.iterdir())
+    assert Path("/dev/null").is_char_device()
