@@ -211,11 +211,6 @@ def merger(family: str) -> str:
     return f"loco:kernels={folder}"
 
 
-def distinct(length: int, seed: int = 0) -> torch.Tensor:
-    """Return (1, length) ids, none twice: equal tokens have equal scores in the first layer, and rounding decides."""
-    return torch.randperm(199, generator=torch.Generator().manual_seed(seed))[None, :length]
-
-
 def prompt(length: int, batch: int = 1, seed: int = 0, vocabulary: int = 199) -> torch.Tensor:
     """Return random (batch, length) token ids without special tokens."""
     return torch.randint(3, vocabulary, (batch, length), generator=torch.Generator().manual_seed(seed))

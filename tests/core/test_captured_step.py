@@ -5,7 +5,6 @@ Nothing is captured on a CPU: here every step runs over the buffers that a graph
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import GenerationConfig
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.instrument import instrumented
 from locret.cache import captured_step
-from locret.cache.captured_step import attend_slots, obstacle, weighed
+from locret.cache.captured_step import attend_slots, obstacle
 
 POLICY: dict[str, Any] = {"budget": 200, "chunk_size": 32, "stabilizers": 8, "local_len": 8}
 SHARES = (0.7, 1.3, 1.2, 0.8, 1.0, 1.0)
@@ -108,33 +107,6 @@ def test_captured_steps_write_the_same_tokens_and_keep_the_same_scores(
     assert_same_answers(plain, plain.copy(), new, captures)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"budget": 60, "head_budgets": "shares"},
-        {"budget": 60, "head_budgets": "adaptive"},
-        {"budget": 60, "layer_budgets": "pyramid"},
-        {"budget": 60, "positions": "original"},
-        {"budget": 60, "when": "prompt_end"},
-    ],
-)
-@pytest.mark.parametrize("batch", [1, 3])
-def test_layers_and_heads_may_hold_different_numbers_of_units(
-    policy: dict[str, Any], batch: int, captures: Captures
-) -> None:
-    plain = read("llama", 170, 20, batch, **policy)
-    assert_same_answers(plain, plain.copy(), 20, captures)
-
-
-def test_rows_may_differ_in_length(captures: Captures) -> None:
-    model, ids, mask = build("llama"), prompt(90, batch=3), torch.ones(3, 90, dtype=torch.long)
-    model.generation_config.eos_token_id = None
-    mask[1, :30], mask[2, :7] = 0, 0
-    plain = RetentionCache(model, RetainingHeads.for_model(model, hidden_dim=16, seed=3), RetentionPolicy(**POLICY))
-    prefill(model, ids, plain, mask, new_tokens=12)
-    assert_same_answers(plain, plain.copy(), 12, captures)
-
-
 def test_sampling_draws_the_same_tokens_and_a_conversation_goes_on(captures: Captures) -> None:
     plain = read("llama", 120, 10)
     captured = plain.copy()
@@ -146,20 +118,6 @@ def test_sampling_draws_the_same_tokens_and_a_conversation_goes_on(captures: Cap
         answers.append(torch.cat([first, how(cache, 9)], dim=1))
     assert len(captures.steps) == 2
     assert torch.equal(*answers)
-    assert_same(plain, captured)
-
-
-def test_whole_conversations_are_continued_by_captured_steps(captures: Captures) -> None:
-    model, ids = build("llama"), prompt(77)
-    heads = RetainingHeads.for_model(model, hidden_dim=16, seed=3)
-    options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
-    plain, captured = (RetentionCache(model, heads, RetentionPolicy(**POLICY)) for _ in range(2))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captured_step, "DEVICES", ())
-        expected = generate(model, ids, cache=plain, **options)
-    assert not captures.steps
-    assert torch.equal(generate(model, ids, cache=captured, **options), expected)
-    assert len(captures.steps) == 1
     assert_same(plain, captured)
 
 
@@ -221,57 +179,6 @@ def test_nothing_that_a_graph_would_hold_is_left_when_the_answer_ends(captures: 
         assert [ref() for ref in found[0]] == [None, None, None]
     finally:
         gc.enable()
-
-
-def test_answers_of_several_threads_are_those_of_one(captures: Captures) -> None:
-    first = read("llama", 120, 12)
-    caches = [first.copy() for _ in range(4)]
-    expected, answers = as_written(first.copy(), 12), [None] * 4
-    ready = threading.Barrier(4)
-
-    def answer(index: int) -> None:
-        ready.wait()
-        answers[index] = write(caches[index], 12)
-
-    threads = [threading.Thread(target=answer, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(one, expected) for one in answers)
-    plain = first.copy()
-    as_written(plain, 12)
-    for cache in caches:
-        assert_same(plain, cache)
-
-
-def test_what_runs_beside_others_is_captured_when_they_have_gone(captures: Captures) -> None:
-    cache, steps = read("llama", 90, 14), []
-    plain = cache.copy()
-    other = instrumented(cache.model)
-    other.__enter__()
-
-    class Leaves:
-        def put(self, _value: Tensor) -> None:
-            steps.append(len(captures.steps))
-            if len(steps) == 5:
-                other.__exit__(None, None, None)
-
-        def end(self) -> None: ...
-
-    assert torch.equal(write(cache, 14, streamer=Leaves()), as_written(plain, 14))
-    assert steps[4] == 0
-    assert steps[5:] == [1] * 10
-    assert_same(plain, cache)
-
-
-def test_what_somebody_has_put_on_a_layer_runs_at_every_step(captures: Captures) -> None:
-    cache, calls = read("llama", 61, 9), []
-    hook = cache.model.model.layers[0].mlp.register_forward_hook(lambda *_: calls.append(1))
-    write(cache, 9)
-    hook.remove()
-    assert not captures.steps
-    assert len(calls) == 9
 
 
 class Forbidden(TorchDispatchMode):
@@ -337,20 +244,6 @@ def test_one_token_attends_to_the_slots_that_the_mask_leaves(
             torch.testing.assert_close(out[row, head], expected)
 
 
-@pytest.mark.parametrize("slots", [3, 8, 61, 64, 97])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_values_are_weighed_in_pieces_as_in_one_product(dtype: torch.dtype, slots: int) -> None:
-    torch.manual_seed(0)
-    weights, held = torch.randn(2, 3, 4, slots).softmax(-1), torch.randn(2, 3, 100, 16, dtype=dtype)
-    value = held[:, :, :slots]
-    out = weighed(weights, value)
-    assert out.dtype == dtype
-    error = (out.double() - weights.double() @ value.double()).abs()
-    # Weights, sums of pieces and the whole are rounded once each; products in float32 add a little.
-    rounded = 3 * torch.finfo(dtype).eps / 2 + 1e-6
-    assert bool((error <= rounded * (weights.double() @ value.double().abs())).all())
-
-
 @pytest.mark.parametrize(
     ("family", "options", "policy", "reason"),
     [
@@ -375,19 +268,3 @@ def test_where_steps_cannot_be_captured_they_run_as_written(
     assert reason in said
     generate(cache.model, cache=cache, **given)
     assert not captures.steps
-
-
-def test_a_scorer_that_looks_at_attention_sees_every_step(captures: Captures) -> None:
-    model = build("llama")
-    cache = RetentionCache(model, "h2o", RetentionPolicy(**POLICY))
-    prefill(model, prompt(61), cache, new_tokens=9)
-    said = obstacle(model, cache, GenerationConfig(), 9, 1)
-    assert said == "every step's attention is looked at"
-    write(cache, 9)
-    assert not captures.steps
-
-
-def test_compile_is_an_option_no_more() -> None:
-    cache = read("llama", 61, 9)
-    with pytest.raises(ValueError, match=r'^option "compile" was retired: on CUDA the step of one token is captured'):
-        write(cache, 9, compile=True)

@@ -267,7 +267,7 @@ def test_forgeries_are_refused_by_what_is_wrong_with_them(saved: dict[str, Path]
         file = forged(path, tmp_path / "forged", **{name: tensors[name].to(dtype)})
         with pytest.raises(ValueError, match=rf"it is damaged \({name} is \[.*\] of {spelt}"):
             KINDS[f"cache, {form}"].load(file)
-    for kind, states in {"cache, dense": STATES, "prefix": OF_PREFIXES}.items():
+    for kind, states in {"cache, dense": STATES, "prefix of codes": OF_PREFIXES}.items():
         for state in states:
             file = forged(saved[kind], tmp_path / "forged", state=state)
             assert mutations.loaded_or_refused(lambda kind=kind, file=file: KINDS[kind].load(file)) is None, state

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, padded, prompt
+from families import build, prompt
 from transformers import DynamicCache
 
 from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, prefill
@@ -62,27 +62,6 @@ def test_a_prefix_of_both_tiers_answers_as_if_everything_were_recalled(
     check_equal(family, model, cache, host=True)
 
 
-def test_a_prefix_of_the_first_tier_is_that_of_a_cache_without_a_second() -> None:
-    with_host, without = (read(host_budget=host, recall=recall)[1] for host, recall in ((19, 4), (None, 0)))
-    for ours, plain in zip(with_host.to_dynamic_cache().layers, without.to_dynamic_cache().layers, strict=True):
-        # What the local tokens recalled is in their own units.
-        for mine, other in ((ours.keys, plain.keys), (ours.values, plain.values)):
-            assert mine.shape == other.shape
-            torch.testing.assert_close(mine[:, :, :16], other[:, :, :16], atol=1e-5, rtol=0)
-
-
-def test_the_prefix_is_bit_for_bit_what_is_held_and_a_copy_of_it() -> None:
-    model, cache = read()
-    exported = cache.to_dynamic_cache()
-    for layer, held in zip(exported.layers, cache.governed, strict=True):
-        view = held.store.view(cache.next_position)
-        assert torch.equal(layer.keys, view.keys)
-        assert torch.equal(layer.values, view.values)
-    before = cache.governed[0].store.view(cache.next_position).keys.clone()
-    theirs("llama", exported, torch.tensor([[7]]))
-    assert torch.equal(cache.governed[0].store.view(cache.next_position).keys, before)
-
-
 @pytest.mark.parametrize("tier", [{}, {"host_budget": "all", "recall": 500}])
 @pytest.mark.parametrize("new", [60, 61, 62])
 def test_after_a_long_answer_that_evicted_units_begin_at_zero_again(tier: dict[str, Any], new: int) -> None:
@@ -124,34 +103,6 @@ def test_a_backbone_that_has_no_such_prefix_is_refused(family: str, says: str) -
     _, cache = read(family)
     with pytest.raises(ValueError, match=says):
         cache.to_dynamic_cache()
-
-
-def test_longrope_beyond_its_original_length_is_an_ordinary_prefix() -> None:
-    model, cache = read("phi3-longrope", tokens=150, budget=80, stabilizers=9)
-    check_equal("phi3-longrope", model, cache, host=False)
-
-
-def test_rows_that_differ_and_empty_or_torn_caches_are_refused() -> None:
-    model, cache = read()
-    with pytest.raises(ValueError, match="has read nothing yet; call locret.prefill before exporting"):
-        cache.fresh().to_dynamic_cache()
-    with pytest.raises(ValueError, match="host=True exports the second tier too, but there is none"):
-        cache.to_dynamic_cache(host=True)
-    ids, mask = padded([prompt(40), prompt(30)])
-    ragged = cache.fresh()
-    prefill(model, ids, ragged, attention_mask=mask)
-    with pytest.raises(ValueError, match="rows of different lengths are no prefix"):
-        ragged.to_dynamic_cache()
-    assert [row.to_dynamic_cache().get_seq_length() for row in ragged.split(2)] == [21, 21]
-    torn = cache.fresh()
-    with pytest.raises(RuntimeError, match="stop"):
-        prefill(model, prompt(71), torn, on_chunk=_stop)
-    with pytest.raises(ValueError, match="was interrupted"):
-        torn.to_dynamic_cache()
-
-
-def _stop(cache: RetentionCache) -> None:
-    raise RuntimeError("stop")
 
 
 def test_a_context_is_asked_through_a_plain_cache() -> None:

@@ -9,20 +9,17 @@ import oracle as reference
 import pytest
 import torch
 from families import build, prompt
-from oracle.infllm import Block, Memory, Numbers, Unit, choose, move_old, representative
+from oracle.infllm import Memory, Numbers
 from test_families import frequencies
 
-from locret import RetentionCache, RetentionPolicy, generate, prefill, save_cache, scorers
+from locret import RetentionCache, RetentionPolicy, generate, prefill, save_cache
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors
-from locret.base.method_spec import parse
-from locret.cache.blocks import Blocks, representatives
+from locret.cache.blocks import Blocks
 from locret.cache.limits import planned_bytes, planned_host_bytes
-from locret.infer import methods
 from locret.lookups.infllm import PRESETS, InfLLM
 
 SMALL = "local=12,block=4,init=3,topk=2,cached=3,repr_topk=2"
-EVERYTHING = "local=12,block=4,init=3,topk=100,cached=100,repr_topk=2,far=original"
 
 
 def policy_of(options: str, **numbers: int) -> RetentionPolicy:
@@ -55,29 +52,6 @@ def test_the_oracle_with_everything_recalled_at_true_distances_is_full_attention
     with long_factors(find_decoder(model)):
         torch.testing.assert_close(logits[-1], model(ids).logits[0, -1], atol=1e-4, rtol=0)
     assert len(memories[0].blocks) == (61 - 3 - 10) // 4
-
-
-@torch.no_grad()
-def test_the_oracle_with_a_window_of_the_texts_length_is_full_attention() -> None:
-    model, ids = build("llama"), prompt(40)
-    logits, memories = reference.infllm(
-        model, list(ids[0].split(9)), *frequencies("llama"), Numbers(block=4, init=3, local=40, topk=1, repr_topk=2)
-    )
-    torch.testing.assert_close(logits[-1], model(ids).logits[0, -1], atol=1e-4, rtol=0)
-    assert not memories[0].blocks
-
-
-@pytest.mark.parametrize("tokens", [2, 3, 13, 16, 17, 40])
-def test_every_token_is_in_one_place_in_the_order_of_the_text(tokens: int) -> None:
-    memory, numbers = Memory(), Numbers(block=4, init=3, local=10, topk=2, repr_topk=1)
-    for position in range(tokens):
-        memory.recent.append(Unit(position, torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1)))
-        move_old(memory, numbers)
-    places = [unit.position for unit in memory.first]
-    places += [unit.position for block in memory.blocks for unit in block.units]
-    assert places + [unit.position for unit in memory.recent] == list(range(tokens))
-    assert len(memory.first) == min(max(tokens - 10, 0), 3)
-    assert len(memory.blocks) == max(tokens - 13, 0) // 4
 
 
 # -- the numbers ------------------------------------------------------------------------------------------------------
@@ -153,30 +127,6 @@ def numbers(**options: Any) -> InfLLM:
     return InfLLM(local=10, block=5, init=0, repr_topk=2, **options).completed(10**6)
 
 
-def test_representatives_and_lookup_equal_the_slow_ones() -> None:
-    generator = torch.Generator().manual_seed(0)
-    keys, attention = torch.randn(2, 4 * 5, 6, generator=generator), torch.rand(2, 3, 4 * 5, generator=generator)
-    units = [Unit(i, keys[:, i], keys[:, i], attention[..., i].flatten()) for i in range(20)]
-    slow = [reference_block(units[5 * nth : 5 * nth + 5]) for nth in range(4)]
-    fast = representatives(keys.unflatten(1, (4, 5)), attention.unflatten(2, (4, 5)), 2)
-    torch.testing.assert_close(fast, torch.stack([block.vector_ND for block in slow]))
-    query = torch.randn(1, 6, 7, 6, generator=generator)
-    for per_head, choosers in ((False, [range(6)]), (True, [range(3), range(3, 6)])):
-        tier = Blocks(numbers(topk=2, cached=3, per_head=per_head))
-        tier.begin(keys[None], keys[None], heads=6)
-        tier.add(0, keys, keys, attention)
-        expected = [choose(query[0].transpose(0, 1), slow, 2, heads) for heads in choosers]
-        found, _, chosen = tier.recall(query)
-        assert chosen.tolist() == [expected]
-        for head in range(2):
-            blocks = expected[head if per_head else 0]
-            assert torch.equal(found[0, head], torch.cat([keys[head, 5 * nth : 5 * nth + 5] for nth in blocks]))
-
-
-def reference_block(units: list[Unit]) -> Block:
-    return Block(units, representative(units, 2))
-
-
 # -- the fast path ----------------------------------------------------------------------------------------------------
 
 
@@ -198,29 +148,6 @@ def test_reading_equals_the_oracle(options: str, length: int) -> None:
         if keys:
             held = layer.blocks.tensors["keys"][0].flatten(1, 2)[:, : layer.blocks.fill]
             torch.testing.assert_close(held, torch.stack(keys, dim=1), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "family", ["phi3-longrope", "llama-3.1-rope", "llama-mqa", "llama-mha", "mistral", "qwen2", "qwen3", "phi3-partial"]
-)
-@torch.no_grad()
-def test_scaled_and_grouped_backbones_equal_the_oracle(family: str) -> None:
-    model, ids = build(family), prompt(40)
-    policy = policy_of(SMALL, chunk_size=11)
-    logits, _ = slowly(model, family, ids[0], policy)
-    ours = prefill(model, ids, RetentionCache(model, "streaming", policy))
-    torch.testing.assert_close(ours[0], logits[-1], atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-@pytest.mark.parametrize("chunk_size", [5, 64])
-def test_everything_recalled_at_its_own_distance_is_full_attention(family: str, chunk_size: int) -> None:
-    model, ids = build(family), prompt(90)
-    expected = model.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=None)
-    cache = RetentionCache(model, "streaming", policy_of(EVERYTHING, chunk_size=chunk_size))
-    ours = generate(model, ids, cache=cache, max_new_tokens=9, do_sample=False, eos_token_id=None)
-    assert torch.equal(ours, expected)
-    assert cache.memory().host_units > 64
 
 
 @torch.no_grad()
@@ -257,21 +184,6 @@ def test_rows_of_different_lengths_equal_runs_of_their_own() -> None:
         )
         assert torch.equal(ours[row, 59:], expected[0, length:])
         assert cache.governed[0].blocks.counts[row] == alone.governed[0].blocks.counts[0]
-
-
-@torch.no_grad()
-def test_rows_of_one_length_beams_and_a_second_text_equal_runs_of_their_own() -> None:
-    model, ids, policy = build("llama"), prompt(41, batch=2), policy_of(SMALL, chunk_size=9)
-    options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    both = RetentionCache(model, "streaming", policy)
-    read = [prefill(model, ids[:, part], both) for part in (slice(0, 30), slice(30, 41))][-1]
-    beams = generate(model, cache=both, num_beams=3, **options)
-    for row in range(2):
-        alone = RetentionCache(model, "streaming", policy)
-        for part in (slice(0, 30), slice(30, 41)):
-            logits = prefill(model, ids[row : row + 1, part], alone)
-        torch.testing.assert_close(read[row], logits[0], atol=1e-4, rtol=0)
-        assert torch.equal(generate(model, cache=alone, num_beams=3, **options)[0], beams[row])
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -317,29 +229,6 @@ def test_what_contradicts_the_method_is_refused(numbers: dict[str, Any], name: s
         RetentionPolicy(recall_by="infllm:local=64", **numbers)
 
 
-def test_a_scorer_of_its_own_is_refused() -> None:
-    policy = RetentionPolicy(recall_by="infllm:local=64")
-    for scorer in ("snapkv", scorers.get("streaming", sinks=9)):
-        with pytest.raises(ValueError, match="take scorer streaming without options, and set init and local"):
-            RetentionCache(build("llama"), scorer, policy)
-
-
-def test_numbers_that_nobody_gave_follow() -> None:
-    policy = RetentionPolicy(recall_by="infllm", budget=256)
-    assert (policy.chunk_size, policy.local_len, policy.stabilizers) == (policy.blocks().numbers[0], 1, 0)
-    assert policy.changed(budget=6000).chunk_size == 512
-
-
-def test_it_is_a_method_of_every_command() -> None:
-    method = methods.find(parse("infllm:block=32,local=256,topk=4"), "method", methods.names())
-    assert method.policy(RetentionPolicy(budget=600)).blocks().numbers == (256, 32, 8, 4, 8, 4)
-    with pytest.raises(ValueError, match="method infllm:local=256: .* but budget=64; raise budget to 528"):
-        methods.find(parse("infllm:local=256"), "method", []).policy(RetentionPolicy(budget=64))
-    with pytest.raises(ValueError, match='has no option "size"'):
-        methods.find(parse("infllm:size=4"), "method", [])
-    assert "infllm" in methods.names()
-
-
 def test_what_cannot_go_on_from_blocks_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     model = build("llama")
     cache = RetentionCache(model, "streaming", policy_of(SMALL, chunk_size=9))
@@ -350,12 +239,3 @@ def test_what_cannot_go_on_from_blocks_is_refused_before_anything_is_written(tmp
     with pytest.raises(ValueError, match="holds blocks in host memory, not in a file"):
         RetentionCache(model, "streaming", policy_of(SMALL), disk=tmp_path / "units")
     assert generate(model, cache=cache, max_new_tokens=4, eos_token_id=None).shape == (1, 4)
-
-
-def test_a_prompt_of_unknown_length_is_read_in_the_same_memory() -> None:
-    model, policy, ids = build("llama"), policy_of(SMALL, chunk_size=9), prompt(50)
-    whole, streamed = (RetentionCache(model, "streaming", policy) for _ in range(2))
-    torch.testing.assert_close(prefill(model, iter(ids[0].tolist()), streamed), prefill(model, ids, whole))
-    memory = streamed.memory()
-    assert memory.planned == memory.actual == whole.memory().actual
-    assert memory.host_planned == memory.host

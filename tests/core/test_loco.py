@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import oracle as reference
 import pytest
 import torch
 from families import build, prompt
 from test_merging import HEADS, ROWS, units_of
-from test_scorers import GREEDY, NUMBERS, make
+from test_scorers import NUMBERS
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret import RetainingHeads, RetentionCache, RetentionPolicy
 from locret.mergers.base import take
 from locret.mergers.kernels import MergingKernel, MergingKernels
 from locret.mergers.loco import WORST, fold
@@ -79,55 +78,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [{}, {"head_budgets": "adaptive"}, {"positions": "original"}, {"decode_budget": 34, "decode_interval": 5}],
-)
-@pytest.mark.parametrize("scorer", ["retaining_heads", "random", "h2o", "sirllm"])
-def test_a_cache_merges_in_the_same_bytes_and_stays_in_order(
-    tmp_path: Path, saved: Path, scorer: str, changes: dict[str, Any]
-) -> None:
-    model, ids = build("llama"), prompt(60)
-    if scorer == "h2o" and "head_budgets" in changes:
-        changes = {}
-    memory, answers = [], []
-    for merge in ("none", f"loco:kernels={saved}"):
-        cache = RetentionCache(model, make(scorer, model), RetentionPolicy(**NUMBERS, **changes, merge=merge))
-        prefill(model, ids, cache)
-        memory.append(cache.memory())
-        assert memory[-1].planned == memory[-1].actual
-        positions = cache.kept_positions(1)
-        assert all((head[head >= 0].diff() > 0).all() for row in positions for head in row)
-        save_cache(cache, tmp_path / "book.ctx")
-        loaded = load_cache(tmp_path / "book.ctx", model, make(scorer, model))
-        answers.append([generate(model, cache=one, max_new_tokens=12, **GREEDY) for one in (loaded, cache)])
-    assert memory[0] == memory[1]
-    assert all(torch.equal(*pair) for pair in answers)
-    if scorer == "retaining_heads" and "head_budgets" not in changes:
-        assert (cache.kept_scores(1) == WORST).sum() == 2 * 3
-
-
-def test_rows_of_a_batch_are_merged_like_rows_alone(saved: Path) -> None:
-    model, policy = build("llama"), RetentionPolicy(**NUMBERS, merge=f"loco:kernels={saved}")
-    ids = torch.cat([prompt(60, seed=1), prompt(60, seed=2)])
-    together = generate(model, ids, cache=RetentionCache(model, "random", policy), max_new_tokens=8, **GREEDY)
-    for row in range(2):
-        alone = RetentionCache(model, "random", policy)
-        assert torch.equal(
-            generate(model, ids[row : row + 1], cache=alone, max_new_tokens=8, **GREEDY)[0], together[row]
-        )
-
-
 # -- files ------------------------------------------------------------------------------------------------------------
-
-
-def test_kernels_come_back_as_they_were(tmp_path: Path) -> None:
-    kernels = MergingKernels.for_model(build("llama"), slots=4, kernel_size=3, seed=5)
-    kernels.save_pretrained(tmp_path / "mine")
-    loaded = MergingKernels.from_pretrained(tmp_path / "mine")
-    assert loaded.config == kernels.config
-    assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in kernels.state_dict().items())
-    kernels.save_pretrained(tmp_path / "mine")  # its own kind is replaced
 
 
 @pytest.mark.parametrize(
@@ -189,20 +140,6 @@ def test_training_lowers_what_an_eviction_costs_and_touches_nothing_else(family:
     assert result.evictions == len(kernels.config.layers) * 4  # of six chunks the last four follow an eviction
     assert min(losses[-5:]) < 0.98 * losses[0]
     assert all(p.grad is None for p in [*model.parameters(), *heads.parameters()])
-
-
-def test_without_convolution_nothing_is_made_up_for() -> None:
-    model = build("llama")
-    kernels = MergingKernels.for_model(model, slots=6, kernel_size=3, seed=0)
-    with torch.no_grad():
-        for layer in kernels.config.layers:
-            kernels[layer].alpha.fill_(0.0)
-    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
-    policy = RetentionPolicy(budget=20, chunk_size=10, stabilizers=4, local_len=6)
-    loss = merging_step(model, heads, kernels, prompt(60), policy).loss
-    torch.testing.assert_close(loss, torch.tensor(1.0), rtol=1e-3, atol=1e-3)
-    with pytest.raises(ValueError, match="^a text of 20 tokens has no chunk behind its first eviction with budget=20"):
-        merging_step(model, heads, kernels, prompt(20), policy)
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,10 @@ import pytest
 import torch
 from embedded import many_keys
 from families import build, prompt
-from lookup_runs import LAYERS, fresh, method
 from torch import Tensor
 
 from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, lookups, prefill
-from locret.cli.help import field_docs
 from locret.lookups import Ask, Lookup
-from locret.lookups.codes import CodedKeys, turn
 from locret.shipped import find
 
 SPECS = [
@@ -92,17 +89,6 @@ def test_codes_of_more_bits_are_closer_and_what_they_miss_is_bounded(bits: int, 
     assert float((~there.gather(3, exact)).float().mean()) <= most
 
 
-@pytest.mark.parametrize("bits", [2, 4, 8])
-@pytest.mark.parametrize("dim", [8, 12, 80])
-def test_an_index_has_the_bytes_it_says(bits: int, dim: int) -> None:
-    keys = torch.randn(2, 3, 70, dim)
-    lookup = lookups.get(f"codes:bits={bits}")
-    coded = lookup.index(keys, torch.zeros(2, 3, 70))
-    assert sum(part.nbytes for part in (coded.packed, coded.step, coded.low, coded.mean)) == 6 * lookup.index_bytes(
-        70, dim, 4
-    )
-
-
 @OURS
 @pytest.mark.parametrize("tokens", [90, 150])
 def test_a_cache_plans_the_bytes_of_its_indexes(spec: str, tokens: int) -> None:
@@ -113,24 +99,6 @@ def test_a_cache_plans_the_bytes_of_its_indexes(spec: str, tokens: int) -> None:
     prefill(model, prompt(tokens), cache)
     assert cache.memory().index == cache.memory().index_planned == planned
     assert (planned > 0) == (spec != "exact")
-
-
-@pytest.mark.parametrize("codes", [{}, {"key_bits": 4}])
-@pytest.mark.parametrize("spec", ["quest", "omnikv", "omnikv:selector=exp"])
-def test_a_cache_plans_the_bytes_of_a_methods_index(spec: str, codes: dict[str, int]) -> None:
-    model = build("llama", **LAYERS)
-    cache = fresh(model, method(spec, 6, **codes))
-    for tokens in (90, 33):
-        prefill(model, prompt(tokens), cache, new_tokens=3)
-        generate(model, cache=cache, max_new_tokens=3, **GREEDY)
-        memory = cache.memory()
-        assert memory.index == memory.index_planned
-        assert (memory.planned, memory.host_planned) == (memory.actual, memory.host)
-        assert (memory.index > 0) == (spec == "quest")
-
-
-def test_help_names_every_lookup() -> None:
-    assert all(f'"{name}' in field_docs(RetentionPolicy)["recall_by"] for name in lookups.names())
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
@@ -147,23 +115,6 @@ def test_with_everything_recalled_every_lookup_is_full_attention(spec: str, posi
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(theirs.logits), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("spec", ["exact", "codes:bits=2"])
-def test_rows_of_a_batch_recall_what_they_recall_alone(spec: str) -> None:
-    model = build("llama")
-    ids, mask = prompt(61, batch=2), torch.ones(2, 61, dtype=torch.long)
-    mask[1, :24] = 0
-    policy = RetentionPolicy(
-        budget=12, chunk_size=12, local_len=5, stabilizers=2, host_budget="all", recall=6, recall_by=spec
-    )
-    options = {"max_new_tokens": 6, **GREEDY}
-    both = generate(model, ids, cache=RetentionCache(model, "key_norm", policy), attention_mask=mask, **options)
-    for row, alone in enumerate((ids[:1], ids[1:, 24:])):
-        cache = RetentionCache(model, "key_norm", policy)
-        prefill(model, alone, cache)  # as rows of a batch are read
-        one = generate(model, cache=cache, **options)
-        assert torch.equal(one[0, -6:], both[row, -6:])
-
-
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
@@ -178,22 +129,6 @@ def test_rows_of_a_batch_recall_what_they_recall_alone(spec: str) -> None:
 def test_a_lookup_that_makes_no_sense_is_refused(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         lookups.get(spec)
-
-
-@pytest.mark.parametrize("dim", [1, 8, 12, 80])
-def test_keys_are_turned_without_loss(dim: int) -> None:
-    torch.testing.assert_close(turn(dim) @ turn(dim).T, torch.eye(dim), atol=1e-6, rtol=0)
-
-
-@pytest.mark.parametrize("bits", [2, 4, 8])
-def test_coded_logits_are_as_close_as_their_bits(bits: int) -> None:
-    query, keys, positions = drawn(5000, queries=4)  # more than are decoded at once
-    grouped = query.unflatten(1, (2, 2))
-    exact = (grouped @ keys[:, :, None].transpose(-1, -2)).amax(2)
-    coded = CodedKeys(keys, positions >= 0, bits)
-    reach = coded.step.float()[..., 0] * 8**0.5 / 2  # every number is half a step away at most
-    most = grouped.norm(dim=-1).amax(2)[..., None] * reach[:, :, None] * 1.02
-    assert ((coded.logits(grouped) - exact).abs() <= most + 0.05).all()
 
 
 class Noting(lookups.ExactLookup):
@@ -225,24 +160,3 @@ def asked() -> list[Ask]:
     prefill(lm.model, ids["input_ids"], cache)
     generate(lm.model, cache=cache, max_new_tokens=8, do_sample=False)
     return list(Noting.asked)
-
-
-@pytest.mark.parametrize(
-    ("spec", "units", "least"),
-    [
-        ("exact", 8, 1.0),
-        ("codes", 8, 0.99),
-        ("codes:bits=2,oversample=4", 8, 0.89),
-    ],
-)
-def test_how_many_of_the_best_eight_are_among_those_found(
-    asked: list[Ask], spec: str, units: int, least: float
-) -> None:
-    """The numbers in docs/budgets.md, rounded down."""
-    lookup, found = lookups.get(spec), []
-    for ask in asked:
-        best = choose(lookups.get("exact"), ask.query, ask.keys, ask.positions, 8)
-        ranks = choose(lookup, ask.query, ask.keys, ask.positions, units)
-        there = torch.zeros(*ranks.shape[:3], ask.keys.shape[2], dtype=torch.bool).scatter_(3, ranks, True)
-        found.append(there.gather(3, best).float().mean())
-    assert float(torch.stack(found).mean()) >= least

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import build, merger, prompt
-from test_scorers import CAUSAL, GREEDY, NUMBERS, make, padded
+from test_scorers import CAUSAL, NUMBERS, make
 from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret import RetentionCache, RetentionPolicy, prefill
 from locret.backbone.adapters import find_decoder
-from locret.backbone.attention import View
 from locret.backbone.rotary import Rotary, rotate
 from locret.cache.layers import STORES
 from locret.cache.merging import Folding
-from locret.cache.store import POSITIONS, SCORES, DenseStore, Store, Workspace
+from locret.cache.store import POSITIONS, SCORES, Store, Workspace
 from locret.mergers.base import Units
 from locret.mergers.kernels import MergingKernel
 from locret.mergers.loco import LoCoMerger
@@ -110,21 +108,6 @@ def test_keys_are_merged_before_rotation_however_they_are_held(kind: str) -> Non
         assert torch.equal(theirs[2], positions)
 
 
-def test_heads_with_as_many_units_merge_alike_in_both_stores() -> None:
-    rotary, found = Rotary(find_decoder(build("llama"))), []
-    for kind in STORES:
-        store, stay = filled(kind, rotary), Stay(7, 2, 1)
-        kept = SELECTORS[kind].select(store, stay)
-        folding().fold(store, kept, stay, by_text=False)
-        store.keep(kept, turned=False)
-        elsewhere = store.held("visits").long() != store.held(POSITIONS).long()
-        assert elsewhere.sum() <= 2 * ROWS * HEADS  # merged slots may go to another place
-        found.append(units_held(store))
-    for one, other in zip(*found, strict=True):
-        for mine, theirs in zip(one, other, strict=True):
-            torch.testing.assert_close(mine, theirs)
-
-
 # -- in a cache -------------------------------------------------------------------------------------------------------
 
 
@@ -145,56 +128,6 @@ def test_merging_works_with_every_causal_scorer_in_the_same_bytes(name: str, cha
     assert not torch.allclose(*logits)
 
 
-class Showing(DenseStore):
-    """Shows copies of what it holds."""
-
-    name = "showing"
-
-    def view(self, base: int) -> View:
-        shown = super().view(base)
-        return View(shown.keys.clone(), shown.values.clone(), shown.row_start)
-
-
-def test_a_store_that_shows_copies_is_refused() -> None:
-    model, policy = build("llama"), RetentionPolicy(**NUMBERS, merge=merger("llama"))
-    cache = RetentionCache(model, "random", policy, store=Showing)
-    with pytest.raises(ValueError, match="^store showing shows copies of its units"):
-        prefill(model, prompt(60), cache)
-    with pytest.raises(ValueError, match="interrupted"):
-        generate(model, cache=cache, max_new_tokens=1)
-
-
-def test_a_budget_of_the_whole_prompt_leaves_nothing_to_merge() -> None:
-    model, ids = build("llama"), prompt(40)
-    policy = RetentionPolicy(budget=64, chunk_size=9, local_len=4, merge=merger("llama"))
-    cache = RetentionCache(model, "random", policy)
-    full = model(ids).logits[:, -1]
-    torch.testing.assert_close(prefill(model, ids, cache), full, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.parametrize("changes", [{}, {"decode_budget": 32, "decode_interval": 4}, {"head_budgets": "adaptive"}])
-def test_rows_copies_beams_and_files_keep_what_was_merged(tmp_path: Path, changes: dict[str, Any]) -> None:
-    model, policy = build("llama"), RetentionPolicy(**NUMBERS, merge=merger("llama"), **changes)
-    rows = [prompt(60, seed=1), prompt(47, seed=2)]
-    ids, mask = padded(rows)
-    cache = RetentionCache(model, "random", policy)
-    both = generate(model, ids, attention_mask=mask, cache=cache, max_new_tokens=12, **GREEDY)[:, -12:]
-    for row, alone in zip(both, rows, strict=True):
-        single = RetentionCache(model, "random", policy)
-        assert torch.equal(generate(model, alone, cache=single, max_new_tokens=12, **GREEDY)[0, -12:], row)
-    cache = RetentionCache(model, "random", policy)
-    prefill(model, rows[0], cache)
-    save_cache(cache, tmp_path / "book.ctx")
-    loaded = load_cache(tmp_path / "book.ctx", model, "random")
-    assert loaded.policy.merge == merger("llama")
-    answers = [generate(model, cache=one, max_new_tokens=12, **GREEDY) for one in (cache.copy(), loaded, cache)]
-    assert torch.equal(answers[0], answers[1])
-    assert torch.equal(answers[0], answers[2])
-    beams = RetentionCache(model, "random", policy)
-    prefill(model, rows[0], beams)
-    assert generate(model, cache=beams, max_new_tokens=6, num_beams=2, **GREEDY).shape[0] == 1
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
@@ -208,8 +141,3 @@ def test_rows_copies_beams_and_files_keep_what_was_merged(tmp_path: Path, change
 def test_a_spec_that_says_nothing_is_refused_before_reading(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match="^" + re.escape(message)):
         RetentionCache(build("llama"), "random", RetentionPolicy(**NUMBERS, merge=spec))
-
-
-def test_what_a_second_tier_keeps_is_not_made_up_for() -> None:
-    with pytest.raises(ValueError, match="^merge=loco makes up for units that are lost, but host_budget=64 keeps"):
-        RetentionPolicy(**NUMBERS, merge="loco", host_budget=64, recall=4)

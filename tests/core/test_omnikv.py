@@ -10,11 +10,11 @@ import oracle as reference
 import pytest
 import torch
 from families import build, prompt
-from lookup_runs import INV_FREQ, LAYERS, answered, differs_from_oracle, fresh, method
+from lookup_runs import LAYERS, answered, differs_from_oracle, fresh, method
 from transformers import AutoModelForCausalLM
 
-from locret import RetentionCache, RetentionPolicy, generate, load_cache, lookups, prefill, save_cache
-from locret.lookups.omnikv import default_filters, dense_layers, memory_share
+from locret import RetentionCache, RetentionPolicy, load_cache, lookups, prefill, save_cache
+from locret.lookups.omnikv import dense_layers, memory_share
 from locret.shipped import find
 
 PUBLISHED = {
@@ -36,64 +36,10 @@ def test_dense_layers_and_memory_are_the_published_ones(name: str) -> None:
         assert math.isclose(share, memory_share(filters, layers, ratio))
 
 
-@pytest.mark.parametrize(
-    ("filters", "layers", "ratios"),
-    [
-        ("2-8-18", 32, {0.3: 0.0667, 0.4: 0.2, 0.5: 0.333}),
-        ("6-11-30", 48, {0.3: 0.0667, 0.4: 0.2, 0.5: 0.333}),
-        ("3-11-30", 48, {0.2: 0.015, 0.3: 0.138, 0.4: 0.262, 0.5: 0.385}),
-        ("4-19-41", 80, {0.2: 0.086, 0.3: 0.2, 0.4: 0.314, 0.5: 0.429}),
-    ],
-)
-def test_the_token_ratio_follows_from_the_memory_as_published(filters: str, layers: int, ratios: dict) -> None:
-    for share, ratio in ratios.items():
-        lookup = lookups.get(f"omnikv:filter_layers={filters},memory={share}")
-        assert lookup.ratio(layers) == pytest.approx(ratio, abs=6e-4)
-    with pytest.raises(ValueError, match="memory=0.1 is no more than the dense layers take"):
-        lookups.get(f"omnikv:filter_layers={filters},memory=0.1").resident(0, layers)
-
-
-def test_filter_layers_follow_from_the_depth() -> None:
-    assert [default_filters(depth) for depth in (32, 48, 80)] == [(2, 8, 18), (6, 11, 30), (4, 19, 41)]
-    assert default_filters(28) == (2, 7, 16)
-    assert default_filters(5) == (1,)
-    for depth in range(4, 130):
-        assert len(dense_layers(default_filters(depth), depth)) < depth
-
-
 def test_selectors_weigh_the_window_as_the_paper_says() -> None:
     assert reference.window_weights("uniform", 3) == [1, 1, 1]
     assert reference.window_weights("exp", 3) == [1 / 8, 1 / 4, 1 / 2]
     assert reference.window_weights("last", 3) == [0, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("selector", "expected"),
-    [
-        # Head 0 shares 1/4, 3/4 and then 1/2, 1/2; head 1 shares 1/2, 1/2 and then 4/5, 1/5.
-        ("uniform", [1 / 2 + 4 / 5, 3 / 4 + 1 / 2]),
-        ("exp", [1 / 2 / 4 + 4 / 5 / 2, 3 / 4 / 4 + 1 / 2 / 2]),
-        ("last", [4 / 5, 1 / 2]),
-        ("raw", [math.log(4), 0.0]),
-    ],
-)
-def test_context_scores_of_two_tokens_by_hand(selector: str, expected: list[float]) -> None:
-    key_KSD = torch.eye(2)[None]
-    logits = torch.tensor([[[0.0, math.log(3)], [0.0, 0.0]], [[0.0, 0.0], [math.log(4), 0.0]]])  # (N, W, S)
-    found = reference.context_scores(logits, key_KSD, 1.0, selector)
-    assert found == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
-@torch.no_grad()
-def test_oracle_that_selects_everything_is_full_attention(family: str) -> None:
-    model, ids = build(family, **LAYERS), prompt(43)
-    scaling = model.model.layers[0].self_attn.scaling
-    answers = reference.omnikv_visible((1, 3), 6, 38, 38, scaling)
-    reading = reference.omnikv_visible((1, 3), 6, 38, 38, scaling, prefill=5)
-    for passes, visible in (([38, 1, 1, 1, 1, 1], answers), ([9, 9, 9, 9, 2, 1, 1, 1, 1, 1], reading)):
-        logits = reference.read_by_choice(model, ids[0], passes, INV_FREQ, 1.0, visible)
-        torch.testing.assert_close(logits[-5:], model(ids).logits[0, -5:], atol=1e-4, rtol=0)
 
 
 # -- the lookup -------------------------------------------------------------------------------------------------------
@@ -124,15 +70,6 @@ def test_answers_are_the_oracles(family: str, options: str, newest: int, tokens:
     assert (full > 0.1) == (tokens > 14 + newest)
 
 
-@pytest.mark.parametrize("spec", ["omnikv:filter_layers=1", "omnikv:filter_layers=0-3,selector=exp,prefill=8"])
-def test_selecting_everything_is_the_full_cache(spec: str) -> None:
-    model, ids = build("llama", **LAYERS), prompt(90, batch=2)
-    for options in ({}, {"num_beams": 3}):
-        cache = fresh(model, method(spec, 90))
-        settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **options}
-        assert torch.equal(generate(model, ids, cache=cache, **settings), model.generate(ids, **settings))
-
-
 @pytest.mark.parametrize("options", ["", ",selector=exp,window=5", ",tokens=0.25"])
 def test_rows_turns_and_files_do_not_matter(options: str, tmp_path: Path) -> None:
     model, ids = build("llama", **LAYERS), prompt(61, batch=2)
@@ -153,42 +90,9 @@ def test_rows_turns_and_files_do_not_matter(options: str, tmp_path: Path) -> Non
         torch.testing.assert_close(fourth, third, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("spec", ["omnikv:filter_layers=1", "quest:page=4"])
-def test_what_is_evicted_chunk_by_chunk_is_read_densely_too(spec: str) -> None:
-    """Fast memory is then bounded while a text is read, but for the dense layers."""
-    model, ids, caches = build("llama", **LAYERS), prompt(90), []
-    for when in ("prompt_end", "chunk"):
-        caches.append(fresh(model, method(spec, 9, when=when)))
-        caches.append(answered(model, caches[-1], ids).logits)
-    at_end, theirs, by_chunk, ours = caches
-    torch.testing.assert_close(torch.stack(ours), torch.stack(theirs), atol=1e-4, rtol=0)
-    dense = sum(layer.host.resident for layer in by_chunk.governed)
-    unit = 2 * (2 * 8 * 4 + 8)
-    assert by_chunk.memory().peak < (6 * (1 + 17) + dense * 89 + 17) * unit < at_end.memory().peak
-
-
 @pytest.fixture(scope="module")
 def tiny() -> Any:
     return AutoModelForCausalLM.from_pretrained(find("checkpoints/tiny")).eval()
-
-
-@pytest.mark.parametrize("tokens", [2048, 8192])
-def test_bytes_of_every_tier_are_planned_and_counted(tiny: Any, tokens: int) -> None:
-    """Three of five layers are dense: 60 % and the share of the rest that sparse layers hold for a moment."""
-    cache = fresh(tiny, method("omnikv:selector=exp,memory=0.7,window=8", chunk_size=512))
-    prefill(tiny, prompt(tokens, vocabulary=890), cache, new_tokens=4)
-    memory, backbone = cache.memory(), cache.backbone
-    unit = backbone.num_kv_heads * (2 * backbone.head_dim * 4 + 8)
-    window = backbone.num_heads * backbone.head_dim * 8 * 4  # of the one filter layer
-    assert memory.host == memory.host_planned == 2 * (tokens - 9) * unit
-    workspace = 513 * backbone.num_kv_heads * backbone.head_dim * 4
-    assert memory.actual == (3 * (tokens - 9) + 5 * 513) * unit + workspace + window
-    assert memory.peak == memory.planned == memory.actual
-    assert memory.index == memory.index_planned == 0  # positions are looked at where they are
-    before = cache.memory().moved
-    generate(tiny, cache=cache, max_new_tokens=3, do_sample=False, eos_token_id=-1)
-    share = int(0.25 * (tokens - 9))  # (0.7 - 0.6) / (1 - 0.6)
-    assert cache.memory().moved - before == 3 * 2 * share * backbone.num_kv_heads * 2 * backbone.head_dim * 4
 
 
 def test_layers_share_one_set_of_tokens_and_heads_that_differ_take_the_best_they_hold() -> None:
@@ -250,25 +154,3 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_read(options: st
     policy = RetentionPolicy(budget=8, host_budget=64, recall=8, recall_by=f"omnikv:{options}")
     with pytest.raises(ValueError, match=says):
         RetentionCache(build("llama", **LAYERS), "random", policy)
-
-
-@pytest.mark.parametrize("codes", [{}, {"key_bits": 4}])
-@pytest.mark.parametrize("selector", ["exp", "uniform"])
-@pytest.mark.parametrize("tokens", [3, 17])
-def test_remembered_queries_of_a_second_tier_without_units_are_saved(
-    selector: str, codes: dict[str, int], tokens: int, tmp_path: Path
-) -> None:
-    model = build("llama", **LAYERS)
-    cache = fresh(model, method(f"omnikv:selector={selector}", 6, **codes))
-    prefill(model, prompt(tokens), cache)
-    assert cache.memory().host_units == 0
-    save_cache(cache, tmp_path / "a.ctx")
-    again = load_cache(tmp_path / "a.ctx", model, "streaming:sinks=0")
-    remembered = [
-        (ours.host.queries, theirs.host.queries) for ours, theirs in zip(cache.governed, again.governed, strict=True)
-    ]
-    assert sum(ours is not None and torch.equal(ours, theirs) for ours, theirs in remembered) == 1
-    for one in (cache, again):
-        prefill(model, prompt(30, seed=2), one)
-    ours, theirs = (torch.stack(answered(model, one, None).logits) for one in (cache, again))
-    assert torch.equal(ours, theirs)

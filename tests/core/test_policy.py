@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import json
-import pickle
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import yaml
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, load_cache, prefill, save_cache
+from locret import RetentionPolicy
 from locret.cache.limits import check_slots
 from locret.policy.schedule import plan
 
@@ -69,60 +63,6 @@ def test_a_value_of_another_type_is_refused(numbers: dict[str, Any], message: st
     assert message in str(error.value)
 
 
-def test_whole_numbers_of_numpy_and_torch_become_plain_ones() -> None:
-    policy = RetentionPolicy(budget=np.int64(70), stabilizers=torch.tensor(7), head_floor=np.float64(0.5))  # type: ignore[arg-type]
-    assert json.loads(json.dumps(policy.to_dict())) == policy.to_dict()
-    assert policy == RetentionPolicy(budget=70, stabilizers=7, head_floor=0.5)
-
-
-@pytest.mark.parametrize(
-    ("policy", "message"),
-    [
-        ({"budget": float("inf")}, "policy.budget=inf is not a whole number; give one such as 6000"),
-        ({"budget": None}, "policy.budget=None is not a whole number"),
-        ({"local_len": "many"}, "policy.local_len='many' is not a whole number"),
-        ({"budgt": 5}, "policy has an unknown key 'budgt'; the keys are those of RetentionPolicy: budget, "),
-    ],
-)
-def test_no_heads_lift_the_bound_by_the_policy_they_recommend(
-    tiny_llama: Any, tmp_path: Path, policy: dict[str, Any], message: str
-) -> None:
-    heads = RetainingHeads.for_model(tiny_llama, 4, seed=0)
-    with pytest.raises(ValueError, match=message):
-        heads.annotate(policy=policy)
-    heads.save_pretrained(tmp_path / "heads")
-    file = tmp_path / "heads" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "policy": policy}))
-    with pytest.raises(ValueError, match=f"config.json: {message}"):
-        RetainingHeads.from_pretrained(tmp_path / "heads")
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"budget": float("nan")}, "policy.budget='NaN' is not a whole number"),
-        ({"stabilizers": 10**6}, "policy: stabilizers=1000000 leaves no room for scored units"),
-        ({"sinks": 4}, "policy has an unknown key 'sinks'; the keys are those of RetentionPolicy"),
-    ],
-)
-def test_a_saved_cache_with_a_policy_that_cannot_be_is_refused(
-    tiny_llama: Any, tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    from safetensors.torch import load_file, save_file
-
-    cache = RetentionCache(tiny_llama, "streaming", RetentionPolicy(budget=8, chunk_size=8, stabilizers=2, local_len=2))
-    prefill(tiny_llama, torch.arange(30)[None], cache)
-    save_cache(cache, tmp_path / "whole")
-    from safetensors import safe_open
-
-    with safe_open(tmp_path / "whole", framework="pt") as file:
-        state = json.loads(file.metadata()["state"])
-    state["policy"] |= change
-    save_file(load_file(tmp_path / "whole"), tmp_path / "broken", metadata={"state": json.dumps(state)})
-    with pytest.raises(ValueError, match=f"broken: {message}"):
-        load_cache(tmp_path / "broken", tiny_llama, "streaming")
-
-
 def test_defaults_are_those_of_the_original_package() -> None:
     policy = RetentionPolicy()
     assert (policy.budget, policy.chunk_size, policy.stabilizers, policy.local_len) == (6000, 3072, 2500, 100)
@@ -148,18 +88,6 @@ def test_what_is_not_given_follows_from_the_budget(given: dict[str, int], number
     assert (policy.budget, policy.chunk_size, policy.stabilizers, policy.local_len) == numbers
     assert set(policy.following()) == {"stabilizers", "local_len", "chunk_size"} - set(given)
     assert RetentionPolicy.from_dict(given, "policy") == policy
-
-
-@pytest.mark.parametrize(("decode_budget", "local_len", "interval"), [(None, 100, 64), (1000, 100, 64), (80, 40, 39)])
-def test_a_small_decode_budget_leaves_room(decode_budget: int | None, local_len: int, interval: int) -> None:
-    policy = RetentionPolicy(decode_budget=decode_budget)
-    assert (policy.local_len, policy.decode_interval) == (local_len, interval)
-
-
-def test_the_least_chunk_follows_from_the_chunk_where_chunks_shrink() -> None:
-    assert RetentionPolicy(chunk_size=16, memory="linear", decremental=True).min_chunk == 16
-    with pytest.raises(ValueError, match="min_chunk=64 is larger than the average chunk, chunk_size=16"):
-        RetentionPolicy(chunk_size=16, memory="linear", decremental=True, min_chunk=64)
 
 
 def test_stabilizers_are_no_matter_where_everything_is_selected_at_the_prompts_end() -> None:
@@ -196,12 +124,3 @@ def test_a_number_taken_from_another_policy_is_the_one_that_it_shows() -> None:
     assert small.stabilizers == 16
     assert RetentionPolicy(budget=1024, stabilizers=small.stabilizers).stabilizers == 16
     assert replace(small, budget=1024).stabilizers == 16
-
-
-def test_numbers_that_follow_are_plain_in_plain_data() -> None:
-    policy = RetentionPolicy(budget=1024)
-    assert {type(value) for value in policy.to_dict().values()} == {int, str, float, bool, type(None)}
-    assert yaml.safe_load(yaml.safe_dump(asdict(policy))) == policy.to_dict()
-    for copied in (pickle.loads(pickle.dumps(policy)), copy.copy(policy), copy.deepcopy(policy)):
-        assert copied.following() == policy.following()
-        assert copied.changed(budget=6000) == RetentionPolicy()

@@ -29,10 +29,6 @@ FORMS: dict[str, dict[str, Any]] = {
 FAMILIES = ("llama", "phi3-partial", "llama-yarn", "llama-3.1-rope", "qwen3")
 
 
-def names(file: Any) -> list[str]:
-    return list(file.keys())
-
-
 def read(family: str, form: str) -> RetentionCache:
     model = build(family)
     cache = RetentionCache(model, "key_norm", RetentionPolicy(**NUMBERS, **FORMS[form]))

@@ -14,7 +14,6 @@ from locret import RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.policy.selectors import select_kept, select_over_heads
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6}
-BY_HEAD = [scorer.name for scorer in scorers._SCORERS if scorer.by_head]
 REFUSED = [scorer.name for scorer in scorers._SCORERS if not scorer.causal and not scorer.by_head]
 
 

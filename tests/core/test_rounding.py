@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import oracle as reference
 import pytest
 import torch
@@ -41,11 +39,6 @@ def test_codes_come_back_from_their_bytes_and_lie_where_the_slow_version_puts_th
         assert row == reference.packed(slow, bits)
 
 
-def test_three_bits_are_three_bits() -> None:
-    assert [packed_bytes(128, bits) for bits in FEW] == [128, 64, 48, 32]
-    assert packed_bytes(9, 3) == 6
-
-
 @few_bits
 @pytest.mark.parametrize("group", [64, 16, 7, 1])
 @pytest.mark.parametrize("dim", DIMS)
@@ -55,19 +48,6 @@ def test_rounding_by_token_is_the_slow_one(bits: int, group: int, dim: int) -> N
     for row in range(2):
         slow = reference.rounded_by_token(numbers[row, 1], bits, group)
         torch.testing.assert_close(fast[row, 1], slow, atol=1e-5, rtol=1e-6)
-
-
-@few_bits
-@pytest.mark.parametrize("rounding", [Token(), Token(group=16)])
-@pytest.mark.parametrize("dim", [8, 20, 80, 128])
-def test_no_number_is_further_away_than_half_a_scale(bits: int, rounding: Token, dim: int) -> None:
-    numbers, coder = states(dim, units=40, spread=5.0), Coder(bits, rounding)
-    codes, scales = coder.encode(numbers)
-    groups = rounding.groups(dim)
-    off = (coder.decode((codes, scales), dim) - numbers).abs()
-    widths = scales.unflatten(-1, (groups, 2))[..., 0].float().repeat_interleave(-(-dim // groups), -1)[..., :dim]
-    assert (off <= widths / 2 + 1e-5 * numbers.abs().max()).all()
-    assert codes.shape[-1] == packed_bytes(dim, bits)
 
 
 @few_bits
@@ -89,21 +69,7 @@ def test_numbers_that_a_scale_can_hardly_tell_apart_stay_finite_and_close(bits: 
     assert ((found - numbers).abs() <= coded[1][..., :1].float() / 2 * (1 + 1e-3)).all()
 
 
-@few_bits
-def test_a_unit_is_rounded_by_itself(bits: int) -> None:
-    numbers, coder = states(24, units=9), Coder(bits, Token())
-    together = coder.encode(numbers)
-    alone = [coder.encode(numbers[:, :, unit : unit + 1]) for unit in range(9)]
-    assert all(torch.equal(torch.cat(parts, 2), all_of) for *parts, all_of in zip(*alone, together, strict=True))
-
-
 @pytest.mark.parametrize("group", [0, -3])
 def test_a_group_without_channels_is_refused(group: int) -> None:
     with pytest.raises(ValueError, match=f"group={group} is too small"):
         Token(group=group)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_states_of_every_dtype_are_rounded_alike(dtype: Any) -> None:
-    numbers = states(32).to(dtype)
-    assert torch.equal(rounded(Token(), numbers, 4), rounded(Token(), numbers.float(), 4))

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import copy
-import gc
 import pickle
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
 from families import build, prompt
-from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache, TextStreamer, dynamic_module_utils, pipeline
+from transformers import DynamicCache, dynamic_module_utils
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
+from locret import RetentionCache, RetentionPolicy, generate
 
 ROOT = Path(__file__).parents[2]
 POLICY = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6)
@@ -29,12 +27,6 @@ def new_cache(model: Any, scorer: str = "snapkv") -> RetentionCache:
 @pytest.fixture
 def model() -> Any:
     return build("llama")
-
-
-@pytest.fixture(scope="module")
-def embedded() -> tuple[Any, Any]:
-    folder = ROOT / "checkpoints" / "tiny"
-    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -80,66 +72,7 @@ def test_padded_batches_and_second_turns_work(model: Any) -> None:
         model.generate(input_ids=ids.flip(0), attention_mask=mask, past_key_values=ours, **GREEDY)
 
 
-def test_a_cache_that_was_read_is_answered_from(model: Any) -> None:
-    cache = new_cache(model)
-    prefill(model, IDS, cache)
-    expected = generate(model, IDS, cache=cache.copy(), **GREEDY)
-    twin = cache.copy()
-    del cache
-    gc.collect()
-    assert torch.equal(model.generate(IDS, past_key_values=twin, **GREEDY), expected)
-
-
-def test_a_streamer_gets_the_prompt_once_and_every_token(embedded: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    model, tokenizer = embedded
-    inputs = tokenizer("The pass key is 71432. What is the pass key? The pass key is", return_tensors="pt")
-    cache = RetentionCache(model, "snapkv", RetentionPolicy(budget=64))
-    streamer = TextStreamer(tokenizer, skip_prompt=True)
-    answer = model.generate(**inputs, past_key_values=cache, streamer=streamer, max_new_tokens=5, do_sample=False)
-    said = tokenizer.decode(answer[0, inputs["input_ids"].shape[1] :])
-    assert capsys.readouterr().out.strip() == said.strip()
-
-
-def test_a_pipeline_answers_from_a_bounded_cache_and_goes_on(embedded: Any) -> None:
-    model, tokenizer = embedded
-    text = "One two three. " * 60 + "The pass key is 71432. " + "Four five six. " * 60 + "What is the pass key?"
-    policy = RetentionPolicy(budget=96, chunk_size=128)
-    ask = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    options = {"max_new_tokens": 6, "do_sample": False, "return_full_text": False}
-    cache, own = (RetentionCache(model, "expected_attention", policy) for _ in range(2))
-    said = ask(text, past_key_values=cache, **options)[0]["generated_text"]
-    ids = tokenizer(text, return_tensors="pt")["input_ids"]
-    expected = generate(model, ids, cache=own, max_new_tokens=6, do_sample=False)
-    assert said == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
-    assert cache.memory().actual == own.memory().actual
-    assert cache.memory().units < ids.shape[1] // 3
-    assert ask("Hello", **options) == pipeline("text-generation", model=model, tokenizer=tokenizer)("Hello", **options)
-
-
-def test_an_adapted_model_answers_with_its_adapter(model: Any) -> None:
-    config = peft.LoraConfig(target_modules=["k_proj"], init_lora_weights=False, r=4, task_type="CAUSAL_LM")
-    adapted = peft.get_peft_model(model, config)
-    expected = generate(adapted, IDS, cache=new_cache(adapted), **GREEDY)
-    assert torch.equal(adapted.generate(input_ids=IDS, past_key_values=new_cache(adapted), **GREEDY), expected)
-
-
-def test_a_model_to_be_compiled_answers_too(model: Any) -> None:
-    compiled = torch.compile(model, backend="eager")
-    cache = new_cache(compiled)
-    expected = generate(model, IDS, cache=new_cache(model), **GREEDY)
-    assert torch.equal(generate(compiled, IDS, cache=cache, **GREEDY), expected)
-    assert torch.equal(compiled.generate(IDS, past_key_values=cache.fresh(), **GREEDY), expected)
-
-
 # -- the model is the user's ------------------------------------------------------------------------------------------
-
-
-def test_the_one_line_that_everybody_writes_answers(model: Any) -> None:
-    expected = generate(model, IDS, cache=new_cache(model), **GREEDY)
-    fresh, inputs = build("llama"), {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
-    assert torch.equal(
-        fresh.generate(**inputs, past_key_values=RetentionCache(fresh, "snapkv", POLICY), **GREEDY), expected
-    )
 
 
 def test_other_calls_are_what_they_were_and_nothing_stays_on_the_model(model: Any) -> None:
@@ -148,20 +81,6 @@ def test_other_calls_are_what_they_were_and_nothing_stays_on_the_model(model: An
     assert torch.equal(model.generate(IDS, **GREEDY), expected)
     assert torch.equal(model.generate(IDS, past_key_values=DynamicCache(), **GREEDY), expected)
     assert dict(vars(model)) == before
-
-
-def test_a_generate_that_somebody_has_put_on_the_model_is_called(model: Any) -> None:
-    calls = []
-
-    def own(*args: Any, **named: Any) -> Any:
-        calls.append(named)
-        return type(model).generate(model, *args, **named)
-
-    model.generate = own
-    other, cache = build("llama"), new_cache(model)
-    expected = generate(other, IDS, cache=new_cache(other), **GREEDY)
-    assert torch.equal(model.generate(IDS, past_key_values=cache, **GREEDY), expected)
-    assert calls[0]["past_key_values"] is cache
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
@@ -199,15 +118,6 @@ def test_what_would_not_work_is_refused_and_says_what_does(model: Any) -> None:
     assert not cache.seen
 
 
-@pytest.mark.parametrize("length", [{"max_new_tokens": 100}, {"max_length": 190}, {}])
-def test_however_an_answers_length_is_given_memory_is_as_planned(model: Any, length: dict[str, int]) -> None:
-    caches = [new_cache(model), new_cache(model)]
-    ids = generate(model, IDS, cache=caches[0], do_sample=False, eos_token_id=None, **length)
-    generate(model, IDS, cache=caches[1], **{**GREEDY, "max_new_tokens": ids.shape[1] - IDS.shape[1]})
-    assert caches[0].memory() == caches[1].memory()
-    assert caches[0].memory().actual == caches[0].memory().planned
-
-
 # -- custom_generate --------------------------------------------------------------------------------------------------
 
 
@@ -223,13 +133,3 @@ def test_custom_generate_answers_in_the_budget_that_is_given(model: Any, recipe:
         answer = model.generate(**inputs, **recipe, scorer="snapkv", budget=24, policy=policy, **GREEDY)
         assert torch.equal(answer, generate(model, IDS, cache=new_cache(model), **GREEDY))
     assert "generate" not in vars(model)
-
-
-def test_custom_generate_takes_heads(model: Any, recipe: dict[str, Any], tmp_path: Path) -> None:
-    heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
-    heads.save_pretrained(tmp_path / "heads")
-    heads = RetainingHeads.from_pretrained(tmp_path / "heads")  # in the type that files have
-    answer = model.generate(IDS, **recipe, heads=str(tmp_path / "heads"), policy=POLICY.to_dict(), **GREEDY)
-    assert torch.equal(answer, generate(model, IDS, cache=RetentionCache(model, heads, POLICY), **GREEDY))
-    with pytest.raises(ValueError, match="beems is not an option of generate"):
-        model.generate(IDS, **recipe, heads=str(tmp_path / "heads"), beems=3)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret import RetentionCache, RetentionPolicy, prefill
-from locret.policy.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
+from locret.policy.growth import adaptive_sizes, memory_sizes, pyramid_budgets
 from locret.policy.schedule import decode_budgets, plan
 
 COUNT = st.integers(1, 400)
@@ -50,12 +50,6 @@ def test_pyramid_falls_around_the_budget_and_equals_the_slow_version(
         assert budgets[0] <= tokens
 
 
-def test_a_pyramid_of_one_layer_or_of_protected_units_only_is_no_pyramid() -> None:
-    assert pyramid_budgets(100, 1, 5000) == (100,)
-    assert pyramid_budgets(100, 4, 5000, window=100) == (100,) * 4
-    assert pyramid_budgets(100, 4, None) == pyramid_budgets(100, 4, 10**9)
-
-
 @pytest.mark.parametrize("growth", ["linear", "sqrt", "square"])
 @settings(deadline=None)
 @given(steps=st.integers(2, 200), most=st.integers(1, 20000))
@@ -65,45 +59,6 @@ def test_memory_grows_to_the_budget_and_equals_the_slow_version(growth: str, ste
     assert sizes[-1] == most
     assert list(sizes) == sorted(sizes)
     assert all(abs(a - b) <= 1 for a, b in zip(sizes, reference.memory_sizes(growth, steps, most), strict=True))
-
-
-def test_fixed_memory_and_a_single_chunk_have_the_whole_budget() -> None:
-    assert memory_sizes("fixed", 3, 50) == (50, 50, 50)
-    assert memory_sizes("square", 1, 50) == (50,)
-
-
-@pytest.mark.parametrize(
-    ("tokens", "chunk", "most", "growth", "numbers"),
-    [  # n, mean memory / m_max, c_1, smallest chunk, attention length, bound of the speed-up
-        (32768, 1024, 1024, "linear", (32, 0.500, 1504, 544, 1536, 1.33)),
-        (32768, 1024, 1024, "square", (32, 0.338, 1338, 410, 1371, 1.49)),
-        (32768, 1024, 1024, "sqrt", (32, 0.660, 1668, 693, 1700, 1.20)),
-        (32768, 1024, 2048, "linear", (32, 0.500, 1984, 64, 2048, 1.50)),
-        (32768, 1024, 2048, "square", (32, 0.339, 1653, -205, 1717, 1.79)),
-        # The official code rounds 6000 / 43 down before it multiplies.
-        (131072, 3072, 43 * (6000 // 43), "linear", (43, 0.500, 5922, 223, 6061, 1.49)),
-        (131072, 1024, 16384, "linear", (128, 0.500, 9088, -7040, 9216, 1.89)),
-    ],
-)
-def test_the_papers_chunks_come_out_where_none_falls_below_the_minimum(
-    tokens: int, chunk: int, most: int, growth: str, numbers: tuple[int, float, int, int, int, float]
-) -> None:
-    steps, share, second, smallest, length, bound = numbers
-    memory = memory_sizes(growth, -(-tokens // chunk), most)
-    formula = reference.decremental_chunks(chunk, list(memory))
-    mean = sum(memory[:-1]) / (steps - 1)
-    assert len(memory) == steps
-    assert mean / most == pytest.approx(share, abs=1e-3)
-    assert (formula[1], min(formula), chunk + mean) == pytest.approx((second, smallest, length), abs=1)
-    assert (most + chunk) / (mean + chunk) == pytest.approx(bound, abs=0.006)
-    assert sum(formula) == pytest.approx(steps * chunk)
-    ours = decremental_chunks(tokens, memory, 64)
-    assert sum(ours) == tokens
-    assert min(ours) >= 64
-    if smallest >= 64:
-        formula = reference.decremental_chunks(tokens / steps, list(memory))
-        assert all(abs(a - b) <= 1 for a, b in zip(ours[1:], formula[1:], strict=True))
-        assert abs(ours[0] - formula[0]) < steps
 
 
 @settings(deadline=None)
@@ -135,16 +90,6 @@ def test_decremental_chunks_sum_to_the_text_and_keep_attention_constant_where_no
         assert 0 <= sizes[0] - tokens // len(sizes) < len(sizes)
         assert sizes[0] <= max(lengths), "what rounding leaves over does not raise the peak"
     assert [step.kept[0] for step in schedule.steps][-1] <= most
-
-
-def test_clamped_chunks_take_what_they_lack_from_the_earlier_ones() -> None:
-    # The mean of 50, 150, 250, 350 is 200, so the formula says 100, 250, 150, 50, -50.
-    assert reference.decremental_chunks(100, [50, 150, 250, 350, 360]) == [100, 250, 150, 50, -50]
-    # Memory grows by 100, 100, 100 and 10, which the chunks must bring at least.
-    assert decremental_chunks(500, [50, 150, 250, 350, 360], 1) == (100, 190, 100, 100, 10)
-    assert decremental_chunks(500, [50, 150, 250, 350, 360], 30) == (100, 170, 100, 100, 30)
-    # It grows by 410, more than there is, so only the minimum counts; 50 + 270 = 250 + 70.
-    assert decremental_chunks(500, [50, 250, 350, 450, 460], 30) == (100, 270, 70, 30, 30)
 
 
 def test_adaptive_layers_share_by_what_they_retained_up_to_the_cap() -> None:
@@ -185,23 +130,6 @@ def test_every_plan_is_consistent(
         assert max(schedule.peak) <= max(rules.prefill_units, held + tokens)
 
 
-def test_square_sqrt_grows_late_in_the_lower_half_and_early_in_the_upper() -> None:
-    middle = plan(policy(budget=100, memory="square_sqrt"), 5, 206).steps[10].budgets
-    square, root = memory_sizes("square", 20, 100)[10], memory_sizes("sqrt", 20, 100)[10]
-    assert middle == (square, square, root, root, root)
-    assert square < 50 < root
-
-
-def test_a_pyramid_grows_in_each_layer_in_proportion() -> None:
-    rules = policy(budget=100, memory="linear", layer_budgets="pyramid")
-    steps = plan(rules, 4, 406).steps
-    budgets = pyramid_budgets(100, 4, 400)
-    assert steps[-1].budgets == budgets
-    for number, step in enumerate(steps):
-        share = (number + 1) / 40
-        assert step.budgets == pytest.approx([units * share for units in budgets], abs=2)
-
-
 def test_stabilizers_are_half_of_a_small_memory_and_no_part_of_a_pyramid() -> None:
     grown = plan(policy(stabilizers=10, memory="linear"), 2, 246)
     assert [step.protected[0] for step in grown.steps[:4]] == [0, 1, 1, 2]
@@ -220,24 +148,6 @@ def test_a_second_text_starts_from_what_is_held() -> None:
     assert {step.budgets[0] for step in schedule.steps} == {24}
     assert schedule.steps[0].budgets[1] == 12
     assert schedule.steps[-1].budgets == (24, 24)
-
-
-def test_nothing_is_evicted_where_everything_fits() -> None:
-    for memory in ("linear", "sqrt", "square", "square_sqrt", "adaptive"):
-        schedule = plan(policy(budget=100, memory=memory), 3, 106)
-        assert [step.kept[0] for step in schedule.steps] == list(range(10, 101, 10))
-        assert not schedule.shared
-
-
-def test_decremental_needs_less_room_than_growing_memory_than_fixed_memory() -> None:
-    length, most = 32 * 64, 64
-    peaks = [
-        max(plan(policy(budget=most, chunk_size=64, min_chunk=8, **changes), 2, length + 6).peak)
-        for changes in ({"memory": "linear", "decremental": True}, {"memory": "linear"}, {})
-    ]
-    assert peaks[0] == 64 + 32
-    assert peaks[1] == 64 + 62
-    assert peaks[2] == 64 + 64
 
 
 def test_a_text_of_unknown_length_repeats_one_step() -> None:
@@ -259,14 +169,6 @@ def test_the_table_joins_equal_steps_and_lists_layers_that_differ() -> None:
     ]  # fmt: skip
     rows = plan(policy(layer_budgets="pyramid"), 2, 106).table()
     assert rows[-1]["kept"] == [47 + 6, 1 + 6]
-
-
-def test_one_selection_at_the_prompts_end_keeps_everything_until_then() -> None:
-    schedule = plan(policy(when="prompt_end", layer_budgets="pyramid"), 2, 106, tail=9)
-    assert [step.kept[1] for step in schedule.steps] == [*range(10, 91, 10), 97]
-    assert schedule.peak == (106, 106)
-    assert schedule.last.tokens == 9
-    assert schedule.last.kept == (47 + 6, 1 + 6)
 
 
 def test_decode_budgets_of_a_pyramid_leave_every_layer_room_for_an_eviction() -> None:
@@ -309,11 +211,6 @@ def test_what_cannot_work_is_refused_when_the_policy_is_made(changes: dict[str, 
     with pytest.raises(ValueError) as error:
         policy(**changes)
     assert message in str(error.value)
-
-
-def test_growing_memory_needs_a_length() -> None:
-    with pytest.raises(ValueError, match='memory="sqrt" grows over all chunks .* unknown here; give its token ids as'):
-        plan(policy(memory="sqrt"), 2, None)
 
 
 @pytest.mark.parametrize("stabilizers", [0, 2, 8])

@@ -15,7 +15,6 @@ from locret import RetentionCache, RetentionPolicy, prefill, prefill_attention
 from locret.prefill_attention import AShape, BlockSparse, VerticalSlash
 
 SMALL = {"chunk_size": 96, "stabilizers": 16, "local_len": 20}
-EVERYTHING = "xattention:threshold=0.999999,stride=4,block=16"
 
 
 def logits(family: str, spec: str, scorer: str = "streaming", length: int = 300, **changes: Any) -> torch.Tensor:
@@ -36,67 +35,6 @@ def test_a_read_agrees_with_the_plain_backbone_under_the_oracles_mask() -> None:
         expected, dense = model(ids, attention_mask=mask).logits[:, -1], model(ids).logits[:, -1]
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
     assert (expected - dense).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
-def test_everything_selected_reads_as_dense_attention_does(family: str) -> None:
-    torch.testing.assert_close(logits(family, EVERYTHING), logits(family, "dense"), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("scorer", ["snapkv", "h2o", "expected_attention", "sirllm"])
-def test_scorers_and_eviction_go_together_with_sparse_reading(scorer: str) -> None:
-    sparse, dense = (
-        logits("llama", "xattention:threshold=0.5,stride=4,block=16", scorer),
-        logits("llama", "dense", scorer),
-    )
-    assert sparse.isfinite().all()
-    assert not torch.equal(sparse, dense)
-    torch.testing.assert_close(logits("llama", EVERYTHING, scorer), dense, atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"head_budgets": "adaptive", "positions": "original"},
-        {"when": "prompt_end"},
-        {"memory": "linear"},
-        {"layer_budgets": "pyramid"},
-        {"host_budget": 60, "recall": 8},
-    ],
-)
-def test_other_settings_go_together_with_sparse_reading(changes: dict[str, Any]) -> None:
-    scorer, spec = "key_norm", "vertical_slash:vertical=30,slash=50"
-    everything, dense = logits("llama", EVERYTHING, scorer, **changes), logits("llama", "dense", scorer, **changes)
-    torch.testing.assert_close(everything, dense, atol=1e-4, rtol=1e-4)
-    sparse = logits("llama", spec, scorer, **changes)
-    assert sparse.isfinite().all()
-    assert not torch.equal(sparse, dense)
-
-
-def test_rows_of_different_length_read_as_each_alone() -> None:
-    model, ids = build("llama"), prompt(260, batch=2)
-    mask = torch.ones_like(ids)
-    mask[1, :90] = 0
-    policy = RetentionPolicy(budget=120, **SMALL, prefill_attention="xattention:threshold=0.5,stride=4,block=16")
-    both = prefill(model, ids, RetentionCache(model, "streaming", policy), attention_mask=mask)
-    alone = prefill(model, ids[1:, 90:], RetentionCache(model, "streaming", policy))
-    torch.testing.assert_close(both[1:], alone, atol=1e-4, rtol=1e-4)
-
-
-def test_local_tokens_attend_to_everything() -> None:
-    spec = "a_shape:sinks=0,window=1"
-    assert torch.equal(logits("llama", spec, length=20), logits("llama", "dense", length=20))
-
-
-def test_cache_bytes_do_not_depend_on_how_a_prompt_is_read() -> None:
-    model, found = build("llama"), set()
-    for spec in ("dense", "vertical_slash:vertical=30,slash=50"):
-        cache = RetentionCache(model, "random", RetentionPolicy(budget=120, **SMALL, prefill_attention=spec))
-        prefill(model, prompt(300), cache)
-        memory = cache.memory()
-        assert memory.planned == memory.peak
-        found.add(memory.peak)
-    assert len(found) == 1
 
 
 # -- patterns per head ------------------------------------------------------------------------------------------------

@@ -8,11 +8,10 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from families import build, distinct, prompt
-from test_scorers import make, padded, policy_of
+from families import build, prompt
 from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import Rotary, rotate
 from locret.cache.layers import STORES
@@ -83,19 +82,6 @@ class Filled:
 
 
 @every_store
-@pytest.mark.slow
-def test_what_is_appended_is_viewed_whatever_room_there_was(kind: str) -> None:
-    for reserved in (0, 5, 400):
-        filled = Filled(kind)
-        filled.store.reserve(reserved)
-        for tokens in (7, 1, 300):
-            filled.append(tokens)
-        assert filled.store.fill == filled.store.longest == 308
-        assert len(filled.units()) == ROWS * HEADS * 308
-        filled.check()
-
-
-@every_store
 def test_keep_says_what_stays_and_what_goes_and_keeps_it(kind: str) -> None:
     filled = Filled(kind, 40)
     before = filled.units()
@@ -145,45 +131,6 @@ def test_keys_are_rotated_to_their_slots_and_back(kind: str) -> None:
 
 
 @every_store
-def test_rotated_keys_that_move_are_turned_to_their_new_slots(kind: str) -> None:
-    filled, moved = Filled(kind, 20), Filled(kind, 20)
-    filled.evict(kind, 9)
-    filled.store.rotate(20)
-    moved.store.rotate(20)
-    moved.evict(kind, 9, turned=True)
-    for unit, (key, _, _) in moved.units().items():
-        torch.testing.assert_close(key, filled.units()[unit][0], atol=1e-5, rtol=0)
-
-
-@every_store
-def test_waiting_keys_are_viewed_as_if_rotated_and_the_newest_as_they_came(kind: str) -> None:
-    filled = Filled(kind, 12)
-    newest = torch.randn(ROWS, HEADS, 4, DIM, generator=torch.Generator().manual_seed(9))
-    filled.append(4, rotated=newest)
-    view = filled.store.view(12)
-    keys = (
-        view.keys
-        if view.segments is None
-        else torch.stack(
-            [torch.stack([view.keys[row, 0, span] for span in spans]) for row, spans in enumerate(view.segments)]
-        )
-    )
-    cos, sin = filled.rotary.table(0, 12, filled.keys)
-    torch.testing.assert_close(keys[:, :, :12], rotate(filled.keys[:, :, :12], cos, sin), atol=1e-6, rtol=0)
-    assert torch.equal(keys[:, :, 12:], newest)
-    filled.check()  # what is held waits un-rotated
-
-
-@every_store
-def test_the_newest_unit_is_taken_back(kind: str) -> None:
-    filled = Filled(kind, 12)
-    filled.store.take_back()
-    assert filled.store.fill == 11
-    assert {position for _, _, position in filled.units()} == set(range(11))
-    filled.check()
-
-
-@every_store
 def test_rows_are_selected_repeated_and_joined(kind: str) -> None:
     filled = Filled(kind, 20)
     filled.evict(kind, 9)
@@ -206,25 +153,6 @@ def test_rows_are_selected_repeated_and_joined(kind: str) -> None:
     joined.store.trim()
     assert joined.store.longest == 5
     assert set(joined.units()) == {(0, head, p) for head in range(HEADS) for p in range(5)}
-
-
-@every_store
-def test_a_copy_and_what_is_loaded_are_independent_and_equal(kind: str) -> None:
-    filled = Filled(kind, 20)
-    filled.evict(kind, 9)
-    before = filled.units()
-    copied, loaded = Filled(kind), Filled(kind)
-    copied.store = filled.store.copy(Workspace())
-    loaded.store.load({name: t.clone() for name, t in filled.store.state().items()}, filled.store.fill)
-    for twin in (copied, loaded):
-        assert twin.units().keys() == before.keys()
-        assert all(torch.equal(twin.units()[unit][0], before[unit][0]) for unit in before)
-        twin.keys, twin.values = filled.keys.clone(), filled.values.clone()
-        twin.append(6)
-        twin.check()
-        twin.evict(kind, 4)
-    assert filled.units().keys() == before.keys()
-    filled.check()
 
 
 @every_store
@@ -285,36 +213,3 @@ def test_columns_of_a_scorer_travel_with_their_units(kind: str, positions: str, 
         assert torch.equal(one.governed[0].store.held("visits"), cache.governed[0].store.held("visits"))
     answers = [generate(model, cache=one.copy(), max_new_tokens=6, do_sample=False) for one in (cache, loaded)]
     assert torch.equal(*answers)
-
-
-@every_store
-@pytest.mark.parametrize("positions", ["compact", "original"])
-@pytest.mark.parametrize("name", scorers.names())
-@pytest.mark.slow
-def test_every_scorer_reads_saves_copies_and_batches_in_every_store(
-    kind: str, positions: str, name: str, tmp_path: Path
-) -> None:
-    model = build("llama")
-    scorer = make(name, model)
-    policy = policy_of(name, positions=positions, **POLICIES[kind])
-    if kind == "ragged" and not (scorer.causal or scorer.by_head):
-        with pytest.raises(ValueError, match=f"scorer {name} selects equally many units for every head itself"):
-            RetentionCache(model, scorer, policy)
-        return
-    rows = [distinct(57, seed=1), distinct(33, seed=2)]
-    ids, mask = padded(rows)
-    together = RetentionCache(model, scorer, policy)
-    logits = prefill(model, ids, together, attention_mask=mask, new_tokens=5)
-    for index, row in enumerate(rows):
-        alone = RetentionCache(model, scorer, policy)
-        own = prefill(model, row, alone, new_tokens=5)
-        torch.testing.assert_close(logits[index], own[0], atol=1e-5, rtol=0)
-        memory = alone.memory()
-        assert memory.actual == memory.planned
-        save_cache(alone, tmp_path / "one.safetensors")
-        answers = [
-            generate(model, cache=cache, max_new_tokens=5, do_sample=False)
-            for cache in (alone.copy(), load_cache(tmp_path / "one.safetensors", model, scorer), alone)
-        ]
-        assert torch.equal(answers[0], answers[1])
-        assert torch.equal(answers[0], answers[2])
