@@ -12,8 +12,6 @@ import mutations
 import pytest
 import torch
 from families import build
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save
 
 from locret import loading, shipped
