@@ -58,8 +58,7 @@ def labels_of_answers(
     Args:
         model: The backbone, in evaluation mode.
         document_ids: (1, n) or (n,).
-        asked: Ids of each question, as what follows the document up to where the answer begins, and of its answer;
-            (1, m) or (m,) both.
+        asked: Ids of each question, up to where the answer begins, and of its answer; (1, m) or (m,) both.
         kind: As for `answer_labels`.
         include_last_prompt_token: As for `answer_labels`.
         labelled: T, the first document tokens to label; all if None.
@@ -67,9 +66,6 @@ def labels_of_answers(
 
     Returns:
         (layers, kv_heads, n or T) float32, as of `answer_labels`.
-
-    Raises:
-        ValueError: For an unknown kind, no question, or ids that are empty or more than one row.
     """
     document_1D, kind = token_row(document_ids, "document_ids"), kinds.get(kind)
     pairs = [(token_row(question, "question"), token_row(answer, "answer")) for question, answer in asked]
@@ -96,12 +92,10 @@ def _goes_on(model: nn.Module) -> bool:
     return plain and not latents(model) and not any(map(backbone.borrows, range(len(backbone.kinds))))
 
 
-def _each_from_the_start(
-    model: nn.Module, document_1D: Tensor, pairs: Pairs, kind: LabelKind, include: bool
-) -> Iterator[Tensor]:
+def _each_from_the_start(model: nn.Module, document_1D: Tensor, pairs: Pairs, *how: Any) -> Iterator[Tensor]:
     for question, answer in pairs:
         prompt = torch.cat([document_1D, question.to(document_1D.device)], dim=1)
-        yield answer_labels(model, prompt, answer.to(prompt.device), kind, include)[..., : document_1D.shape[1]]
+        yield answer_labels(model, prompt, answer.to(prompt.device), *how)[..., : document_1D.shape[1]]
 
 
 def _from_one_read(

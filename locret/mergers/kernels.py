@@ -58,20 +58,14 @@ class MergingKernel(nn.Module):
     """Weights with which the units of a KV head are merged, from their keys and values."""
 
     def __init__(
-        self,
-        slots: int,
-        head_dim: int,
-        kernel_size: int,
-        generator: torch.Generator | None = None,
-        value_dim: int | None = None,
+        self, slots: int, head_dim: int, kernel_size: int, generator: Any = None, value_dim: int | None = None
     ) -> None:
         super().__init__()
         unit_dim = head_dim + (head_dim if value_dim is None else value_dim)
         reach = 1 / sqrt(unit_dim * kernel_size)  # as torch's own convolutions begin
-        self.weight = nn.Parameter(
-            torch.empty(slots, unit_dim, kernel_size).uniform_(-reach, reach, generator=generator)
-        )
-        self.bias = nn.Parameter(torch.empty(slots).uniform_(-reach, reach, generator=generator))
+        shapes = (slots, unit_dim, kernel_size), (slots,)
+        drawn = (torch.empty(shape).uniform_(-reach, reach, generator=generator) for shape in shapes)
+        self.weight, self.bias = map(nn.Parameter, drawn)
         self.alpha = nn.Parameter(torch.full((1,), 0.5))
 
     @property
@@ -105,34 +99,19 @@ class MergingKernels(
     def __init__(self, config: KernelsConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
-        self.kernels = nn.ModuleDict(
-            {
-                str(layer): MergingKernel(
-                    config.slots,
-                    config.shape(layer).head_dim,
-                    config.kernel_size,
-                    generator,
-                    config.shape(layer).value_dim,
-                )
-                for layer in config.layers
-            }
-        )
+        slots, width = config.slots, config.kernel_size
+        shapes = {layer: config.shape(layer) for layer in config.layers}
+        made = {
+            str(layer): MergingKernel(slots, shape.head_dim, width, generator, shape.value_dim)
+            for layer, shape in shapes.items()
+        }
+        self.kernels = nn.ModuleDict(made)
 
     @classmethod
     def for_model(
         cls, model_or_config: Any, slots: int, kernel_size: int = 21, seed: int | None = None
     ) -> MergingKernels:
-        """Make untrained kernels for a backbone.
-
-        Args:
-            model_or_config: A transformers causal LM or its config.
-            slots: Units that every KV head merges into.
-            kernel_size: Units that a convolution sees at once (paper: 21).
-            seed: Seed of the weights; None draws from torch's global generator.
-
-        Raises:
-            ValueError: For a backbone without keys to merge, or numbers that are out of range.
-        """
+        """Make untrained kernels for a backbone, each KV head of which merges into so many slots (paper: 21 wide)."""
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         shape = HeadsConfig.for_model(model_or_config, slots)
         return cls(KernelsConfig(**vars(shape), kernel_size=kernel_size), generator)
@@ -159,10 +138,6 @@ class MergingKernels(
             pretrained_model_name_or_path: Folder, or `org/name` on the Hub.
             revision: Branch, tag or commit on the Hub.
             kwargs: Those of huggingface_hub's mixin (`token`, `cache_dir`, `local_files_only`, `map_location`).
-
-        Raises:
-            ValueError: If there are no kernels there, or files that do not fit together.
-            OSError: If the Hub cannot be reached.
         """
         download = {name: kwargs[name] for name in checkpoint.DOWNLOAD_OPTIONS if name in kwargs}
         folder = checkpoint.find(str(pretrained_model_name_or_path), revision=revision, **download)
@@ -173,16 +148,7 @@ class MergingKernels(
         return kernels.eval()
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> str | None:
-        """Write weights, `config.json` and a card; a folder is never left half-written.
-
-        Args:
-            save_directory: A new folder, or one of merging kernels.
-            kwargs: Those of huggingface_hub's mixin.
-
-        Raises:
-            ValueError: If the folder holds another model.
-            OSError: If it cannot be written.
-        """
+        """Write weights, `config.json` and a card; a folder is never left half-written."""
         with checkpoint.replacing(Path(save_directory), KernelsConfig) as staging:
             return super().save_pretrained(staging, **kwargs)
 

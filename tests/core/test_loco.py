@@ -146,8 +146,8 @@ def test_training_lowers_what_an_eviction_costs_and_touches_nothing_else(family:
     ("options", "message"),
     [
         (["--slots", "0"], "--slots 0 is not between 1 and the 48 units of --policy.budget 64"),
-        (["--policy.key-bits", "4"], "which do not go with merging; drop them"),
-        (["--policy.host-budget", "8", "--policy.recall", "2"], "which do not go with merging; drop them"),
+        (["--policy.key-bits", "4"], "the kernels merge"),
+        (["--policy.host-budget", "8", "--policy.recall", "2"], "the kernels merge"),
     ],
 )
 def test_what_does_not_go_with_kernels_is_refused_before_training(
