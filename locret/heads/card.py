@@ -91,7 +91,7 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
         The card, front matter included.
     """
     card: ModelCard = ModelCard.from_template(
-        card_data=_front_matter(info, config, repo_id),
+        card_data=_front_matter(info, config),
         template_str=info.model_card_template,
         **{
             "paper_url": info.paper_url,
@@ -111,10 +111,9 @@ def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values
     return card
 
 
-def _front_matter(info: Any, config: HeadsConfig, repo_id: str | None) -> ModelCardData:
+def _front_matter(info: Any, config: HeadsConfig) -> ModelCardData:
     """Return the YAML block by which the Hub indexes the repository; keys without a value are left out."""
     dataset = str((config.training or {}).get("dataset", ""))
-    results = evaluation.model_index(config.evaluation)
     return ModelCardData(
         **{
             **info.model_card_data.to_dict(),
@@ -123,10 +122,6 @@ def _front_matter(info: Any, config: HeadsConfig, repo_id: str | None) -> ModelC
             # The Hub refuses a card whose data set is not a repository of its own, such as a local file.
             "datasets": [dataset] if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) else None,
             "license": config.license,
-            "metrics": sorted({result.metric_type for result in results}) or None,
-            # A model index needs a name.
-            "model_name": (repo_id or f"Retaining heads for {config.base_name}") if results else None,
-            "eval_results": results or None,
         }
     )
 

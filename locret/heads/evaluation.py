@@ -7,8 +7,6 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import EvalResult
-
 from locret.base.fields import shown
 from locret.base.files import read_json
 
@@ -92,30 +90,3 @@ def amount(row: Mapping[str, Any]) -> str:
 
 def _of_heads(row: Mapping[str, Any]) -> bool:
     return str(row["method"]).split("+")[0].split(":")[0] == _TRAINED
-
-
-def model_index(evaluation: Mapping[str, Any] | None) -> list[EvalResult]:
-    """Return the results of the heads as the Hub's `model-index` holds them."""
-    found = []
-    for row in filter(_of_heads, rows(evaluation)):
-        size, tokens = amount(row), row["tokens"]
-        units = "" if size == "all" else f", {size} {'of the prompt' if row['budget_share'] else 'units per KV head'}"
-        found.append(
-            EvalResult(
-                task_type="text-generation",
-                dataset_type=str(row["task"]).split(" ")[0],
-                dataset_name=f"{row['task']}, {tokens:,} tokens" if tokens else str(row["task"]),
-                dataset_config=str(tokens) if tokens else None,
-                metric_type="score",
-                metric_name=f"{row['method']}{units}",
-                metric_config=None if size == "all" else str(row["budget_share"] or row["budget"]),
-                metric_value=round(row["score"], 2),
-            )
-        )
-    if found or not evaluation:
-        return found
-    return [
-        EvalResult("text-generation", "custom", "not recorded", name, value)
-        for name, value in evaluation.items()
-        if type(value) in (int, float)
-    ]

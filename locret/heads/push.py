@@ -28,7 +28,7 @@ class PushOptions(RepositoryOptions):
     license: str | None = None
     """Licence of the heads as the Hub spells it, such as mit or apache-2.0; what the heads record by default."""
     eval_results: str | None = None
-    """results.json of locret-eval, or its folder: goes into the card as table and `model-index`."""
+    """results.json of locret-eval, or its folder: goes into the card as a table."""
     commit_message: str = "Upload retaining heads with locret-push"
     """Message of the commit."""
 
@@ -124,10 +124,8 @@ def _card(file: Path, heads: RetainingHeads, before: str, repo: str) -> str:
     edited = text.replace(model_card.PLACEHOLDER, repo)
     if str(heads.generate_model_card()) == before:
         return edited
-    card, new = ModelCard(edited, ignore_metadata_errors=True), ModelCard(made).data
-    for name in ("license", "eval_results", "model_name", "metrics"):
-        if getattr(new, name, None) is not None:
-            setattr(card.data, name, getattr(new, name))
+    card = ModelCard(edited, ignore_metadata_errors=True)
+    card.data.license = heads.config.license
     return str(card)
 
 
