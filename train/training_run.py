@@ -309,7 +309,7 @@ class TrainingRun:
         start = "untrained heads" if self.backbone.init_from is None else "the heads of --init-from"
         chance = trainer.chance()
         words, warning = comparison(record, trainer.before, chance, start)
-        found = {"overlap_before": mean(trainer.before), "chance_overlap": chance, "outcome": words}
+        found: dict[str, Any] = {"overlap_before": mean(trainer.before), "chance_overlap": chance, "outcome": words}
         warnings = [warning]
         if probe is not None:
             if trainer.probe is None or not self.held_out:

@@ -55,7 +55,7 @@ class DropReport:
         values = {"read": 0, "dropped": {}} if values is None else values
         self.read = int(values["read"])
         """Rows read, those left out included."""
-        self.dropped = {
+        self.dropped: dict[str, dict[str, Any]] = {
             reason: {"count": int(found["count"]), "first_rows": list(found["first_rows"])}
             for reason, found in values["dropped"].items()
         }

@@ -24,12 +24,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from locret import hub
-from locret.backbone.adapters import describe_whole, hidden_size, unwrap
+from locret.backbone.adapters import describe_whole, unwrap
 from locret.base.fields import shown
 from locret.base.files import read_json, shards
 from locret.heads import checkpoint, official
 from locret.heads.config import HeadsConfig
-from locret.heads.gates import WIDEST, is_number
+from locret.heads.gates import is_number
 from locret.labels.kvzip_plus import KVZIP_PLUS
 from locret.labels.log_attention import LOG_ATTENTION
 
@@ -116,23 +116,12 @@ def read_kvzap(path: str, model_or_config: Any, revision: str | None = None) -> 
     """
     what = "the folder of a KVzap model, with config.json and model.safetensors"
     file = _find(path, what, revision, CONFIG)
-    values, backbone = _mapping(file), describe_whole(model_or_config)
+    values = _mapping(file)
     if values.get("model_type") != "kvzap":
         raise ValueError(f'{file} has model_type {shown(values.get("model_type"))}, not "kvzap"; give {what}')
-    for name, wanted, meaning in (
-        ("input_dim", hidden_size(model_or_config), "hidden size"),
-        ("output_dim", _kv_heads(backbone, "KVzap"), "KV heads"),
-        ("n_modules", backbone.num_layers, "layers"),
-    ):
-        if type(values.get(name)) is not int or values[name] != wanted:
-            raise ValueError(
-                f"{file} has {name}={shown(values.get(name))}, but {backbone.model_type} has {wanted} {meaning}; "
-                "take the KVzap model of this backbone"
-            )
     width = values.get("hidden_dim")
-    if width is not None and (type(width) is not int or not 1 <= width <= WIDEST):
-        raise ValueError(f"{file} has hidden_dim={shown(width)}; it must be null or a number from 1 to {WIDEST:,}")
-    config = _config(model_or_config, width, "kvzap-mlp" if width else "kvzap-linear", KVZIP_PLUS.name, path)
+    gate = "kvzap-linear" if width is None else "kvzap-mlp"
+    config = _config(model_or_config, width, gate, KVZIP_PLUS.name, path)
 
     def ours(theirs: str) -> str:
         match = re.fullmatch(r"layers\.(\d+)(|\.0|\.2)\.(weight|bias)", theirs)
@@ -145,7 +134,7 @@ def read_kvzap(path: str, model_or_config: Any, revision: str | None = None) -> 
 def read_fast_kvzip(path: str, model_or_config: Any, revision: str | None = None) -> Read:
     """Read the gates of Fast KVzip; see `read_kvzap`. A folder or repository may hold those of several backbones."""
     backbone, config = describe_whole(model_or_config), unwrap_config(model_or_config)
-    group = backbone.num_heads // _kv_heads(backbone, "Fast KVzip")
+    group = backbone.num_heads // backbone.num_kv_heads
     own = Path(str(getattr(config, "_name_or_path", "") or "backbone").rstrip("/\\")).name.lower()
     found = sorted(Path(path).glob(f"q{group}_dim*_sink*.pt"))
     if len(found) > 1:
@@ -171,8 +160,6 @@ def read_fast_kvzip(path: str, model_or_config: Any, revision: str | None = None
         int(first[part].shape[axis]) if first[part].ndim > axis else 0
         for part, axis in (("q_norm.weight", 0), ("k_base", 2))
     )
-    if not 1 <= width <= WIDEST or not 1 <= sinks <= WIDEST:
-        raise ValueError(f"{file} has gates of width {width} with {sinks} sink keys; give those of Fast KVzip")
     made = _config(model_or_config, width, "fast-kvzip", LOG_ATTENTION.name, path, sinks=sinks)
     weights = {
         f"heads.{layer}.{part.removesuffix('.weight') if 'norm' in part else part}": checkpoint.as_float32(
@@ -254,13 +241,6 @@ def _config(
     config = HeadsConfig.for_model(model_or_config, width, gate, **numbers)
     source = f"a gate that others published ({Path(path).name})"
     return config.annotated(label=None if label is None else {"kind": label}, training={"source": source})
-
-
-def _kv_heads(backbone: Any, what: str) -> int:
-    counts = sorted({shape.num_kv_heads for shape in backbone.full_shapes})
-    if len(counts) > 1:
-        raise ValueError(f"{what} has layers of one shape, but {backbone.model_type} has layers of {counts} KV heads")
-    return int(counts[0])
 
 
 def _mapping(file: Path) -> dict[str, Any]:

@@ -125,7 +125,7 @@ def _card(file: Path, heads: RetainingHeads, before: str, repo: str) -> str:
     if str(heads.generate_model_card()) == before:
         return edited
     card = ModelCard(edited, ignore_metadata_errors=True)
-    card.data.license = heads.config.license
+    card.data["license"] = heads.config.license
     return str(card)
 
 

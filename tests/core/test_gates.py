@@ -165,8 +165,7 @@ class Evil:
 
 NAN = float("nan")
 REFUSED: list[tuple[str, Callable[[Path], None], str]] = [
-    ("kvzap-mlp", changed(input_dim=64), "has input_dim=64, but qwen3 has 32 hidden size; take the KVzap model"),
-    ("kvzap-mlp", changed(hidden_dim=2**60), "it must be null or a number from 1 to 1,048,576"),
+    ("kvzap-mlp", changed(hidden_dim=2**60), "of a gate kvzap-mlp; give at most 1,048,576"),
     ("kvzap-mlp", changed(hidden_dim=25), "heads.0.inner.weight is [24, 32] in"),
     ("kvzap-mlp", lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
     ("kvzap-mlp", lambda f: (f / "model.safetensors").write_bytes(b"x" * 40), "is not a whole safetensors file"),
@@ -174,7 +173,11 @@ REFUSED: list[tuple[str, Callable[[Path], None], str]] = [
     ("fast-kvzip", module(lambda m: m[:2]), "has gates of 2 layers, but qwen3 has 3"),
     ("fast-kvzip", module(lambda m: {}), 'has no list of layers under "module"'),
     ("fast-kvzip", module(lambda m: [{**m[0], "b": m[0]["b"] * NAN}, *m[1:]]), "values that are not finite"),
-    ("fast-kvzip", module(lambda m: [{**m[0], "k_base": m[0]["b"][0]}, *m[1:]]), "of width 16 with 0 sink keys"),
+    (
+        "fast-kvzip",
+        module(lambda m: [{**m[0], "k_base": m[0]["b"][0]}, *m[1:]]),
+        "gate has sinks=0; give one such as 16",
+    ),
     ("fast-kvzip", lambda f: next(f.glob("*.pt")).write_bytes(pickle.dumps([Evil()])), "loading it could run code"),
     ("fast-kvzip", lambda f: next(f.glob("*.pt")).rename(f / "x.bin"), "/q2_dim16_sink16.pt; give the gates of Fast"),
     ("fast-kvzip", lambda f: (f / "q2_dim8_sink1.pt").touch(), "several gates (q2_dim16_sink16.pt, q2_dim8_sink1.pt)"),

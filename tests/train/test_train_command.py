@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from training_cases import refused, token_ids, train, train_arguments, write_bac
 from transformers import AutoTokenizer, Phi3Config
 
 from locret import RetainingHeads
-from locret.data.training.rows import REQUEST
 from locret.data.training.stream import TrainingStream, load_rows
 from locret.heads.config import usual_width
 from locret.heads.fingerprint import weight_fingerprint
@@ -168,17 +165,6 @@ def test_init_from_goes_on_with_trained_heads(
         assert (code, expected in message) == (2, True), message
 
 
-def test_labels_from_reconstruction_are_those_of_rows_written_by_hand(paths: tuple[Path, Path], tmp_path: Path) -> None:
-    texts = [row["instruction"] for row in json.loads(paths[1].read_text())]
-    (tmp_path / "texts.json").write_text(json.dumps([{"text": text} for text in texts]))
-    rows = [{"instruction": f"{text}\n\n{REQUEST}", "output": text} for text in texts]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    assert train((paths[0], tmp_path / "texts.json"), tmp_path / "texts", "--label-source=reconstruction") == 0
-    assert train((paths[0], tmp_path / "rows.json"), tmp_path / "rows") == 0
-    assert equal(weights(tmp_path / "texts"), weights(tmp_path / "rows"))
-    assert "maximum over the tokens of the text's repetition" in (tmp_path / "texts" / "README.md").read_text()
-
-
 DOCUMENT = "The tower has 10 steps. The number of Oslo is 314. The sky is blue."
 PAIRS = [("What is the number of Oslo?", "It is 314."), ("How many steps has the tower?", "10 steps.")]
 SHARED = {"document": DOCUMENT, "questions": [{"question": q, "answer": a} for q, a in PAIRS]}
@@ -299,22 +285,10 @@ def test_the_warning_is_about_what_is_above_chance_and_above_the_start() -> None
     assert top_overlap(scores, labels).item() == pytest.approx(chance_overlap(100), abs=0.01)
 
 
-# -- the Hub, and what need not be installed -------------------------------------------------------------------------
+# -- the Hub ---------------------------------------------------------------------------------------------------------
 
 
 def test_trained_heads_are_published_and_load_from_the_hub(paths: tuple[Path, Path], tmp_path: Path, hub: Any) -> None:
     assert train(paths, tmp_path / "run", "--push-to-hub=somebody/tiny-heads") == 0
     assert equal(weights(tmp_path / "run"), RetainingHeads.from_pretrained("somebody/tiny-heads").state_dict())
     assert set(hub.repos["somebody/tiny-heads"].files()) >= {"config.json", "model.safetensors", "README.md"}
-
-
-@pytest.mark.slow
-def test_labels_loss_and_step_need_no_more_than_torch_and_transformers() -> None:
-    script = (
-        "import sys\n"
-        "for name in ('datasets', 'accelerate', 'peft', 'tensorboard'):\n"
-        "    sys.modules[name] = None\n"
-        "from locret.train import answer_labels, retention_loss, train_step\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
