@@ -32,12 +32,7 @@ _ALONE = ("fork", "back", "memory", "kept", "help", "quit")
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        ValueError: For anything the user must change.
-        OSError: If a Hub, a disk or a device's memory fails.
-    """
+    """Run the command and return its exit code."""
     (model, scorer, policy, about, generation), chosen = parse_options("locret-chat", DESCRIPTION, OPTION_CLASSES, argv)
     model.refuse_shard("locret-chat")
     with warnings_as_lines("locret-chat", quiet=about.quiet):
@@ -103,12 +98,7 @@ class Conversation:
             self._tell("nothing has been read yet; /read FILE reads a text, /help lists what else there is")
 
     def take(self, line: str) -> bool:
-        """Do what a line says; return whether to go on.
-
-        Raises:
-            ValueError: For what the user must change.
-            OSError: If a file or the device's memory fails.
-        """
+        """Do what a line says; return whether to go on."""
         word, _, rest = line.strip().partition(" ")
         if rest.strip() and word.removeprefix("/") in _ALONE and word.startswith("/"):
             raise ValueError(f'{word} takes nothing, and "{rest.strip()}" is given; say {word} alone')
@@ -138,7 +128,7 @@ class Conversation:
 
     def _do_read(self, given: str) -> None:
         """/read FILE: read a text and talk about it."""
-        from locret.conversation.text import open_file
+        from locret.conversation.document import open_file
 
         document, cache = open_file(_path(given, "/read")), self.lm.new_cache()
         how: dict[str, Any] = {"system": self.about.system, "protect": self.about.protect}
@@ -186,8 +176,8 @@ class Conversation:
 
     def _do_kept(self, _: str) -> None:
         """/kept: show how much of each tenth of the text and of each turn stayed, and what most heads hold."""
+        from locret.conversation.document import open_file
         from locret.conversation.protect import as_table
-        from locret.conversation.text import open_file
         from locret.infer import kept_page
 
         chat = self._current()

@@ -58,12 +58,7 @@ class Options:
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        ValueError: For anything the user must change.
-        OSError: If a Hub, a disk or a device's memory fails.
-    """
+    """Run the command and return its exit code."""
     instances, chosen = parse_options("locret-infer", DESCRIPTION, OPTION_CLASSES, argv)
     options = Options(*instances, frozenset(chosen))
     with together("locret-infer", options) as options, warnings_as_lines("locret-infer", quiet=options.output.quiet):
@@ -73,12 +68,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def together(prog: str, options: Options) -> Iterator[Options]:
-    """Join the processes that share a backbone, of which the first alone speaks; give the options of this one.
-
-    Raises:
-        ValueError: If there are several processes, and nothing that they share.
-        OSError: If one of them cannot be reached, or has died.
-    """
+    """Join the processes that share a backbone, of which the first alone speaks; give the options of this one."""
     count, output = launched()[1], options.output
     if count > 1 and options.model.shard is None:
         raise ValueError(
@@ -126,11 +116,7 @@ def execute(options: Options) -> None:
 
 
 def _check_together(options: Options, asked: Sequence[str]) -> None:
-    """Refuse ways of asking that do not go together.
-
-    Raises:
-        ValueError: Naming the options.
-    """
+    """Refuse ways of asking that do not go together."""
     prompt, output = options.prompt, options.output
     check_evidence(prompt, options.generation, options.policy.turns)
     if prompt.evidence and not asked and not output.dry_run:
@@ -142,16 +128,12 @@ def _check_together(options: Options, asked: Sequence[str]) -> None:
 
 
 def check_evidence(asked: QuestionOptions, generation: GenerationOptions, turns: str | None = None) -> None:
-    """Refuse evidence of an answer that cannot be watched, or from a file that is not there.
-
-    Raises:
-        ValueError: Naming the option.
-    """
+    """Refuse evidence of an answer that cannot be watched, or from a file that is not there."""
     if asked.evidence and generation.num_beams > 1:
         rule = f"watches one answer, but --num-beams {generation.num_beams} are searched; drop one of them"
         raise Refusal("evidence", True, rule)
     if asked.reread is not None:
-        from locret.conversation.text import read_text
+        from locret.conversation.document import read_text
 
         if turns == "text":
             raise Refusal(
@@ -178,7 +160,7 @@ def _agree(options: Options, plan: Ready, asked: Sequence[str]) -> None:
     }
     with options.ranks.together():
         chosen = {"what auto came to": plan.policy.to_dict()}
-        options.ranks.agree(chosen, "give --chunk-size and --kv-memory as numbers")
+        options.ranks.agree(chosen, "give --kv-memory as a number")
         options.ranks.agree(contents, "give all processes the same files")
 
 
@@ -249,11 +231,7 @@ def answer_each(
 
 
 def _answer_in_full(options: Options, plan: Ready, lm: LongContextModel, tokens: int, question: str | None) -> Measured:
-    """Answer once more with every unit kept, and print it: whether the model or the eviction is to blame.
-
-    Raises:
-        Refusal: If all units do not fit in the memory that is free.
-    """
+    """Answer once more with every unit kept, and print it: whether the model or the eviction is to blame."""
     from locret import LongContextModel
     from locret.conversation.chat import now
     from locret.infer import sizing
@@ -297,14 +275,10 @@ def _evidence_line(found: Any) -> str:
 
 
 def questions_of(prompt: QuestionOptions) -> list[str]:
-    """Return the questions of the command line or of a file.
-
-    Raises:
-        ValueError: If the file cannot be read, or holds no questions.
-    """
+    """Return the questions of the command line or of a file."""
     if prompt.questions is None:
         return list(prompt.question)
-    from locret.conversation.text import read_text
+    from locret.conversation.document import read_text
 
     name, found = prompt.questions, list[str]()
     for number, line in enumerate("".join(read_text(name, setting="--questions ")).splitlines(), 1):

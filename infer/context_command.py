@@ -271,12 +271,7 @@ COMMANDS = {
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code.
-
-    Raises:
-        ValueError: For anything the user must change.
-        OSError: If a Hub, a disk or a device's memory fails.
-    """
+    """Run the command and return its exit code."""
     return run_subcommand(PROG, COMMANDS, argv)
 
 

@@ -83,12 +83,7 @@ def ask(lm: LongContextModel, text: str, questions: Sequence[str]) -> tuple[Cont
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the demonstration; return 0.
-
-    Raises:
-        ValueError: If the backbone, its heads or the text are missing.
-        OSError: If a Hub or a disk fails.
-    """
+    """Run the demonstration; return 0."""
     (options,), _ = parse_options("locret demo", (__doc__ or "").split("\n")[0], [DemoOptions], argv)
     import torch
 

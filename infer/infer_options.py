@@ -59,8 +59,6 @@ class PolicyOptions(PolicyFlags):
 
     usual: ClassVar[tuple[str, ...]] = ("kv_memory", "budget_share")
 
-    chunk_size: int | Literal["auto"] | None = None  # type: ignore[assignment]
-    """Prompt tokens per forward pass (the paper's B); auto: as many as help and fit into the memory that is free."""
     kv_memory: str | None = None
     """Instead of --budget: bytes that the whole cache may take, such as 2GiB, or auto for what is free next to the
     weights; the largest budget that fits is used, with auto at most that of the prompt, which is then counted first.

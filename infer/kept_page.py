@@ -13,7 +13,7 @@ from torch import Tensor
 
 from locret import RetentionCache
 from locret.base.files import write_text
-from locret.conversation.text import decode
+from locret.conversation.document import decode
 from locret.conversation.turns import Transcript
 from locret.pictures import BARS, Retention, retention_of
 
@@ -78,9 +78,6 @@ def marked(text: str, share_N: Tensor, tokenizer: Any, template: str, system: st
         tokenizer: The backbone's, a fast one.
         template: How the text was put into a turn.
         system: The system message in front of it.
-
-    Raises:
-        ValueError: If it is another text than the one that was read.
     """
     opening, own = Transcript(tokenizer, template, system).opening(), text.strip()
     found = tokenizer(opening + own, add_special_tokens=template != "chat", return_offsets_mapping=True, verbose=False)[
@@ -102,12 +99,7 @@ def marked(text: str, share_N: Tensor, tokenizer: Any, template: str, system: st
 
 
 def write(file: str | Path, pieces: Marked, title: str, note: str) -> None:
-    """Write a page.
-
-    Raises:
-        ValueError: If the file's name does not end with .html.
-        OSError: If it cannot be written.
-    """
+    """Write a page."""
     if Path(file).suffix.lower() != ".html":
         raise ValueError(f"{file} has another ending than .html; rename it")
     dark = ((piece, _PALEST + (1 - _PALEST) * share) for piece, share in pieces)

@@ -22,7 +22,7 @@ from locret.base.fields import Refusal
 from locret.cache.disk import Disk
 from locret.cache.layers import checked_disk, find_store
 from locret.cli.command import print_json
-from locret.conversation.text import Document, encode, open_file
+from locret.conversation.document import Document, encode, open_file
 from locret.conversation.turns import Transcript
 from locret.environment import versions
 from locret.infer import sizing
@@ -55,16 +55,11 @@ class Ready:
     dtype: torch.dtype
     run: sizing.PlannedRun | None = None
     """What the policy was found for; None for texts that have been read."""
-    chunk_choice: dict[str, int | None] | None = None
     disk: Disk | None = None
 
     @contextmanager
     def loaded(self, template: str | None = None) -> Iterator[LongContextModel]:
-        """Load the weights, and give a model that answers with the kernels that were asked for.
-
-        Raises:
-            OSError: If the device is out of memory.
-        """
+        """Load the weights, and give a model that answers with the kernels that were asked for."""
         try:
             tokenizer = loading.load_tokenizer(self.model)
             backbone = loading.load_model(self.model, self.config, self.device, self.dtype)
@@ -94,7 +89,6 @@ class Ready:
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
             "versions": versions(),
-            **({"chunk_choice": self.chunk_choice} if self.chunk_choice else {}),
         }
 
     def print_plan(self, options: Iterable[Any], *, quiet: bool) -> None:
@@ -135,9 +129,6 @@ def ready(
         generation: How answers are written.
         count: Counts the text's tokens, where the plan depends on them; None: there is no such text.
         dry_run: Whether the plan is all that is wanted.
-
-    Raises:
-        ValueError: If something is missing, does not match, or takes more than there is.
     """
     if model.store is not None:
         find_store(model.store)
@@ -161,18 +152,14 @@ def ready(
         on_disk=model.disk is not None,
         source=model,
     )
-    final, chunk_choice = sizing.final_policy(policy, chosen, recommended, run)
+    final = sizing.final_policy(policy, chosen, recommended, run)
     sizing.check_fits(run, final)
     disk = checked_disk(model.disk, final)
-    return Ready(model, named, scorer, final, config, device, dtype, run, chunk_choice, disk)
+    return Ready(model, named, scorer, final, config, device, dtype, run, disk)
 
 
 def ready_for_saved(model: PlacedModelOptions, named: ScorerOptions) -> Ready:
-    """Resolve the options of a command about texts that have been read, which bring their policies.
-
-    Raises:
-        ValueError: If something is missing or does not match.
-    """
+    """Resolve the options of a command about texts that have been read, which bring their policies."""
     device, named = loading.device_of_source(model), _chosen(model, named)
     scorer, _ = load_scorer(named)
     config, dtype = _config(model, named, scorer, device)
@@ -190,11 +177,7 @@ def _config(model: PlacedModelOptions, named: ScorerOptions, scorer: Any, device
 
 
 def opened(text: TextOptions) -> Document:
-    """Return the text to read.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the text to read."""
     if text.prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
         raise ValueError("there is nothing to read; give a text with --prompt-file, or pipe one in")
     return open_file(text.prompt_file or "-", setting="--prompt-file ")

@@ -1,9 +1,4 @@
-"""How much a run may hold: a budget in units, in bytes or as a share of the prompt, chunks to fit, and their plan.
-
-`--chunk-size auto`: a chunk attends to the budget and, on average, to half of itself. Up to half the budget that costs
-at most a quarter more attention, while what a chunk costs once (rotating and selecting what is kept, starting kernels)
-is spread over more tokens. Beyond 8,192 tokens products of matrices gain nothing; so the chunk is halved until it fits.
-"""
+"""How much a run may hold: a budget in units, in bytes or as a share of the prompt, and the plan that it comes to."""
 
 from __future__ import annotations
 
@@ -32,8 +27,6 @@ from locret.policy.schedule import Schedule
 from locret.scorers import Scorer
 from locret.scorers.retaining_heads import as_scorer
 
-LARGEST, SMALLEST, LEAST_USEFUL = 8192, 64, 256
-"""Chunks in tokens; below the last one products of matrices are slow, however small the budget."""
 SHARE = 0.9
 """Of what is free; the rest is for what nobody plans, such as an allocator's fragments."""
 AUTO, _ANY = "auto", 2**62
@@ -110,48 +103,15 @@ class PlannedRun:
         """The bytes of the backbone's weights on the device, with room for those that are brought there."""
         return self.weights.on(self.device)
 
-    def chunk_that_fits(self, policy_of: Callable[[int], RetentionPolicy]) -> dict[str, int | None]:
-        """Return the largest useful chunk that fits into the free memory, with the bytes it needs and those there are.
-
-        Raises:
-            Refusal: If not even the smallest chunk fits.
-        """
-        policy, free = policy_of(LARGEST), free_bytes(self.device)
-        least = as_scorer(self.scorer).lookback if policy.when == "prompt_end" else 1
-        smallest = max(SMALLEST, least, policy.min_chunk if policy.decremental else 1)
-        size = LARGEST
-        while size > max(LEAST_USEFUL, policy_of(size).budget // 2, smallest):
-            size //= 2
-        size = max(size, smallest)
-        while True:
-            needed = self.weight_bytes + self.bytes_beside_weights(policy_of(size))
-            if free is None or needed <= SHARE * free:
-                return {"chunk_size": size, "needed_bytes": needed, "free_bytes": free}
-            if size == smallest:
-                rule = (
-                    f"finds no size that fits: with {size} tokens a run takes {needed:,} bytes, but only {free:,} are"
-                )
-                way_out = "lower the budget, take a smaller dtype, or free memory"
-                raise Refusal("chunk_size", AUTO, f"{rule} free on {self.device}; {way_out}")
-            size = max(size // 2, smallest)
-
 
 def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any]) -> RetentionPolicy:
-    """Return the policy as far as it is known before the prompt is: a budget in bytes or shares is still open.
-
-    Raises:
-        ValueError: If budgets exclude each other, numbers are out of range or contradict each other.
-    """
+    """Return the policy as far as it is known before the prompt is: a budget in bytes or shares is still open."""
     given = [name for name in ("budget", "kv_memory", "budget_share") if name in chosen]
     if len(given) > 1:
         raise Refusal(given[0], getattr(flags, given[0]), f"and {given[1]} exclude each other; drop one of them")
-    if flags.kv_memory is not None and flags.chunk_size == AUTO:
-        rule = "holds the budget and the chunk, so an automatic chunk_size leaves open what either gets; give a number"
-        raise Refusal("kv_memory", flags.kv_memory, rule)
     _memory(flags)
     open_ = _share(flags, 1) is not None or flags.kv_memory is not None
-    draft = replace(flags, chunk_size=LARGEST) if flags.chunk_size == AUTO else flags
-    policy = resolve_options(draft, chosen, recommended, _ANY if open_ else None)
+    policy = resolve_options(flags, chosen, recommended, _ANY if open_ else None)
     if flags.kv_memory is not None and policy.when == "prompt_end":
         rule = "bounds the cache, which grows with the prompt where eviction waits for its end; give budget_share"
         raise Refusal("kv_memory", flags.kv_memory, rule)
@@ -165,34 +125,10 @@ def must_count(flags: PolicyOptions, draft: RetentionPolicy) -> bool:
 
 def final_policy(
     flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
-) -> tuple[RetentionPolicy, dict[str, int | None] | None]:
-    """Return the policy with its budget in units; and its chunk size with the reason, where that was left open.
-
-    Args:
-        flags: The options.
-        chosen: Names that the user set.
-        recommended: The heads' policy; may be empty.
-        run: What the policy is for.
-
-    Raises:
-        ValueError: If `--kv-memory` is too small for any budget, or nothing is free for the smallest budget or chunk.
-    """
-    if flags.kv_memory is not None:
-        return _within_memory(flags, chosen, recommended, run), None
-    budget = _share(flags, run.prompt_tokens or 1)
-    if flags.chunk_size != AUTO:
-        return resolve_options(flags, chosen, recommended, budget), None
-
-    def policy_of(size: Any) -> RetentionPolicy:
-        return resolve_options(replace(flags, chunk_size=size), chosen, recommended, budget)
-
-    choice = run.chunk_that_fits(policy_of)
-    return policy_of(choice["chunk_size"]), choice
-
-
-def _within_memory(
-    flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
 ) -> RetentionPolicy:
+    """Return the policy of options for a run, with its budget in units; `recommended` are numbers of the heads."""
+    if flags.kv_memory is None:
+        return resolve_options(flags, chosen, recommended, _share(flags, run.prompt_tokens or 1))
     memory = _memory(flags)
     if memory is None:  # auto
         free = free_bytes(run.device)
@@ -224,9 +160,6 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
     """Refuse a scorer and a policy that do not go together, and what the memory could not hold with nothing else in it.
 
     Of a prompt of unknown length one token is counted.
-
-    Raises:
-        ValueError: Naming what asks for too much.
     """
     check_named(policy)
     check_pair(as_scorer(run.scorer), policy)

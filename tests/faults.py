@@ -283,7 +283,7 @@ FAULTS = (
     # -- texts, files, server -----------------------------------------------------------------------------------------
     Fault(
         "no-begin-of-text",
-        "locret/conversation/text.py",
+        "locret/conversation/document.py",
         "return special[:start]",
         "return []",
         "LongContextModel.read without a chat template: a text begins with what the tokenizer puts there",

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm.auto import tqdm
 
 from locret.backbone.adapters import describe, input_device, unwrap
-from locret.conversation.text import encode, leading_special_ids
+from locret.conversation.document import encode, leading_special_ids
 from locret.conversation.turns import Transcript
 from locret.data import real
 from locret.data.training.rows import REQUEST

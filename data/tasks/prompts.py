@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from locret.conversation.text import decode, encode
+from locret.conversation.document import decode, encode
 from locret.conversation.turns import Message, check_template, render
 from locret.data.tasks.task import Sample, Task
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from locret.conversation.text import encode, leading_special_ids
+from locret.conversation.document import encode, leading_special_ids
 from locret.conversation.turns import render
 from locret.data.training.rows import Row
 

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.backbone.passes import gathering_root
-from locret.conversation.text import decode
+from locret.conversation.document import decode
 from locret.generation import check_finite_logits
 from locret.infer.evaluation.methods import Prompt, make_scorer
 from locret.infer.evaluation.records import second_tier

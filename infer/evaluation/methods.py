@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from locret import RetainingHeads, scorers
 from locret.backbone.adapters import input_device
 from locret.base import method_spec
-from locret.conversation.text import encode
+from locret.conversation.document import encode
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.infer.methods import FULL, LOCRET, Method, find, modified

@@ -36,8 +36,8 @@ from locret.base import method_spec
 from locret.base.files import LOCK, locked, write_text
 from locret.base.tables import markdown
 from locret.cli.command import parse_options, print_json
+from locret.conversation.document import encode, open_document
 from locret.conversation.evidence import Likelihood, likelihood, likelihood_of, policy_of_share
-from locret.conversation.text import encode, open_document
 from locret.data import real
 from locret.infer.evaluation.answering import bytes_of
 from locret.infer.evaluation.eval_options import LONGEST, numbers, words

@@ -17,7 +17,7 @@ from transformers import DynamicCache
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import input_device, unwrap
 from locret.chunked_prefill import read_turn
-from locret.conversation.text import decode, encode, leading_special_ids
+from locret.conversation.document import decode, encode, leading_special_ids
 from locret.conversation.turns import MARK, Message, Transcript
 from locret.generation import FiniteLogits, check_finite_logits
 from locret.infer.evaluation.answering import bytes_of, settings_of

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from locret.conversation.text import decode
+from locret.conversation.document import decode
 from locret.engines.transformers import NoRoom, NotRunning, Written
 from locret.infer.serve.refusal import Refusal
 

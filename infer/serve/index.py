@@ -25,7 +25,7 @@ from locret.base.fields import shown
 from locret.base.files import PARTIAL
 from locret.base.nearest import nearest
 from locret.cache.cache_file import check_header, save_cache
-from locret.conversation.text import encode
+from locret.conversation.document import encode
 from locret.conversation.turns import saved_talk
 from locret.infer.serve.jobs import Job, Progress
 from locret.infer.serve.refusal import Refusal, fault_of, one_line

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from locret.chunked_prefill import prefill
-from locret.conversation.text import Document, read_text
+from locret.conversation.document import Document, read_text
 from locret.infer.serve.kept import mean_shares
 from locret.infer.serve.memory import Room
 from locret.infer.serve.refusal import fault_of, one_line

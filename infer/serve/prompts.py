@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from locret.conversation.text import TokenStream, leading_special_ids
+from locret.conversation.document import TokenStream, leading_special_ids
 from locret.conversation.turns import Talk, saved_talk, written
 from locret.infer.serve.index import Entry
 from locret.infer.serve.library import Library
@@ -146,7 +146,8 @@ class Prompts:
         with _refused("messages"):
             messages = [_as_template_takes(one) for one in request.messages]
             given = [one.model_dump(exclude_none=True) for one in tools]
-            prompt = written(self.lm.tokenizer, self.lm.template, messages, given, places=bool(request.protect))
+            how = {"places": bool(request.protect), "raw": self.lm.parse_special}
+            prompt = written(self.lm.tokenizer, self.lm.template, messages, given, **how)
         with _refused("protect"):
             return prompt.ids, tuple(prompt.spans(*request.protect or ()))
 
@@ -163,7 +164,7 @@ class Prompts:
             turns[0] = (turns[0][0], f"{system}\n\n{turns[0][1]}")
         for role, text in turns:
             if role == "assistant":
-                ids += stream.rest(text)
+                ids += stream.rest(transcript.text(text))
                 transcript.answered(text)
                 stream.context = text[-stream.margin :]
                 continue

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from locret.base.fields import shown
 from locret.base.nearest import nearest
-from locret.conversation.text import is_text
+from locret.conversation.document import is_text
 
 MOST_CHOICES, MOST_STOPS, MOST_TOP_LOGPROBS, MOST_PROTECTED = 128, 16, 20, 64
 MOST_PARTS = 1 << 14

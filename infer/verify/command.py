@@ -90,7 +90,7 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     import torch
 
     from locret import RetentionPolicy, loading
-    from locret.conversation.text import read_text
+    from locret.conversation.document import read_text
     from locret.infer import sizing
     from locret.infer.verify import subject, suite
     from locret.policy.resolve import resolve_options

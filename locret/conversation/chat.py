@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
+    EncoderRepetitionPenaltyLogitsProcessor,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from locret.backbone.adapters import input_device, unwrap
@@ -24,8 +34,8 @@ from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.cache.memory import CacheMemory
 from locret.chunked_prefill import read_turn
+from locret.conversation.document import Source, decode, is_text
 from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, check_rules, kept_of, rules_of
-from locret.conversation.text import Source, decode, is_text
 from locret.conversation.turns import Layout, Talk
 from locret.generation import checked_options, generate
 from locret.policy.protection import Span
@@ -49,6 +59,13 @@ _NOT_HERE = {
     "streamer": "use stream=True, or chat.stream",
     "use_cache": "the context is the cache",
 }
+_LOOKING_BACK: dict[str, tuple[float, Callable[[Any, Tensor], LogitsProcessor]]] = {
+    "encoder_repetition_penalty": (1.0, EncoderRepetitionPenaltyLogitsProcessor),
+    "repetition_penalty": (1.0, lambda value, ids: RepetitionPenaltyLogitsProcessor(value)),
+    "no_repeat_ngram_size": (0, lambda value, ids: NoRepeatNGramLogitsProcessor(value)),
+    "encoder_no_repeat_ngram_size": (0, EncoderNoRepeatNGramLogitsProcessor),
+}
+"""Options that look at tokens before the answer, which transformers is not given: neutral value, and what does it."""
 _GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
@@ -175,6 +192,18 @@ def _writes_no_spaces(character: str) -> bool:
     return "\u3000" <= character <= "\u9fff" or "\uf900" <= character <= "\ufaff" or character >= "\U00020000"
 
 
+class _Behind(LogitsProcessor):
+    """Lets a processor see the tokens that were read before those it is given, (N,), too."""
+
+    def __init__(self, ids_N: Tensor, inner: LogitsProcessor) -> None:
+        self.ids_N, self.inner = ids_N, inner
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
+        """Return the scores of the next token, as the processor changes them."""
+        before = self.ids_N.to(input_ids.device).expand(len(input_ids), -1)
+        return self.inner(torch.cat([before, input_ids], dim=1), scores)
+
+
 class _Stop(StoppingCriteria):
     """Ends an answer after the token that is being written, so that the cache stays whole."""
 
@@ -186,22 +215,11 @@ class _Stop(StoppingCriteria):
         return torch.full((input_ids.shape[0],), self.asked.is_set(), device=input_ids.device)
 
 
-class Chat:
-    """A conversation about a context; `LongContextModel.converse`, `Context.chat` and `load_chat` make them.
-
-    It goes on in a cache of its own, which holds document, questions and answers within the budget.
-
-    Args:
-        lm: The model.
-        cache: What has been read; used up by the conversation.
-        talk: How its text goes on.
-    """
+class Reading:
+    """What contexts and chats have in common: a cache that has read a text, and how that goes on."""
 
     def __init__(self, lm: LongContextModel, cache: RetentionCache, talk: Talk) -> None:
         self.lm, self.cache, self.talk = lm, cache, talk
-        self._torn, self._speaking = False, threading.Lock()
-        self.asked: str | None = None
-        """A turn that has been read and not answered: its options failed, or it was read with the document."""
 
     @property
     def name(self) -> str:
@@ -210,13 +228,64 @@ class Chat:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """What the document was read from."""
+        """What was read, with its digest; none in a file of an earlier version."""
         return self.talk.sources
 
     @property
     def protection(self) -> Protection:
         """What is protected, and where the turns are."""
         return self.talk.protection
+
+    def memory(self) -> CacheMemory:
+        """Return planned and counted bytes of the cache."""
+        return self.cache.memory()
+
+    def kept_by_message(self) -> list[KeptTurn]:
+        """Return what has stayed of each turn: the system message, the document, what was asked and answered.
+
+        Raises:
+            ValueError: If it was saved by an earlier version, which did not say where they are.
+
+        Examples:
+            >>> lm = LongContextModel(model, tokenizer, heads, policy)
+            >>> text = "The grass is green. " * 40 + "The pass key is 71432. " + "The sky is blue. " * 40
+            >>> context = lm.read(text, system="Answer in one word.", protect="system")
+            >>> [one.role for one in context.kept_by_message()]
+            ['system', 'document']
+            >>> context.kept_by_message()[0].protected
+            'all'
+        """
+        return kept_of(self.cache, self.protection.known)
+
+    def save(self, path: str | Path) -> None:
+        """Write it to one file, for `LongContextModel.load`, or `load_chat` if something was said.
+
+        Raises:
+            ValueError: If a conversation broke off.
+            OSError: If the file cannot be written; nothing half-written stays.
+        """
+        save_cache(self.cache, path, notes=self.talk.notes())
+
+    def __repr__(self) -> str:
+        memory, said = self.memory(), len(self.talk.transcript.turns)
+        return (
+            f"{type(self).__name__}({self.name!r}: {f'{said} turns, ' if isinstance(self, Chat) else ''}"
+            f"{self.cache.seen:,} tokens read, {memory.units:,} units per KV head, {memory.actual:,} bytes"
+            f"{second_tier(memory)}, scorer {self.cache.scorer.name}, budget {self.cache.policy.budget:,})"
+        )
+
+
+class Chat(Reading):
+    """A conversation about a context; `LongContextModel.converse`, `Context.chat` and `load_chat` make them.
+
+    It goes on in a cache of its own, which holds document, questions and answers within the budget.
+    """
+
+    def __init__(self, lm: LongContextModel, cache: RetentionCache, talk: Talk) -> None:
+        super().__init__(lm, cache, talk)
+        self._torn, self._speaking = False, threading.Lock()
+        self.asked: str | None = None
+        """A turn that has been read and not answered: its options failed, or it was read with the document."""
 
     def say(self, text: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> str:
         """Say something and return the answer. Ctrl-C ends the answer there, and the conversation can go on.
@@ -241,8 +310,21 @@ class Chat:
             ValueError: As `say`, at once.
         """
         settings = self.lm.settings(max_new_tokens, options)
+        self._looking_back(dict(settings))
         self._check(text)
         return self._streamed(text, settings)
+
+    def _looking_back(self, settings: dict[str, Any]) -> list[LogitsProcessor]:
+        """Take options that look back out of settings, and return what does it with all that was read."""
+        found = list[LogitsProcessor]()
+        for name, (neutral, make) in _LOOKING_BACK.items():
+            if (value := settings.pop(name, None)) in (None, neutral):
+                continue
+            if self.talk.ids is None:
+                raise Refusal(name, value, "sees what was read, of which a file keeps a digest alone; leave it out")
+            ids_1N = torch.tensor([self.talk.ids.tolist()], device=input_device(self.lm.model))
+            found.append(_Behind(ids_1N[0, :-1], make(value, ids_1N)))
+        return found
 
     def _streamed(self, text: str, settings: dict[str, Any]) -> Iterator[str]:
         stop, parts, failed = _Stop(), SimpleQueue[str | None](), list[BaseException]()
@@ -301,6 +383,7 @@ class Chat:
         cache, device = self.cache, input_device(self.lm.model)
         beams, most = settings.get("num_beams", 1) > 1, settings["max_new_tokens"]
         streamer = None if write is None or beams else AnswerStreamer(self.lm.tokenizer, write)
+        self._looking_back(dict(settings))
         start, before = now(device), cache.seen
         if self.asked is None:
             self.read_turn(text, most)
@@ -356,6 +439,7 @@ class Chat:
         self._torn = True
         if ids:  # a plain text without a question is all there
             read_turn(self.lm.model, torch.tensor([ids]), self.cache, new_tokens=new_tokens)
+        talk.read(ids)
         self.talk, self.asked = talk, text or ""
 
     def write_answer(self, settings: dict[str, Any], streamer: BaseStreamer | None) -> list[int]:
@@ -369,6 +453,9 @@ class Chat:
         protection = talk.protection.began(ASSISTANT, read)
         if self.cache.policy.decode_budget is not None:  # else nothing is evicted meanwhile
             protection.apply(self.cache)
+        settings = dict(settings)
+        behind = self._looking_back(settings)
+        settings["logits_processor"] = LogitsProcessorList([*behind, *(settings.get("logits_processor") or ())])
         try:
             ids = generate(self.lm.model, cache=self.cache, tokenizer=tokenizer, streamer=streamer, **settings)
         except Exception:
@@ -378,6 +465,7 @@ class Chat:
                 self._torn = self.cache.last_tokens is None
             raise
         new: list[int] = ids[0].tolist()
+        talk.read(new[: self.cache.seen - read])
         unread = new[self.cache.seen - read :]  # the last token is never fed, with beams none is
         if unread and unread[-1] in self.lm.end_ids:  # the template writes its own end of a turn
             unread.pop()
@@ -417,10 +505,6 @@ class Chat:
         self._check()
         return Chat(self.lm, self.cache.copy(), self.talk.copy())
 
-    def memory(self) -> CacheMemory:
-        """Return planned and counted bytes of the cache."""
-        return self.cache.memory()
-
     def protect(self, *what: str | Span) -> None:
         """Say what stays from now on, instead of what was said before; see `LongContextModel.read`.
 
@@ -441,26 +525,10 @@ class Chat:
         protection.apply(self.cache, read)
         self.talk.protection = protection
 
-    def kept_by_message(self) -> list[KeptTurn]:
-        """Return what has stayed of each turn: the system message, the document, what was asked and answered.
-
-        Raises:
-            ValueError: If the conversation was saved by an earlier version, which did not say where they are.
-        """
-        return kept_of(self.cache, self.protection.known)
-
     def save(self, path: str | Path) -> None:
-        """Write the conversation to one file, for `LongContextModel.load_chat`.
-
-        Raises:
-            ValueError: If the conversation broke off.
-            OSError: If the file cannot be written; nothing half-written stays.
-        """
+        """Write the conversation to one file; see `Reading.save`."""
         self._check()
-        save_cache(self.cache, path, notes=self.talk.notes())
-
-    def __repr__(self) -> str:
-        return described("Chat", self, f"{len(self.talk.transcript.turns)} turns, ")
+        super().save(path)
 
 
 def check_question(text: Any) -> None:
@@ -471,15 +539,6 @@ def check_question(text: Any) -> None:
     """
     if not (is_text(text) and text.strip()):
         raise ValueError(f"{text!r} is nothing to answer; give a question as text")
-
-
-def described(kind: str, read: Any, what: str = "") -> str:
-    """Return the line that a context or a chat shows of itself."""
-    cache, memory = read.cache, read.memory()
-    return (
-        f"{kind}({read.name!r}: {what}{cache.seen:,} tokens read, {memory.units:,} units per KV head, "
-        f"{memory.actual:,} bytes{second_tier(memory)}, scorer {cache.scorer.name}, budget {cache.policy.budget:,})"
-    )
 
 
 def second_tier(memory: CacheMemory) -> str:

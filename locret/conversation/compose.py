@@ -12,8 +12,8 @@ from locret.cache.cache import RetentionCache
 from locret.cache.compose import FAIR, Part, Shares, check_together, checked_budget, checked_shares, joined
 from locret.chunked_prefill import feed_held_back, read_turn
 from locret.conversation.context import Context
+from locret.conversation.document import encode, is_text, shared
 from locret.conversation.protect import Protection, Rule, Turn, rules_of
-from locret.conversation.text import encode, is_text, shared
 
 SEPARATOR = "\n\n"
 """What is between two documents in the user's turn, as between a document and a question."""

@@ -14,21 +14,17 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from locret.cache.cache import RetentionCache
-from locret.cache.cache_file import save_cache
 from locret.cache.compose import shrunk
-from locret.cache.memory import CacheMemory
-from locret.conversation.chat import LONGEST_ANSWER, Chat, check_question, described
+from locret.conversation.chat import LONGEST_ANSWER, Chat, Reading, check_question
+from locret.conversation.document import without_breaks
 from locret.conversation.evidence import Answered, answered, check_source, reread
-from locret.conversation.protect import KeptTurn, Protection, kept_of
-from locret.conversation.text import Source
-from locret.conversation.turns import Talk
 from locret.publish_options import ContextPushOptions
 
 if TYPE_CHECKING:
-    from locret.conversation.model import LongContextModel
+    pass
 
 
-class Context:
+class Context(Reading):
     """What has been read: it can be asked, talked to, saved and forked. `LongContextModel.read` and `load` make them.
 
     Examples:
@@ -43,24 +39,6 @@ class Context:
         >>> lm.load("text.ctx").ask("What is the pass key?")
         'The pass key is 71432.'
     """
-
-    def __init__(self, lm: LongContextModel, cache: RetentionCache, talk: Talk) -> None:
-        self.lm, self.cache, self.talk = lm, cache, talk
-
-    @property
-    def name(self) -> str:
-        """What it is called."""
-        return self.talk.name
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """What was read, with its digest; none in a file of an earlier version."""
-        return self.talk.sources
-
-    @property
-    def protection(self) -> Protection:
-        """What is protected, and where the turns are."""
-        return self.talk.protection
 
     @property
     def system(self) -> str | None:
@@ -178,40 +156,11 @@ class Context:
 
     def question_text(self, question: str) -> str:
         """Return the text that follows the prefix, whose tokens `question_ids` returns."""
-        return self.talk.stream.pending + self._turn(question)
+        return without_breaks(self.talk.stream.pending + self._turn(question))
 
     def _turn(self, question: str) -> str:
         check_question(question)
         return self.talk.transcript.copy().ask(question)
-
-    def memory(self) -> CacheMemory:
-        """Return planned and counted bytes of the cache."""
-        return self.cache.memory()
-
-    def kept_by_message(self) -> list[KeptTurn]:
-        """Return what has stayed of each turn: the system message, the document.
-
-        Raises:
-            ValueError: If the context was saved by an earlier version, which did not say where they are.
-
-        Examples:
-            >>> lm = LongContextModel(model, tokenizer, heads, policy)
-            >>> text = "The grass is green. " * 40 + "The pass key is 71432. " + "The sky is blue. " * 40
-            >>> context = lm.read(text, system="Answer in one word.", protect="system")
-            >>> [one.role for one in context.kept_by_message()]
-            ['system', 'document']
-            >>> context.kept_by_message()[0].protected
-            'all'
-        """
-        return kept_of(self.cache, self.protection.known)
-
-    def save(self, path: str | Path) -> None:
-        """Write the context to one file, for `LongContextModel.load`.
-
-        Raises:
-            OSError: If the file cannot be written; nothing half-written stays.
-        """
-        save_cache(self.cache, path, notes=self.talk.notes())
 
     def push_to_hub(self, repo_id: str, *, base_model: str | None = None, **options: Any) -> str:
         """Publish the context as a repository with a card and a picture of what was kept, for `LongContextModel.load`.
@@ -242,9 +191,6 @@ class Context:
             push = ContextPushOptions(context=str(file), repo=repo_id, base_model=base, **options)
             self.save(file)
             return str(publish(push)["url"])
-
-    def __repr__(self) -> str:
-        return described("Context", self)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from locret.base.fields import Refusal
 from locret.cache.layer import RetentionLayer
 from locret.cache.reader import answering
 from locret.cache.store import POSITIONS
-from locret.conversation.text import decode, encode, open_document
+from locret.conversation.document import decode, encode, open_document
 from locret.generation import check_finite_logits
 from locret.policy.policy import RetentionPolicy
 
@@ -150,11 +150,7 @@ class Lead(LogitsProcessor):
 
 
 def answered(context: Context, question: str, max_new_tokens: int, options: dict[str, Any]) -> Answered:
-    """Answer a question from a fork and say what the answer may lack; see `Context.ask`.
-
-    Raises:
-        ValueError: For an empty question, an option that does not exist, or an answer that cannot be watched.
-    """
+    """Answer a question from a fork and say what the answer may lack; see `Context.ask`."""
     lead, policy = Lead(), context.cache.policy
     processors = LogitsProcessorList([*(options.get("logits_processor") or ()), lead])
     settings = context.lm.settings(max_new_tokens, {**options, "logits_processor": processors})
@@ -183,11 +179,7 @@ def answered(context: Context, question: str, max_new_tokens: int, options: dict
 
 
 def check_source(context: Context, source: Any) -> None:
-    """Refuse another text before a question is asked, so that it does not pass where no answer is flagged.
-
-    Raises:
-        ValueError: If its digest is not that of what was read, or no turn of this context has room for passages.
-    """
+    """Refuse another text before a question is asked, so that it does not pass where no answer is flagged."""
     if not isinstance(source, (str, list, tuple, Tensor)) and not hasattr(source, "__fspath__"):
         raise ValueError(f"source is a {type(source).__name__}, which is read once; give a text, a path or ids")
     if context.cache.turn_room < 1:
@@ -265,11 +257,7 @@ class Likelihood(NamedTuple):
 
 
 def likelihood(context: Context, question: str, answer: str) -> Likelihood:
-    """Return how likely an answer to a question about a context is; the context does not change.
-
-    Raises:
-        ValueError: For an empty question.
-    """
+    """Return how likely an answer to a question about a context is; the context does not change."""
     lm, twin = context.lm, context.cache.copy()
     question_ids, answer_ids = context.question_ids(question)[0].tolist(), encode(lm.tokenizer, answer)
     twin.reserve(0, len(question_ids) + len(answer_ids))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,6 +23,17 @@ from locret.cache.store import Store
 from locret.chunked_prefill import prefill
 from locret.conversation.chat import Chat, answer_settings
 from locret.conversation.context import Context, as_arguments
+from locret.conversation.document import (
+    Document,
+    ReadingBar,
+    TokenStream,
+    all_as_text,
+    as_prompt,
+    is_text,
+    leading_special_ids,
+    open_document,
+    trimmed,
+)
 from locret.conversation.protect import (
     ASSISTANT,
     DOCUMENT,
@@ -32,16 +44,6 @@ from locret.conversation.protect import (
     check_named,
     check_rules,
     rules_of,
-)
-from locret.conversation.text import (
-    Document,
-    ReadingBar,
-    TokenStream,
-    as_prompt,
-    is_text,
-    leading_special_ids,
-    open_document,
-    trimmed,
 )
 from locret.conversation.turns import Conversation, Layout, Talk, Transcript, saved_talk, written
 from locret.heads.heads import RetainingHeads
@@ -80,6 +82,8 @@ class LongContextModel:
             were trained on) or "none" (plain text); if None, the chat template where there is one, else plain text.
         store: What holds the units, as in `RetentionCache`; if None, ours.
         disk: A new file, or a folder, for the second tiers of all contexts, as in `RetentionCache`.
+        parse_special: Let what spells a special token become one in documents, questions and messages, too. A risk:
+            then a text can end the user's turn and speak for the system.
 
     Raises:
         ValueError: If the model has no keys and values to evict, or scorer, policy and model do not match.
@@ -102,8 +106,9 @@ class LongContextModel:
         template: str | None = None,
         store: type[Store] | str | None = None,
         disk: Disk | str | Path | None = None,
+        parse_special: bool = False,
     ) -> None:
-        self.model, self.tokenizer = model, tokenizer
+        self.model, self.tokenizer, self.parse_special = model, tokenizer, parse_special
         if scorer == chosen.FULL:
             scorer, numbers = chosen.keeping_all()
             policy, budget = replace(policy_of(policy) or RetentionPolicy(), **numbers), None
@@ -238,7 +243,7 @@ class LongContextModel:
         Raises:
             ValueError: If the template refuses them, or rewrites messages so that they are not found.
         """
-        return written(self.tokenizer, self.template, messages, tools)
+        return written(self.tokenizer, self.template, messages, tools, raw=self.parse_special)
 
     def new_cache(self) -> RetentionCache:
         """Return an empty cache."""
@@ -279,7 +284,7 @@ class LongContextModel:
         talk, layout = self._opened(document, system, rules_of(protect))
         bar = ReadingBar(document, progress)
         ids = layout.watched(self._ids(document, talk.transcript, talk.stream, bar), cache)
-        self._read(cache, bar.blocks(ids if feed is None else feed(ids)), bar, new_tokens, on_chunk)
+        self._read(cache, talk, ids if feed is None else feed(ids), bar, new_tokens, on_chunk)
         talk.sources = (document.read(cache.seen),)
         talk.protection = Protection(tuple(layout.rules), layout.turns(None))
         return Context(self, cache, talk)
@@ -313,7 +318,7 @@ class LongContextModel:
         added = asked.ask(question)
         ids = self._ids(document, talk.transcript, talk.stream, bar, layout, (added, question is not None))
         cache = self.new_cache() if cache is None else cache
-        self._read(cache, bar.blocks(layout.watched(ids, cache)), bar, new_tokens)
+        self._read(cache, talk, layout.watched(ids, cache), bar, new_tokens)
         talk.transcript, talk.sources = asked, (document.read(cache.seen),)
         talk.protection = Protection(tuple(layout.rules), layout.turns(cache.seen))
         talk.protection.apply(cache, cache.seen)
@@ -342,24 +347,38 @@ class LongContextModel:
     def _read(
         self,
         cache: RetentionCache,
+        talk: Talk,
         ids: Iterable[list[int]],
         bar: ReadingBar,
         new_tokens: int,
         on_chunk: Callable[[RetentionCache], None] | None = None,
     ) -> None:
         """Read ids into a cache, with a bar."""
-        warn = _PositionWarning(self.backbone, cache.policy)
+        taken, warned = array("i"), False
+
+        def noted() -> Iterator[list[int]]:
+            for block in bar.blocks(ids):
+                taken.extend(block)
+                yield block
+
+        def warn() -> None:
+            nonlocal warned
+            if not warned and cache.next_position > self.backbone.max_positions:
+                warned = True
+                _warn_of_positions(self.backbone, cache.policy)
 
         def after_chunk(cache: RetentionCache) -> None:
-            for look in (warn, bar, *([] if on_chunk is None else [on_chunk])):
-                look(cache)
+            warn()
+            bar(cache)
+            if on_chunk is not None:
+                on_chunk(cache)
 
         done = False
         try:
-            prompt = as_prompt(ids, cache.policy, cache.policy.prefill_units)
+            prompt = as_prompt(noted(), cache.policy, cache.policy.prefill_units)
             prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=after_chunk)
-            warn(cache)
-            done = True
+            warn()
+            talk.ids, done = taken, True
         finally:
             bar.close(whole=done)
 
@@ -385,6 +404,7 @@ class LongContextModel:
         else:
             pieces: Iterator[str] = filter(None, bar.pieces(document.pieces))
             pieces = pieces if transcript.template == "none" else trimmed(pieces)
+            pieces = pieces if transcript.raw else all_as_text(self.tokenizer, pieces)
             if (first := next(pieces, None)) is None:
                 raise ValueError(f"{document.name} is empty; give a text to read")
             waiting = () if added is not None else (stream.hold(),)
@@ -423,7 +443,7 @@ class LongContextModel:
     def _transcript(self, system: str | None = None) -> Transcript:
         if system is not None and not is_text(system):
             raise Refusal("system", repr(system), "is no text; give the system message as one")
-        transcript = Transcript(self.tokenizer, self.template, system)
+        transcript = Transcript(self.tokenizer, self.template, system, raw=self.parse_special)
         transcript.opening()
         return transcript
 
@@ -475,6 +495,7 @@ class LongContextModel:
 
         path = find_context(path, revision=revision)
         talk, where = saved_talk(path, self.tokenizer, self.vocabulary), self.disk if disk is None else disk
+        talk.transcript.raw = self.parse_special
         cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=where)
         return cache, talk
 
@@ -487,31 +508,22 @@ class LongContextModel:
         return f"LongContextModel({self.name}, scorer {self.scorer.name}, budget {self.policy.budget:,})"
 
 
-class _PositionWarning:
-    """Says once, as early as it is known, that a text goes beyond the positions the backbone was trained on."""
-
-    def __init__(self, backbone: Backbone, policy: RetentionPolicy) -> None:
-        self.backbone, self.policy, self.said = backbone, policy, False
-
-    def __call__(self, cache: RetentionCache) -> None:
-        limit, slides = self.backbone.max_positions, self.backbone.slides
-        if self.said or cache.next_position <= limit:
-            return
-        self.said = True
-        way_out = (
-            "shorten the prompt"
-            if slides
-            else "use compact positions, which number the kept units only"
-            if self.policy.positions == "original"
-            else "lower budget or chunk_size"
-            if self.policy.when == "chunk"
-            else "evict after each chunk, which holds fewer units"
-        )
-        warnings.warn(
-            f"rotary positions reach beyond {limit}, the longest context of this backbone, where its answers usually "
-            f"fall apart; reading goes on, but {way_out}",
-            stacklevel=2,
-        )
+def _warn_of_positions(backbone: Backbone, policy: RetentionPolicy) -> None:
+    """Say that a text goes beyond the positions the backbone was trained on."""
+    way_out = (
+        "shorten the prompt"
+        if backbone.slides
+        else "use compact positions, which number the kept units only"
+        if policy.positions == "original"
+        else "lower budget or chunk_size"
+        if policy.when == "chunk"
+        else "evict after each chunk, which holds fewer units"
+    )
+    warnings.warn(
+        f"rotary positions reach beyond {backbone.max_positions}, the longest context of this backbone, where its "
+        f"answers usually fall apart; reading goes on, but {way_out}",
+        stacklevel=2,
+    )
 
 
 def _source(model: str, given: dict[str, Any]) -> _Backbone:

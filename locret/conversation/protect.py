@@ -54,11 +54,7 @@ class Rule:
 
     @classmethod
     def of(cls, given: Any) -> Rule:
-        """Return the rule that a text or a span means.
-
-        Raises:
-            Refusal: If it means none.
-        """
+        """Return the rule that a text or a span means."""
         if isinstance(given, Rule):
             return given
         if isinstance(given, Span):
@@ -97,11 +93,7 @@ class Rule:
 
 
 def rules_of(protect: Any) -> tuple[Rule, ...]:
-    """Return the rules that an argument means: texts and spans, or one.
-
-    Raises:
-        Refusal: If one of them means none, or the same is protected as a whole and with a share.
-    """
+    """Return the rules that an argument means: texts and spans, or one."""
     if protect is None:
         return ()
     if isinstance(protect, Mapping):
@@ -127,9 +119,6 @@ def check_rules(
         roles: Of the turns that there may be.
         way_out: What to do instead.
         system: The same where a system message is meant, if it is another.
-
-    Raises:
-        Refusal: Naming the rule, and the way out.
     """
     for rule in rules:
         if rule.what in ROLES and rule.what not in roles:
@@ -138,11 +127,7 @@ def check_rules(
 
 
 def check_named(rules: Iterable[Rule], roles: Sequence[str]) -> None:
-    """Refuse rules about turns that a conversation does not have, where the roles of all its turns are known.
-
-    Raises:
-        Refusal: Naming the rule, and what there is.
-    """
+    """Refuse rules about turns that a conversation does not have, where the roles of all its turns are known."""
     rules = tuple(rules)
     for rule in rules:
         if rule.what == "message" and not -len(roles) <= (rule.start or 0) < len(roles):
@@ -283,21 +268,13 @@ class Protection:
         return replace(self, turns=(*ended, Turn(role, start, None)))
 
     def apply(self, cache: RetentionCache, seen: int | None = None) -> None:
-        """Tell a cache what the rules protect, if there are some, of which so many tokens are known.
-
-        Raises:
-            ValueError: If there is no room for it, or it is gone.
-        """
+        """Tell a cache what the rules protect, if there are some, of which so many tokens are known."""
         if self.rules:
             turns = [turn if turn.end is not None else turn._replace(end=seen) for turn in self.known]
             cache.protect(spans_of(self.rules, turns, self.fixed))
 
     def check_answer(self, cache: RetentionCache, start: int, tokens: int) -> None:
-        """Refuse an answer that begins there, is protected itself, and could outgrow what an answer may hold.
-
-        Raises:
-            ValueError: If there is no room for so many tokens of it.
-        """
+        """Refuse an answer that begins there, is protected itself, and could outgrow what an answer may hold."""
         if not self.rules or self.turns is None or cache.policy.decode_budget is None:
             return
         *before, answer = self.began(ASSISTANT, start).known
@@ -311,11 +288,7 @@ class Protection:
 
     @property
     def known(self) -> tuple[Turn, ...]:
-        """The turns.
-
-        Raises:
-            ValueError: If it is not known where they are.
-        """
+        """The turns."""
         if self.turns is None:
             raise ValueError(
                 "where its messages are is not known, for it was saved by an earlier version, or is no conversation; "
@@ -333,11 +306,7 @@ NOTHING = Protection()
 
 
 def protection_from(notes: Mapping[str, Any]) -> Protection:
-    """Return what a file says of a conversation's turns and of what is protected of them.
-
-    Raises:
-        ValueError: If that makes no sense.
-    """
+    """Return what a file says of a conversation's turns and of what is protected of them."""
     given, messages = notes.get("protect", []), notes.get("messages")
     if not isinstance(given, list) or len(given) > MOST_SPANS:
         raise ValueError(f"protect is {shown(given)}, which is no list of names")

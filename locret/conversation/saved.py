@@ -26,8 +26,8 @@ from locret.base.tables import markdown
 from locret.cache.cache_file import SavedCache, described_scorer, read_saved
 from locret.cache.layer import HOST
 from locret.cache.store import POSITIONS
+from locret.conversation.document import Source
 from locret.conversation.protect import NOTHING, KeptTurn, Protection, kept_turns
-from locret.conversation.text import Source
 from locret.conversation.turns import checked_notes
 from locret.engines.prefix import Prefix
 from locret.pictures import Retention, as_lines, can_draw, retention_map
@@ -51,12 +51,7 @@ class SavedContext:
 
     @classmethod
     def open(cls, path: str | Path) -> SavedContext:
-        """Read and check a file.
-
-        Raises:
-            ValueError: If there is none, it is no saved context, or is damaged.
-            OSError: If it cannot be read.
-        """
+        """Read and check a file."""
         saved = read_saved(path)
         notes = saved.notes.get("conversation")
         return cls(Path(path), saved, *(() if notes is None else checked_notes(notes, path, saved.state["vocab_size"])))
@@ -264,10 +259,6 @@ def find_context(name: str | Path, *, revision: str | None = None) -> Path:
     Args:
         name: A file, or org/name on the Hub.
         revision: Branch, tag or commit on the Hub.
-
-    Raises:
-        ValueError: If a revision of a file is asked for, or the Hub has no such context.
-        OSError: If the Hub refuses or cannot be reached.
     """
     path, text = Path(name), str(name)
     if not path.exists() and _REPOSITORY.fullmatch(text) and not path.parent.exists():
@@ -286,9 +277,6 @@ def download(repo: str, *, revision: str | None = None) -> Path:
 
 def publish(options: ContextPushOptions) -> dict[str, Any]:
     """Check and upload a saved context, with its card and picture; returns and raises as `locret.hub.upload`.
-
-    Raises:
-        ValueError: Also if the file is not that of a context.
 
     Warns:
         UserWarning: If others will see it.

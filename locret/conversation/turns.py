@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import warnings
 import zlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from locret.base.fields import Refusal, checked_values
 from locret.cache.cache_file import CONTEXT_WRITERS, read_notes
+from locret.conversation.document import LONGEST_PENDING, Source, TokenStream, as_text, is_text, leading_special_ids
 from locret.conversation.protect import (
     EACH,
     NOTHING,
@@ -41,7 +43,6 @@ from locret.conversation.protect import (
     rules_of,
     spans_of,
 )
-from locret.conversation.text import LONGEST_PENDING, Source, TokenStream, is_text, leading_special_ids
 from locret.policy.protection import Span
 
 if TYPE_CHECKING:
@@ -70,11 +71,7 @@ class Message(NamedTuple):
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Refuse a template that does not exist or that the tokenizer does not have.
-
-    Raises:
-        Refusal: For an unknown name, or `chat` with a tokenizer that has no chat template.
-    """
+    """Refuse a template that does not exist or that the tokenizer does not have."""
     if template not in TEMPLATES:
         raise Refusal("template", template, f"is unknown; choose one of {', '.join(TEMPLATES)}")
     if template == "chat" and not tokenizer.chat_template:
@@ -84,11 +81,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, template: str) -> None:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template: str, answer: str | None = None
 ) -> str:
-    """Render messages up to where the assistant answers, or with that answer and what ends its turn.
-
-    Raises:
-        Refusal: If the tokenizer's chat template refuses the messages.
-    """
+    """Render messages up to where the assistant answers, or with that answer and what ends its turn."""
     if template != "chat":
         begun = beginning(messages, template)
         if template == "none":
@@ -132,9 +125,8 @@ class Transcript:
         system: System message; the template's own default if None. Where a template has no such role, it opens the
             first user turn.
         turns: What was said before: user and assistant in turns.
-
-    Raises:
-        Refusal: For a template that does not exist or is missing.
+        raw: Whether what spells a special token becomes one, wherever it stands: then a document can end the user's
+            turn and speak for the system.
     """
 
     def __init__(
@@ -143,13 +135,18 @@ class Transcript:
         template: str,
         system: str | None = None,
         turns: tuple[Message, ...] = (),
+        raw: bool = False,
     ) -> None:
         check_template(tokenizer, template)
-        self.tokenizer, self.template, self.system, self.turns = tokenizer, template, system, turns
+        self.tokenizer, self.template, self.system, self.turns, self.raw = tokenizer, template, system, turns, raw
 
     def copy(self) -> Transcript:
         """Return a transcript that goes its own way."""
-        return Transcript(self.tokenizer, self.template, self.system, self.turns)
+        return Transcript(self.tokenizer, self.template, self.system, self.turns, self.raw)
+
+    def text(self, words: str) -> str:
+        """Return words of a message or a document as they are to be tokenised."""
+        return words if self.raw else as_text(self.tokenizer, words)
 
     @property
     def special(self) -> list[int]:
@@ -157,34 +154,25 @@ class Transcript:
         return leading_special_ids(self.tokenizer) if self.template != "chat" else []
 
     def opening(self) -> str:
-        """Return the text before the document.
-
-        Raises:
-            Refusal: If the template refuses the turns, or writes the document twice or not at all.
-        """
+        """Return the text before the document."""
         return self.around(None)[0]
 
     def system_end(self) -> int:
         """Return how many characters of the text before the document are the system turn; 0 without one."""
         if self.system is None:
             return 0
-        opening = self.opening()
+        opening, said = self.opening(), self.text(self.system)
         if self.template == "chat":
             with suppress(Exception):  # whatever a stranger's template does
-                alone = [Message("system", self.system)._asdict()]  # with what the template writes at its end
+                alone = [Message("system", said)._asdict()]  # with what the template writes at its end
                 text = self.tokenizer.apply_chat_template(alone, tokenize=False, add_generation_prompt=False)
                 if text and opening.startswith(text):
                     return len(text)
-        said = self.system.strip()
-        found = opening.find(said)
-        return found + len(said) if found >= 0 else 0
+        found = opening.find(said.strip())
+        return found + len(said.strip()) if found >= 0 else 0
 
     def around(self, question: str | None) -> tuple[str, str]:
-        """Return the text before and after the document, up to where the assistant answers the question about it.
-
-        Raises:
-            Refusal: If the template refuses the turns, or writes the document twice or not at all.
-        """
+        """Return the text before and after the document, up to where the assistant answers the question about it."""
         text = self._render((Message("user", MARK if question is None else f"{MARK}\n\n{question}"),))
         before, mark, after = text.partition(MARK)
         if not mark or after.count(MARK) != (question or "").count(MARK):
@@ -197,9 +185,6 @@ class Transcript:
 
         Args:
             text: What is asked; None: the document is the whole first turn.
-
-        Raises:
-            Refusal: If the template refuses the turns.
         """
         first = MARK if text is None else f"{MARK}\n\n{text}"
         turns = (*self.turns, Message("user", text or "" if self.turns else first))
@@ -212,7 +197,7 @@ class Transcript:
                 mark += "0"
             before, _, added = self._render((*turns[:-2], Message("assistant", mark), turns[-1])).rpartition(mark)
             agrees = before.rstrip() == self._render(turns[:-2]).rstrip()
-            agrees = agrees and turns[-2].content.strip() in self._render(turns)
+            agrees = agrees and self.text(turns[-2].content.strip()) in self._render(turns)
         if not agrees and self.template == "chat":
             warnings.warn(
                 "the tokenizer's chat template writes earlier turns otherwise once a conversation goes on (it moves "
@@ -233,12 +218,14 @@ class Transcript:
         return [message._asdict() for message in (*system, *said, *self.turns[1:])]
 
     def _render(self, turns: tuple[Message, ...]) -> str:
+        turns = tuple(turn._replace(content=self.text(turn.content)) for turn in turns)
         if self.system is None:
             return render(self.tokenizer, turns, self.template)
+        system = self.text(self.system)
         try:
-            return render(self.tokenizer, (Message("system", self.system), *turns), self.template)
+            return render(self.tokenizer, (Message("system", system), *turns), self.template)
         except Refusal:
-            first = turns[0]._replace(content=f"{self.system}\n\n{turns[0].content}")
+            first = turns[0]._replace(content=f"{system}\n\n{turns[0].content}")
             return render(self.tokenizer, (first, *turns[1:]), self.template)
 
 
@@ -294,6 +281,13 @@ class Talk:
     protection: Protection = NOTHING
     unread: tuple[int, ...] = ()
     """Tokens of the last answer that the cache does not hold yet."""
+    ids: array[int] | None = None
+    """Tokens that the cache has read; None where a file, which holds a digest of them, does not say."""
+
+    def read(self, ids: Iterable[int]) -> None:
+        """Take down what has been read; copies are not changed."""
+        if self.ids is not None:
+            self.ids = self.ids + array("i", ids)
 
     def copy(self) -> Talk:
         """Return one that goes its own way."""
@@ -316,9 +310,6 @@ def saved_talk(path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary:
         path: The file.
         tokenizer: The one that it was made with.
         vocabulary: Token ids there are.
-
-    Raises:
-        ValueError: If the file is none, is damaged, or was made with another tokenizer.
     """
     notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
     if notes is None:
@@ -334,11 +325,7 @@ def saved_talk(path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary:
 
 
 def checked_notes(notes: Any, path: str | Path, vocabulary: int) -> tuple[tuple[Source, ...], Protection]:
-    """Return what notes say of sources and protection; refuse what a context would not have written.
-
-    Raises:
-        ValueError: Naming what is wrong.
-    """
+    """Return what notes say of sources and protection; refuse what a context would not have written."""
 
     def waits(value: Any) -> bool:
         return is_text(value) and len(value) <= LONGEST_PENDING
@@ -378,11 +365,7 @@ class Conversation:
     """One for each message, in their order; what the template writes between two belongs to one of them."""
 
     def spans(self, *protect: str | Span | Rule) -> list[Span]:
-        """Return what is to be protected, for `RetentionCache.protect`; see `LongContextModel.read`.
-
-        Raises:
-            Refusal: If one of them names nothing that is there.
-        """
+        """Return what is to be protected, for `RetentionCache.protect`; see `LongContextModel.read`."""
         rules = rules_of(protect)
         for rule in rules:
             if rule.what == "tokens" and max(rule.start or 0, (rule.end or 1) - 1) >= len(self.ids):
@@ -406,6 +389,7 @@ def written(
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
     places: bool = True,
+    raw: bool = False,
 ) -> Conversation:
     """Return a conversation as a template writes it, up to where the assistant answers.
 
@@ -415,13 +399,12 @@ def written(
         messages: As transformers' chat templates take them.
         tools: Definitions of tools, likewise.
         places: Find where the messages are; without it any messages do, and there are no turns.
-
-    Raises:
-        Refusal: If the template refuses them, does not write tools, or rewrites messages so that they are not found;
-            its setting is "messages", "tools" or "protect".
+        raw: As for `Transcript`.
     """
     if not messages or not all(isinstance(one, Mapping) and "role" in one for one in messages):
         raise ValueError("messages are no conversation; give a list of {'role': ..., 'content': ...}")
+    if not raw:
+        messages = [_as_text(tokenizer, one) for one in messages]
 
     def text(count: int, tools: Any, *, answers: bool = False) -> str:
         some = list(messages[:count])
@@ -450,6 +433,17 @@ def written(
             layout.turn(_ROLES.get(message["role"], message["role"]), start or None)
     ids = [*special, *stream.rest(whole)]
     return Conversation(ids, layout.turns(len(ids)) if places else ())
+
+
+def _as_text(tokenizer: PreTrainedTokenizerBase, message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message in which nothing of its content spells a special token: the template alone writes those."""
+    content = message.get("content")
+    if isinstance(content, str):
+        return {**message, "content": as_text(tokenizer, content)}
+    if not isinstance(content, (list, tuple)):
+        return message
+    parts = [{**one, "text": as_text(tokenizer, str(one["text"]))} if "text" in one else one for one in content]
+    return {**message, "content": parts}
 
 
 def _starts(text: str, messages: Sequence[Mapping[str, Any]], beginning: Callable[[int], str]) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from locret.conversation.text import is_text
+from locret.conversation.document import is_text
 from locret.conversation.turns import saved_talk
 from locret.engines.prefix import Prefix
 

@@ -37,12 +37,6 @@ TEMPLATES = {
     "m.content | trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}"
     "{{ '<start_of_turn>model\n' }}{% endif %}",
 }
-MISTRAL_V3 = (  # the system message stands in the last user turn
-    "{{ bos_token }}{% if messages[0].role == 'system' %}{% set system = messages[0].content %}"
-    "{% set turns = messages[1:] %}{% else %}{% set turns = messages %}{% endif %}{% for m in turns %}"
-    "{% if m.role == 'user' %}[INST] {% if loop.last and system is defined %}{{ system + '\n\n' }}{% endif %}"
-    "{{ m.content }} [/INST]{% else %} {{ m.content }}</s>{% endif %}{% endfor %}"
-)
 DOCUMENT = "The tower of Oslo is red. It has 48213 steps, and a garden.\n\nThe river is near; they say it is cold. " * 6
 TURNS = [("What colour is it?", "It is red."), ("How many steps?", "It has 48213 steps."), ("Why?", "They say so.")]
 LLAMA3_WORDS = Regex(
@@ -138,7 +132,7 @@ def test_a_conversation_feeds_the_templates_own_tokens(family: str, kind: str) -
     assert [message["content"] for message in chat.messages] == [part for turn in TURNS for part in turn]
 
 
-@pytest.mark.parametrize("family", ["Llama 3", "Phi 3", "Qwen 2", "ChatML"])
+@pytest.mark.parametrize("family", ["Llama 3", "Qwen 2"])
 def test_a_system_message_stands_where_the_template_puts_it(family: str) -> None:
     lm = make_model("bytes", TEMPLATES[family])
     fed = Fed(lm)
@@ -170,22 +164,6 @@ def test_a_template_that_drops_reasoning_is_named_and_what_was_read_stays() -> N
         chat.say("How?", max_new_tokens=1)
     after = "<|im_end|>\n<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n"
     assert [fed.ids[before + nth] for nth in range(len(fed.ids))] == lm.tokenizer(after).input_ids
-
-
-def test_a_template_that_moves_the_system_message_is_named() -> None:
-    lm = make_model("bytes", MISTRAL_V3)
-    chat = lm.read(DOCUMENT, system="You are kind.", progress=False).chat()
-    chat.say("Why?", max_new_tokens=3)
-    with pytest.warns(UserWarning, match="moves the system message"):
-        chat.say("How?", max_new_tokens=3)
-
-
-def test_plain_text_is_what_a_tokenizer_without_a_template_gets() -> None:
-    lm = make_model("bytes", None)  # type: ignore[arg-type]
-    assert lm.template == "none"
-    fed = Fed(lm)
-    lm.read(DOCUMENT, progress=False).ask("Why?", max_new_tokens=1)
-    assert fed.all() == lm.tokenizer(f"{DOCUMENT}\n\nWhy?").input_ids
 
 
 def test_the_turns_of_the_original_template_follow_each_other() -> None:

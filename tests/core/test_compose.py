@@ -15,10 +15,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import locret
-from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
+from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.adapters import find_decoder
-from locret.backbone.rotary import long_factors
-from locret.cache.compose import Part, joined, shrunk
+from locret.cache.compose import Part, joined
 from locret.engines.prefix import Prefix
 from locret.policy.growth import divided
 
@@ -31,9 +30,7 @@ GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 8, "min_new_toke
 
 @pytest.fixture(scope="module")
 def lm() -> LongContextModel:
-    loaded = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY)
-    loaded._knows_little = False
-    return loaded
+    return LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY)
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +63,7 @@ def frequencies(cache: RetentionCache) -> Tensor:
 # -- the oracle -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3-partial", "qwen3", "llama-yarn", "llama-mqa"])
+@pytest.mark.parametrize("family", ["llama", "phi3-partial", "llama-yarn"])
 @pytest.mark.parametrize(
     ("budget", "shares"), [(None, "fair"), (40, "fair"), (40, "score"), (9, "fair"), (999, "score")]
 )
@@ -159,10 +156,8 @@ def test_units_are_shared_as_asked_and_openings_do_not_repeat(both: list[Context
         {"head_budgets": "adaptive"},
         {"key_bits": 8, "value_bits": 8},
         {"key_bits": 8, "value_bits": 4, "rounding": "token", "exact_recent": 8},
-        {"key_bits": 4, "exact_layers": 1, "rounding": "token"},
         {"layer_budgets": "pyramid"},
         {"positions": "original"},
-        {"positions": "original", "head_budgets": "adaptive"},
         {"merge": "loco"},
         {"decode_budget": 90, "decode_interval": 8},
     ],
@@ -191,32 +186,6 @@ def test_every_store_and_policy_holds_both(changes: dict[str, Any], budget: int 
         assert sum(layer.fill for layer in whole.governed) <= budget * 3
     generate(whole.model, torch.cat([prompt(116, seed=5), prompt(9)], 1), cache=whole, max_new_tokens=3)
     prefill(whole.model, prompt(40), whole)
-
-
-@pytest.mark.parametrize("rounding", ["channel", "token"])
-def test_codes_of_two_texts_are_nearly_the_units_that_they_stand_for(rounding: str) -> None:
-    held = []
-    for bits in (16, 8):
-        changes = {"budget": 80, "key_bits": bits, "value_bits": bits, "rounding": rounding}
-        whole = joined([Part(read("llama", 60, seed, **changes), 4 * seed) for seed in (0, 1)])
-        views = (layer.store.view(whole.next_position) for layer in whole.governed)  # layers share a workspace
-        held.append([states.clone() for view in views for states in (view.keys, view.values)])
-    for ours, theirs in zip(*held, strict=True):
-        assert ours.shape[2] == theirs.shape[2] == 116
-        assert float((ours - theirs).abs().max()) <= 0.05 * float(ours.abs().max())
-
-
-def test_moved_units_of_original_positions_are_rotated_to_where_they_are() -> None:
-    parts = [read("llama", 60, seed, positions="original") for seed in (0, 1)]
-    own = parts[1].copy()
-    whole = joined([Part(parts[0]), Part(parts[1])])
-    for nth, layer in enumerate(whole.governed):
-        keys = layer.store.state()["keys"][0]
-        theirs = own.governed[nth].store.state()["keys"][0]
-        cos, sin = layer.store.rotary.at(torch.tensor([60]), keys)
-        half = keys.shape[-1] // 2
-        turned = theirs * cos + torch.cat([-theirs[..., half:], theirs[..., :half]], -1) * sin
-        torch.testing.assert_close(keys[:, -theirs.shape[1] :], turned, atol=1e-5, rtol=0)
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------
@@ -250,30 +219,16 @@ def test_contexts_that_do_not_go_together_are_refused(lm: LongContextModel, both
     ("options", "said"),
     [
         ({"budget": 0}, "budget=0 is no number of units"),
-        ({"budget": 2.5}, r"budget=2\.5 is no number of units"),
-        ({"budget": True}, "budget=True is no number of units"),
         ({"budget": 50, "shares": "even"}, "shares='even' is unknown; choose one of fair, score"),
         ({"budget": 50, "shares": [1]}, r"shares=\[1\] has 1 numbers for 2 contexts"),
         ({"budget": 50, "shares": [1, 0]}, r"shares=\[1, 0\] is no list of positive numbers"),
-        ({"budget": 50, "shares": [1, float("nan")]}, "is no list of positive numbers"),
-        ({"budget": 50, "shares": 3}, "shares=3 is no list of positive numbers"),
         ({"name": 5}, "name=5 is no text"),
         ({"shares": "score"}, 'shares="score" divides nothing without a budget'),
-        ({"shares": [1, 2]}, r"shares=\[1, 2\] divides nothing without a budget"),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(both: list[Context], options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         locret.compose(both, **options)
-
-
-def test_what_no_layer_can_join_is_refused() -> None:
-    sliding = [Part(read("gemma3", 60, seed, scorer="random")) for seed in (0, 1)]
-    with pytest.raises(ValueError, match="hold only the last tokens of a text"):
-        joined(sliding)
-    opening = [Part(read("llama", 60, 0)), Part(read("llama", 26, 1), 26)]
-    with pytest.raises(ValueError, match="holds nothing but the 26 tokens that all begin with"):
-        joined(opening)
 
 
 # -- shares -----------------------------------------------------------------------------------------------------------
@@ -316,152 +271,16 @@ def test_a_shrunk_context_is_what_an_eviction_leaves(both: list[Context], budget
     small.chat().say("x " * 200, max_new_tokens=4)
 
 
-def test_shrinking_keys_keeps_them_what_they_were(both: list[Context]) -> None:
-    large, small = both[0].to_dynamic_cache(), both[0].shrink(50).to_dynamic_cache()
-    cache = both[0].cache
-    text = as_text(cache, 2, 0)
-    wanted = composed([text], frequencies(cache), [0], 50, fair=False, local=POLICY.local_len)
-    torch.testing.assert_close(small.layers[2].keys[0], wanted[0].float(), atol=2e-5, rtol=0)
-    assert large.get_seq_length() == 112
-    assert both[0].shrink(5000).memory().units == 112
-    for budget in (0, -3, 2.5, None, True):
-        with pytest.raises(ValueError, match="is no number of units per KV head"):
-            both[0].shrink(budget)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"head_budgets": "adaptive"},
-        {"host_budget": 12, "recall": 3},
-        {"host_budget": "all", "recall": 3},
-        {"key_bits": 4, "value_bits": 4},
-        {"positions": "original"},
-        {"layer_budgets": "pyramid"},
-        {"when": "prompt_end"},
-        {"memory": "linear"},
-        {"merge": "loco"},
-        {"stabilizers": 23},
-    ],
-)
-def test_every_context_can_be_made_smaller(changes: dict[str, Any]) -> None:
-    cache = read("llama", 60, 0, **changes)
-    held = [layer.held for layer in cache.governed]
-    small = shrunk(cache, 14)
-    assert sum(layer.fill for layer in small.governed) == 14 * 3
-    if "host_budget" in changes:
-        most = 12 if changes["host_budget"] == 12 else 46
-        assert all(layer.host is not None and layer.host.fill == most for layer in small.governed)
-    assert held == [layer.held for layer in cache.governed]
-    generate(small.model, torch.cat([prompt(60), prompt(9, seed=3)], 1), cache=small, max_new_tokens=3)
-    prefill(small.model, prompt(40), small)
-
-
-def test_a_sliding_backbone_can_be_made_smaller() -> None:
-    small = shrunk(read("gemma3", 60, 0, scorer="random"), 14)
-    assert [layer.fill for layer in small.governed] == [14]
-    generate(small.model, torch.cat([prompt(60), prompt(9, seed=3)], 1), cache=small, max_new_tokens=3)
-
-
 # -- merge ------------------------------------------------------------------------------------------------------------
 
 
 # -- how exactly a rotation is undone ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 1e-6), (torch.bfloat16, 4e-3)])
-def test_moved_keys_are_those_of_the_oracle_but_for_one_rounding(dtype: torch.dtype, most: float) -> None:
-    model = build("llama-3.1-rope").to(dtype)
-    caches = []
-    for seed in (0, 1):
-        cache = RetentionCache(model, "key_norm", RetentionPolicy(**NUMBERS))
-        prefill(model, prompt(60, seed=seed), cache)
-        caches.append(cache)
-    texts = [as_text(cache, 1, 0) for cache in caches]
-    whole = joined([Part(cache.copy()) for cache in caches])
-    wanted = composed(texts, frequencies(whole), [0, 0])
-    ours = whole.to_dynamic_cache().layers[1].keys[0].double()
-    assert float((ours - wanted[0]).norm() / wanted[0].norm()) < most
-
-
-def test_many_moves_in_bfloat16_stay_near() -> None:
-    """Each costs about one rounding, and nothing adds up in one direction."""
-    model = build("llama").to(torch.bfloat16)
-    cache = RetentionCache(model, "key_norm", RetentionPolicy(**NUMBERS))
-    prefill(model, prompt(60), cache)
-    before = cache.to_dynamic_cache().layers[1].keys.float()
-    for _ in range(8):
-        cache = shrunk(cache, 1000)
-    after = cache.to_dynamic_cache().layers[1].keys.float()
-    assert float((after - before).norm() / before.norm()) < 8e-3
-    assert abs(float(after.norm() / before.norm()) - 1) < 1e-3
-
-
 # -- everything else that a cache may be ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", scorers.names(bare=True))
-def test_units_of_every_scorer_can_be_joined_and_cut(name: str) -> None:
-    changes = {"positions": "original"} if name == "sirllm" else {}
-    caches = [read("llama", 60, seed, scorer=name, **changes) for seed in (0, 1)]
-    small = shrunk(caches[0], 14)
-    assert small.memory().units == 14
-    whole = joined([Part(caches[0].copy()), Part(caches[1].copy(), 2)], 30)
-    assert whole.memory().units == 30
-    for nth in range(3):
-        own = caches[1].governed[nth].store.columns
-        for column in own.keys() - {"scores", "positions"}:
-            assert whole.governed[nth].store.columns[column].dtype == own[column].dtype
-    generate(whole.model, torch.cat([prompt(whole.seen, seed=5), prompt(9)], 1), cache=whole, max_new_tokens=3)
-    prefill(whole.model, prompt(40), whole)
-
-
-def test_longrope_keys_are_moved_by_the_long_factors() -> None:
-    caches = [read("phi3-longrope", 100, seed, budget=80) for seed in (0, 1)]
-    texts = [as_text(cache, 1, 0) for cache in caches]
-    whole = joined([Part(cache.copy()) for cache in caches])
-    with long_factors(find_decoder(whole.model)):
-        factors = frequencies(whole).clone()
-    wanted = composed(texts, factors, [0, 0])
-    torch.testing.assert_close(whole.to_dynamic_cache().layers[1].keys[0], wanted[0].float(), atol=2e-5, rtol=0)
-
-
-def test_a_rule_of_its_own_is_refused() -> None:
-    policy = RetentionPolicy(budget=64, recall_by="infllm:init=4,block=8,topk=2,local=16")
-    caches = []
-    for seed in (0, 1):
-        cache = RetentionCache(build("llama"), "streaming", policy)
-        prefill(cache.model, prompt(90, seed=seed), cache)
-        caches.append(cache)
-    for make in (lambda: shrunk(caches[0], 20), lambda: joined([Part(caches[0]), Part(caches[0].copy())])):
-        with pytest.raises(ValueError, match="holds tokens and blocks by a rule of its own"):
-            make()
-
-
-def test_what_an_answer_would_cut_at_once_is_refused() -> None:
-    caches = [read("llama", 60, seed, decode_budget=40, decode_interval=6) for seed in (0, 1)]
-    with pytest.raises(ValueError, match="decode_budget=40 leaves no room for an answer beside the 58 units"):
-        joined([Part(cache.copy()) for cache in caches])
-    whole = joined([Part(cache.copy()) for cache in caches], 30)
-    generate(whole.model, cache=whole, max_new_tokens=30, eos_token_id=None)
-    assert whole.memory().units <= 40
-
-
-def test_frequencies_that_change_with_the_length_are_refused() -> None:
-    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    model = build("llama", rope_parameters=dynamic, max_position_embeddings=64)
-    caches = []
-    for seed in (0, 1):
-        cache = RetentionCache(model, "key_norm", RetentionPolicy(**{**NUMBERS, "budget": 40}))
-        prefill(model, prompt(60, seed=seed), cache)
-        caches.append(cache)
-    with pytest.raises(ValueError, match="changes its rotary frequencies beyond 64 positions"):
-        joined([Part(cache.copy()) for cache in caches])
-    assert joined([Part(cache.copy()) for cache in caches], 50).memory().units == 50
-
-
-@pytest.mark.parametrize("template", ["none", "original", "chat"])
-@pytest.mark.parametrize("system", [None, "Be brief."])
+@pytest.mark.parametrize(("template", "system"), [("none", None), ("original", "Be brief."), ("chat", "Be brief.")])
 def test_every_template_has_one_opening(lm: LongContextModel, template: str, system: str | None) -> None:
     everything = RetentionPolicy(budget=2000, chunk_size=2000)
     whole = LongContextModel(lm.model, lm.tokenizer, lm.scorer, everything, template=template)
@@ -471,25 +290,3 @@ def test_every_template_has_one_opening(lm: LongContextModel, template: str, sys
     ours, theirs = (context.to_dynamic_cache().layers[0] for context in (apart, together))
     torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=0)
     assert torch.equal(apart.question_ids("Who?"), together.question_ids("Who?"))
-
-
-def test_turns_that_are_texts_compete_where_documents_meet(lm: LongContextModel) -> None:
-    policy = RetentionPolicy(**{**POLICY.to_dict(), "turns": "text"})
-    texts = LongContextModel(lm.model, lm.tokenizer, lm.scorer, policy)
-    whole = locret.compose(texts.read([FIRST, SECOND]))
-    assert whole.memory().units <= 2 * (POLICY.budget + 2 * POLICY.local_len)
-    assert whole.ask("Who?", max_new_tokens=4) is not None
-
-
-def test_a_composed_context_is_composed_again_in_order(both: list[Context]) -> None:
-    first = locret.compose([locret.compose(both), both[0]])
-    second = locret.compose([*both, both[0]])
-    assert first.cache.seen == second.cache.seen
-    assert first.memory().units == second.memory().units
-    # Heads that drop other units for an opening choose among more where the next document's words are there already.
-    for layer in range(4):
-        for ours, theirs in zip(
-            first.cache.kept_positions(layer)[0], second.cache.kept_positions(layer)[0], strict=True
-        ):
-            assert len(set(ours.tolist()) ^ set(theirs.tolist())) <= 2 * 2
-    assert first.ask("Who?", max_new_tokens=4) is not None

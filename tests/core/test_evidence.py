@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import locret
-from locret import Context, LongContextModel, RetainingHeads, RetentionPolicy, scorers
+from locret import Context, LongContextModel, RetainingHeads, RetentionPolicy
 from locret.conversation import evidence
-from locret.conversation.evidence import PASSAGES, UNSURE, Answered, Passage
+from locret.conversation.evidence import PASSAGES, Passage
 
 POLICY = RetentionPolicy(budget=48, chunk_size=256, stabilizers=8, local_len=16)
 FACT = "The pass key is 71432. Remember it. 71432 is the pass key. "
@@ -21,9 +21,7 @@ QUESTION = "What is the pass key?"
 
 @pytest.fixture(scope="module")
 def lm() -> LongContextModel:
-    loaded = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY)
-    loaded._knows_little = False
-    return loaded
+    return LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY)
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +33,7 @@ def context(lm: LongContextModel) -> Context:
 def forgetful(lm: LongContextModel) -> LongContextModel:
     """A model whose heads know nothing, so that they evict what matters."""
     heads = RetainingHeads.for_model(lm.model, hidden_dim=8, seed=0)
-    other = LongContextModel(lm.model, lm.tokenizer, heads, POLICY)
-    other._knows_little = False
-    return other
+    return LongContextModel(lm.model, lm.tokenizer, heads, POLICY)
 
 
 def place_of(lm: LongContextModel, text: str, words: str) -> tuple[int, int]:
@@ -66,28 +62,6 @@ def test_the_answer_is_the_same_and_the_context_stays_as_it_was(context: Context
     assert several == [found, found]
 
 
-@pytest.mark.parametrize("policy", [{"budget": 2000}, {"budget": 48, "host_budget": "all", "recall": 8}])
-def test_nothing_is_gone_where_all_is_held(
-    lm: LongContextModel, policy: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(evidence, "UNSURE", 1.1)
-    whole = LongContextModel(lm.model, lm.tokenizer, lm.scorer, policy)
-    found = whole.read(TEXT, name="text").ask(QUESTION, evidence=True, max_new_tokens=16, source=TEXT)
-    assert not found.evicted
-    assert not found.flagged
-    assert found.before is None
-
-
-@pytest.mark.parametrize("scorer", ["snapkv", "streaming", "random"])
-def test_any_scorer_has_evidence(lm: LongContextModel, scorer: str) -> None:
-    own = LongContextModel(lm.model, lm.tokenizer, scorers.get(scorer), POLICY)
-    own._knows_little = False
-    context = own.read(TEXT, name="text")
-    found = context.ask(QUESTION, evidence=True, max_new_tokens=8, source=TEXT)
-    assert found.text == context.ask(QUESTION, max_new_tokens=8) or found.before is not None
-    assert found.passages
-
-
 def test_passages_are_where_the_answer_looks(lm: LongContextModel) -> None:
     """With everything held, the first passage holds the sentence that the question is about."""
     whole = LongContextModel(lm.model, lm.tokenizer, lm.scorer, {"budget": 2000})
@@ -96,15 +70,6 @@ def test_passages_are_where_the_answer_looks(lm: LongContextModel) -> None:
     assert "71432" in found.text
     assert found.passages[0].start < end
     assert start < found.passages[0].end
-
-
-def test_a_flag_takes_both_an_unsure_answer_and_something_evicted() -> None:
-    def flagged(evicted: bool, margin: float) -> bool:
-        return Answered(text="", margin=margin, passages=(), evicted=evicted).flagged
-
-    assert flagged(True, UNSURE / 2)
-    assert not flagged(False, UNSURE / 2)
-    assert not flagged(True, UNSURE)
 
 
 @pytest.mark.parametrize("as_file", [False, True])
@@ -129,7 +94,6 @@ def test_reading_the_right_passage_again_mends_the_answer(
 
 
 def test_only_a_flagged_answer_is_given_once_more(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-    import locret.conversation.evidence as evidence
 
     monkeypatch.setattr(evidence, "UNSURE", 0.0)
     assert context.ask(QUESTION, evidence=True, source=TEXT, max_new_tokens=8).before is None
@@ -159,14 +123,6 @@ def test_reading_again_takes_the_room_of_a_turn(
         assert cache.memory().actual <= cache.memory().planned
 
 
-def test_it_is_saved_with_the_context(lm: LongContextModel, context: Context, tmp_path: Path) -> None:
-    context.save(tmp_path / "text.ctx")
-    loaded = lm.load(tmp_path / "text.ctx")
-    ours, theirs = (one.ask(QUESTION, evidence=True, max_new_tokens=8) for one in (context, loaded))
-    assert ours == theirs
-    assert loaded.reread(QUESTION, TEXT, theirs, 8) == context.fork().reread(QUESTION, TEXT, ours, 8)
-
-
 def test_what_cannot_be_said_is_refused(lm: LongContextModel, context: Context) -> None:
     both = locret.compose([context, context])
     assert both.ask(QUESTION, evidence=True, max_new_tokens=4).passages
@@ -176,41 +132,17 @@ def test_what_cannot_be_said_is_refused(lm: LongContextModel, context: Context) 
     with pytest.raises(ValueError, match="evidence=True looks at the units that are held, but infllm recalls blocks"):
         blocks.read(TEXT).ask(QUESTION, evidence=True)
     refused: dict[str, dict[str, Any]] = {
-        "stream=True yields words": {"stream": True, "evidence": True},
-        "num_beams=2 are searched": {"num_beams": 2, "evidence": True},
+        "stream, measured and evidence each return something else": {"stream": True, "evidence": True},
+        "2 beams are searched": {"num_beams": 2, "evidence": True},
         "source is read again only with evidence=True": {"source": TEXT},
+        "source is a list_iterator, which is read once": {"evidence": True, "source": iter([TEXT])},
+        "is not the one text that 'text' was read from": {"evidence": True, "source": TEXT + " And more."},
     }
     for message, options in refused.items():
         with pytest.raises(ValueError, match=message):
             context.ask(QUESTION, **options)
-    for source in (iter([TEXT]), 5, b"text", object()):
-        for question in (QUESTION, [QUESTION]):
-            with pytest.raises(ValueError, match="which cannot be read twice, .*; give a text, a path, or token ids"):
-                context.ask(question, evidence=True, source=source)
-    first = context.ask(QUESTION, evidence=True, max_new_tokens=8)
-
-    def at(start: Any, end: Any) -> Passage:
-        return Passage(start=start, end=end, attention=0.1)
-
-    odd: dict[str, Any] = {
-        "are no passage of 'text', which has": [at(10**6, 10**6 + 5), at(90, 20), at(-9, 5)],
-        "is no passage of a text; give what ask": [at(1.5, 9), (1, 9), at(1, float("inf"))],
-    }
-    for message, passages in odd.items():
-        for passage in passages:
-            with pytest.raises(ValueError, match=message):
-                context.reread(QUESTION, TEXT, replace(first, passages=(passage,)))
-    for other in ("text", None):
-        with pytest.raises(ValueError, match="first is a .*; give what ask"):
-            context.reread(QUESTION, TEXT, other)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="is not the text that 'text' was read from"):
-        context.reread(QUESTION, TEXT + " And more.", first)
-    for question in (QUESTION, [QUESTION]):
-        with pytest.raises(ValueError, match="is not the text that 'text' was read from"):
-            context.ask(question, evidence=True, source=TEXT + " And more.", max_new_tokens=8)
+    with pytest.raises(ValueError, match="first is a .*; give what ask"):
+        context.reread(QUESTION, TEXT, "text")  # type: ignore[arg-type]
     as_text = LongContextModel(lm.model, lm.tokenizer, lm.scorer, {"budget": 48, "turns": "text"})
-    context = as_text.read(TEXT)
     with pytest.raises(ValueError, match="turns='text' .* leave none beside the question"):
-        context.reread(QUESTION, TEXT, context.ask(QUESTION, evidence=True, max_new_tokens=8))
-    with pytest.raises(ValueError, match="turns='text' .* leave none beside the question"):
-        context.ask(QUESTION, evidence=True, source=TEXT, max_new_tokens=8)  # flagged or not
+        as_text.read(TEXT).ask(QUESTION, evidence=True, source=TEXT, max_new_tokens=8)  # flagged or not

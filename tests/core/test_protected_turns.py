@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from locret import Chat, Context, LongContextModel, RetainingHeads, RetentionPolicy, Span, compose, prefill, shipped
+from locret import Chat, Context, LongContextModel, RetainingHeads, RetentionPolicy, Span, compose, shipped
+from locret.conversation.document import encode
 from locret.conversation.protect import Rule, Turn, protection_from, rules_of, spans_of
 from locret.conversation.saved import SavedContext
-from locret.conversation.text import encode
 
 SYSTEM = "The pass key is 71432. Keep it. 71432 is the pass key."
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. " * 24
@@ -114,52 +111,6 @@ def test_saved_forked_shrunk_and_composed_contexts_keep_rules_and_turns(parts: A
     assert other.kept_by_message()[0].least == other.kept_by_message()[0].tokens
 
 
-@pytest.mark.parametrize("made", ["shrunk and loaded", "composed", "of an earlier version"])
-def test_stabilizers_that_nobody_gave_go_on_making_room(parts: Any, tmp_path: Path, made: str) -> None:
-    lm = LongContextModel(*parts[:2], "random", RetentionPolicy(budget=64, chunk_size=128, local_len=8))
-    context = lm.read(FILLER, protect="document=0.8")
-    if made.startswith("shrunk"):
-        context = context.shrink(48)
-    elif made == "composed":
-        context = compose([context, lm.read("The pass key is 71432.")], budget=64)
-    if "load" in made or "earlier" in made:
-        context.save(tmp_path / "one.ctx")
-        if "earlier" in made:
-            rewrite_state(tmp_path / "one.ctx", lambda state: state.pop("following"))
-        context = lm.load(tmp_path / "one.ctx")
-    assert context.cache.policy.stabilizers == 16
-    chat = context.chat()
-    chat.say("What is blue?", max_new_tokens=2)
-    assert chat.kept_by_message()[0].protected == "0.8"
-
-
-@pytest.mark.parametrize("budget", [None, 60])
-def test_shares_that_add_up_to_more_than_the_whole_are_refused_where_texts_are_joined(
-    parts: Any, budget: int | None
-) -> None:
-    both = [model(parts, "random", stabilizers=0).read(FILLER, protect="document=0.6")]
-    both.append(both[0].lm.read(FILLER, protect="document=0.6"))
-    with pytest.raises(ValueError, match=r"protected spans need \d+ units .* for .*tokens .*, but .*or protect less"):
-        compose(both, budget=budget)
-
-
-def test_a_file_that_lies_about_what_nobody_gave_is_refused(parts: Any, tmp_path: Path) -> None:
-    lm = model(parts, "random")
-    lm.read(FILLER).save(tmp_path / "one.ctx")
-    rewrite_state(tmp_path / "one.ctx", lambda state: state.update(following=["budget"]))
-    with pytest.raises(ValueError, match="policy: the numbers that nobody gave are .*budget.*; they can be"):
-        lm.load(tmp_path / "one.ctx")
-
-
-def rewrite_state(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Write a file anew with other counters and settings, and without the checksum that they would need."""
-    with safe_open(path, framework="pt") as file:
-        tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata()  # noqa: SIM118
-    state = json.loads(metadata["state"])
-    change(state)
-    save_file(tensors, path, metadata={"state": json.dumps(state), "notes": metadata["notes"]})
-
-
 def test_a_chat_can_change_its_mind(parts: Any) -> None:
     chat = model(parts, "random", turns="text").read(FILLER, system="Be brief.").chat()
     with pytest.raises(ValueError, match="message 0, system .* cannot be protected any more"):
@@ -219,26 +170,6 @@ def test_what_names_nothing_is_refused_before_anything_is_read(parts: Any, given
         model(parts, "random").read(FILLER, protect=given)
 
 
-@pytest.mark.parametrize(("template", "system"), [("none", "  "), ("original", " "), ("chat", "Be brief.")])
-def test_a_system_message_of_which_nothing_is_written_cannot_be_protected(
-    parts: Any, monkeypatch: pytest.MonkeyPatch, template: str, system: str
-) -> None:
-    lm = model(parts, "random", template=template)
-    dropping = "{% for m in messages if m.role != 'system' %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-    monkeypatch.setattr(lm.tokenizer, "chat_template", dropping)
-    with pytest.raises(ValueError, match="protect=system finds no turn .* system message of which the templ"):
-        lm.read(FILLER, system=system, protect="system")
-    assert [turn.role for turn in lm.read(FILLER, system=system).kept_by_message()] == ["document"]
-    prompt = lm.prompt([{"role": "system", "content": ""}, {"role": "user", "content": FILLER}])
-    if template != "original":  # which writes its own then
-        for rule in ("system", "message:0=0.1"):
-            with pytest.raises(
-                ValueError, match=f"protect={rule} names a message of which the template writes nothing"
-            ):
-                prompt.spans("message:1=0.5", rule)
-        assert len(prompt.spans("user=0.5", "each=0.1")) == 1
-
-
 def test_messages_that_a_template_moves_or_rewrites_are_refused(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     lm = model(parts, "random", template="original")
     said = [("user", FILLER), ("system", "Be brief."), ("user", "And what is green?")]
@@ -293,25 +224,3 @@ def test_rules_and_their_texts_are_one() -> None:
 def test_a_file_that_lies_about_turns_is_refused(notes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="protect|messages"):
         protection_from(notes)
-
-
-def test_whole_conversations_are_read_with_their_messages(parts: Any) -> None:
-    lm = model(parts, "random")
-    said = [("system", SYSTEM), ("user", "Here we go. " * 9), ("assistant", "There."), ("user", FILLER)]
-    for template in ("chat", "original", "none"):
-        lm.template = template
-        prompt = lm.prompt([{"role": role, "content": text} for role, text in said])
-        assert [turn.role for turn in prompt.turns] == ["system", "user", "assistant", "user"]
-        for turn, (_, text) in zip(prompt.turns, said, strict=True):
-            assert _plain(text.strip()) in _plain(lm.tokenizer.decode(prompt.ids[turn.start : turn.end]))
-        cache = lm.new_cache()
-        cache.protect(prompt.spans("system", "message:2", "message:1=0.1"))
-        prefill(lm.model, [prompt.ids], cache)
-        kept = prompt.kept(cache)
-        assert [one.protected for one in kept] == ["all", "0.1", "all", None]
-        assert (kept[0].least, kept[2].least) == (kept[0].tokens, kept[2].tokens)
-        assert kept[1].least >= 6
-    with pytest.raises(ValueError, match="tools have no effect with template=none"):
-        lm.prompt([{"role": "user", "content": "hi"}], tools=[{}])
-    with pytest.raises(ValueError, match="no conversation"):
-        lm.prompt([])

@@ -11,9 +11,8 @@ import pytest
 import yaml
 from hub_server import READ_TOKEN
 
-from locret import LongContextModel, RetentionPolicy, prefill, save_cache
-from locret.conversation.saved import SavedContext, find_context, publish
-from locret.publish_options import ContextPushOptions
+from locret import LongContextModel, RetentionPolicy
+from locret.conversation.saved import SavedContext
 
 TEXT = "The number of Oslo is 48213. The red house stands near the river. " * 12
 ASKED = "What is the number of Oslo?"
@@ -69,23 +68,6 @@ def test_the_card_says_what_it_is_and_how_it_is_used(read: Any, hub: Any) -> Non
     assert "{{" not in card
 
 
-def test_without_matplotlib_the_card_has_the_bars_alone(read: Any, hub: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("locret.pictures.importlib.util.find_spec", lambda name: None)
-    with pytest.warns(UserWarning, match="needs matplotlib; install it with .* everything but the pictures is written"):
-        push(read)
-    files = hub.repos["org/oslo"].files()
-    assert sorted(files) == ["README.md", "context.safetensors"]
-    assert b"kept.png" not in files["README.md"]
-    assert "    0 |" in files["README.md"].decode()
-
-
-def test_a_private_context_is_pushed_without_a_warning(read: Any, hub: Any, recwarn: pytest.WarningsRecorder) -> None:
-    read.push_to_hub("org/mine", private=True, commit_message="Mine")
-    assert hub.repos["org/mine"].private
-    assert hub.repos["org/mine"].messages == ["Mine"]
-    assert not [one for one in recwarn if "can ask" in str(one.message)]
-
-
 def test_a_repository_that_is_missing_or_holds_something_else_is_named(
     lm: LongContextModel, read: Any, hub: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,54 +99,6 @@ def test_a_pulled_file_is_checked_like_any_other(lm: LongContextModel, read: Any
             lm.load(repo)
 
 
-def test_only_what_can_be_a_repository_is_looked_for_on_the_hub(
-    lm: LongContextModel, read: Any, hub: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("runs").mkdir()
-    for name in ("runs/book.ctx", "book.ctx", "a/b/c", str(tmp_path / "x.ctx"), "../x"):
-        with pytest.raises(ValueError, match="does not exist; give a file written by"):
-            lm.load(name)
-    assert hub.requests == []
-    read.save("runs/here")
-    assert find_context("runs/here") == Path("runs/here")
-    with pytest.raises(ValueError, match="revision='main' is of a repository on the Hub, but runs/here is a file"):
-        lm.load("runs/here", revision="main")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"repo_id": "oslo"}, "^repo oslo is not a repository name"),
-        ({"repo_id": "org/oslo", "license": "My own"}, "^license My own is not how the Hub spells a licence"),
-        ({"repo_id": "org/oslo", "base_model": "a b"}, "^base_model a b is not a repository name"),
-        ({"repo_id": "org/oslo", "create_pr": True, "revision": "x"}, "create_pr opens a pull request against main"),
-    ],
-)
-def test_what_the_hub_would_refuse_is_refused_before(read: Any, hub: Any, arguments: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        read.push_to_hub(**arguments)
-    assert hub.requests == []
-
-
-def test_conversations_and_bare_caches_are_not_published(lm: LongContextModel, read: Any, tmp_path: Path) -> None:
-    chat = read.chat()
-    chat.say(ASKED, max_new_tokens=4)
-    chat.save(tmp_path / "chat")
-    save_cache(read.cache, tmp_path / "cache")
-    for name, what in (("chat", "a conversation, with what was said"), ("cache", "a cache without its conversation")):
-        with pytest.raises(ValueError, match=f"holds {what}"):
-            publish(ContextPushOptions(context=str(tmp_path / name), repo="org/x", dry_run=True))
-
-
-def test_a_link_is_pushed_as_the_file_behind_it(read: Any, hub: Any, tmp_path: Path) -> None:
-    read.save(tmp_path / "a.ctx")
-    (tmp_path / "link.ctx").symlink_to(tmp_path / "a.ctx")
-    publish(ContextPushOptions(context=str(tmp_path / "link.ctx"), repo="org/linked", private=True))
-    sent = hub.repos["org/linked"].files()["context.safetensors"]
-    assert sent == (tmp_path / "a.ctx").read_bytes()
-
-
 def test_a_saved_context_is_described_as_it_is_held(lm: LongContextModel, read: Any, tmp_path: Path) -> None:
     read.save(tmp_path / "a.ctx")
     saved = SavedContext.open(tmp_path / "a.ctx")
@@ -182,16 +116,3 @@ def test_a_saved_context_is_described_as_it_is_held(lm: LongContextModel, read: 
     assert [one.tolist() for one in kept] == [
         [p for p in head if p >= 0] for head in other.cache.kept_positions(2)[0].tolist()
     ]
-
-
-def test_several_rows_in_one_cache_are_described_by_the_first(lm: LongContextModel, tmp_path: Path) -> None:
-    import torch
-
-    from locret import RetentionCache
-
-    cache = RetentionCache(lm.model, lm.scorer, POLICY)
-    prefill(lm.model, torch.arange(160).view(2, 80) + 3, cache)
-    save_cache(cache, tmp_path / "two.ctx")
-    saved = SavedContext.open(tmp_path / "two.ctx")
-    assert saved.kept(0)[0].tolist() == cache.kept_positions(0)[0, 0].tolist()
-    assert "it holds 2 rows" in str(saved.prefix)

@@ -13,7 +13,6 @@ import locret
 from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.cache.limits import Limits
 from locret.chunked_prefill import read_turn
-from locret.conversation.turns import MARK
 from locret.engines.prefix import Prefix
 
 POLICY = RetentionPolicy(budget=64, chunk_size=96, stabilizers=16, local_len=16)
@@ -55,18 +54,6 @@ def test_generate_writes_what_any_engine_writes_with_the_same_units(
         got = generate(lm.model, torch.cat([text, question], 1), cache=twin, max_new_tokens=8, min_new_tokens=8)
     assert torch.equal(got[:, 440:], wanted)
     assert {layer.fill for layer in twin.governed} == {cache.memory().units + 40 + 7}
-
-
-@pytest.mark.parametrize("policy", [{"decode_budget": 200}, {"host_budget": 100, "recall": 4}, {"when": "prompt_end"}])
-def test_no_policy_evicts_for_a_short_turn(lm: LongContextModel, policy: dict[str, object]) -> None:
-    scorer = "snapkv" if "when" in policy else lm.scorer
-    cache = RetentionCache(lm.model, scorer, RetentionPolicy(**{**POLICY.to_dict(), **policy}))
-    text = ids(400)
-    prefill(lm.model, text, cache)
-    before = [cache.kept_positions(layer) for layer in range(4)]
-    generate(lm.model, torch.cat([text, ids(40, 1)], 1), cache=cache, max_new_tokens=4)
-    for layer, kept in enumerate(before):
-        assert torch.equal(cache.kept_positions(layer)[..., : kept.shape[-1]], kept)
 
 
 def test_a_turn_is_read_like_text_where_the_smallest_layer_has_no_room_for_it(lm: LongContextModel) -> None:
@@ -129,11 +116,6 @@ def test_rows_of_a_batch_take_their_turns_as_they_would_alone(lm: LongContextMod
         assert torch.equal(got[row : row + 1], wanted)
 
 
-def test_unknown_turns_are_refused() -> None:
-    with pytest.raises(ValueError, match='turns="later" is unknown; choose one of local, text'):
-        RetentionPolicy(turns="later")
-
-
 def test_a_prefix_is_the_same_from_a_context_and_from_its_file(lm: LongContextModel, tmp_path: Path) -> None:
     context = lm.read(ids(400)[0].tolist(), name="ids")
     context.save(tmp_path / "a.ctx")
@@ -191,27 +173,3 @@ def test_a_second_turn_is_what_an_engine_writes_that_keeps_the_first(
     chat.say("And then?", max_new_tokens=6, min_new_tokens=6)
     decoded = lm.tokenizer.decode(wanted[0], skip_special_tokens=True, clean_up_tokenization_spaces=False)
     assert chat.messages[-1]["content"] == decoded.strip()
-
-
-@pytest.mark.parametrize("pieces", [1, 3, 40])
-def test_a_turn_in_pieces_is_the_turn_in_one(lm: LongContextModel, plain: torch.nn.Module, pieces: int) -> None:
-    cache, text, question = RetentionCache(lm.model, lm.scorer, POLICY), ids(400), ids(40, seed=1)
-    prefill(lm.model, text, cache)
-    wanted = continued(plain, cache, question, 8)
-    for part in question[:, :-1].tensor_split(pieces, dim=1):
-        if part.shape[1]:
-            read_turn(lm.model, part, cache)
-    full = torch.cat([text, question], 1)
-    assert torch.equal(generate(lm.model, full, cache=cache, max_new_tokens=8, min_new_tokens=8)[:, 440:], wanted)
-
-
-def test_a_question_may_name_what_marks_the_document(lm: LongContextModel, plain: torch.nn.Module) -> None:
-    context = lm.read("The grass is green. " * 30)
-    question = f"What is {MARK}, and what is {MARK}?"
-    assert question in context.question_text(question)
-    wanted = lm.tokenizer.decode(engine(plain, context, question)[0], skip_special_tokens=True)
-    chat = context.chat()
-    assert chat.say(question, max_new_tokens=8, min_new_tokens=8) == wanted
-    assert chat.messages[0]["content"] == question
-    chat.say(question, max_new_tokens=2)
-    assert chat.messages[2]["content"] == question

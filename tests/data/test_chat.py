@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from locret.conversation.text import encode, leading_special_ids, token_stream
+from locret.conversation.document import TokenStream, encode, leading_special_ids
 from locret.conversation.turns import ORIGINAL_SYSTEM, Message, Transcript, render
 from locret.data.training.chat import tokenise_row
 from locret.data.training.rows import Row
@@ -103,8 +103,9 @@ def test_a_framed_document_reads_like_the_row_it_would_be(template, question):
     prompt = document if question is None else f"{document}\n\n{question}"
     expected, _ = tokenise_row(tokenizer, Row((Message("user", prompt),), "x"), template)
     pieces = [before, document, after]
-    lists = token_stream(tokenizer, pieces, add_special_tokens=template != "chat", window=200, margin=40)
-    assert sum(lists, []) == expected
+    stream = TokenStream(tokenizer, window=200, margin=40)
+    special = leading_special_ids(tokenizer) if template != "chat" else []
+    assert [*special, *sum(stream.add(pieces), []), *stream.finish()] == expected
     assert expected.count(tokenizer.bos_token_id) == (template != "chat")
 
 

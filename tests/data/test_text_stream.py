@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from locret.conversation.text import GROWTH, read_text, token_stream
+from locret.conversation.document import GROWTH, TokenStream, leading_special_ids, read_text
 
 WORDS = ["the", "key", "1234567", "größer", "日本語の文", "e\u0301a", "🙂🙃", "x.y", "don't", "--", "…", "A" * 9]
 SPACES = [" ", " ", " ", "\n", "\n\n", "  ", "\t", " \n "]
@@ -66,6 +66,14 @@ def make_tokenizers():
 
 TOKENIZERS = make_tokenizers()
 GPT2 = TOKENIZERS["byte-level BPE (GPT-2)"]
+
+
+def token_stream(tokenizer, pieces, *, add_special_tokens=True, **sizes):
+    if add_special_tokens:
+        yield leading_special_ids(tokenizer)
+    stream = TokenStream(tokenizer, **sizes)
+    yield from stream.add(pieces)
+    yield stream.finish()
 
 
 def streamed(tokenizer, pieces, **arguments):

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from locret import LongContextModel, generate
 from locret.conversation.chat import AnswerStreamer
-from locret.conversation.text import Document, decode
+from locret.conversation.document import Document, decode
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ import torch
 
 from locret import LongContextModel, RetentionPolicy
 from locret.cli.command import run
-from locret.conversation.text import open_document
+from locret.conversation.document import open_document
 from locret.infer import kept_page
 from locret.infer.chat_command import command
 

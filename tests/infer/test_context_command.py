@@ -68,18 +68,6 @@ def test_a_text_is_drawn_with_what_was_kept_of_it(
         assert (refused.code, message in refused.err) == (2, True), refused.err
 
 
-def test_reading_says_what_it_would_do_and_takes_what_is_piped_in(
-    context: Run, pair: list, short: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    done = context("read", short, "--output", tmp_path / "a.ctx", *pair, "--dry-run", "--budget", 100)
-    assert json.loads(done.out)["policy"]["budget"] == 100
-    assert not (tmp_path / "a.ctx").exists()
-    with short.open() as piped:
-        monkeypatch.setattr("sys.stdin", piped)
-        done = context("read", "-", "--output", tmp_path / "a.ctx", *pair, "--json")
-    assert json.loads(done.out)["context"] == str(tmp_path / "a.ctx")
-
-
 def test_what_is_shown_is_what_the_context_holds(
     context: Run, lm: LongContextModel, file: Path, short: Path, tmp_path: Path
 ) -> None:

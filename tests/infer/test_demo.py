@@ -55,13 +55,3 @@ def test_a_text_is_marked_piece_by_piece_and_another_one_refused() -> None:
     assert all(0 <= one <= 1 for _, one in pieces)
     with pytest.raises(ValueError, match="so it is another one; give that one"):
         kept_page.marked(text, torch.zeros(count + 1), tokenizer, "chat")
-
-
-def test_a_page_escapes_its_text_and_other_endings_are_refused(tmp_path: Any) -> None:
-    kept_page.write(tmp_path / "kept.html", [("<b>", 1.0), ("pale", 0.0)], "a < b", "note")
-    page = (tmp_path / "kept.html").read_text()
-    assert "&lt;b&gt;" in page
-    assert "a &lt; b" in page
-    assert "opacity:0.12" in page
-    with pytest.raises(ValueError, match=r"has another ending than \.html; rename it"):
-        kept_page.write(tmp_path / "kept.pdf", [], "", "")

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1] / "core"))
@@ -62,29 +60,6 @@ def test_they_are_evaluated_and_timed_beside_others(specs: list[str], tmp_path: 
     table = (tmp_path / "evaluation" / "results.md").read_text()
     assert all(spec in table for spec in specs)
     assert bench(["--model", TINY, "--methods", specs[0], "--lengths", "200", *SMALL, "--dry-run"]) == 0
-
-
-def test_a_gate_that_is_damaged_or_another_one_than_before_is_refused(
-    specs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gate, output = tmp_path / "gate", tmp_path / "out"
-    shutil.copytree(specs[0].partition("path=")[2], gate)
-    flags = ["--model", TINY, "--tasks", "passkey", "--lengths", "200", "--samples", "1", "--figures", "none", *SMALL]
-    flags += ["--output", str(output), "--methods"]
-    whole = (gate / "config.json").read_text()
-    (gate / "config.json").write_text(json.dumps({**json.loads(whole), "input_dim": None}))
-    for more in ([], ["--dry-run"]):
-        with pytest.raises(ValueError, match="scorer kvzap: "):
-            evaluate([*flags, f"kvzap:path={gate}", *more])
-    assert not output.exists()
-    (gate / "config.json").write_text(whole)
-    assert evaluate([*flags, f"random,kvzap:path={gate}"]) == 0
-    assert evaluate([*flags, f"random,kvzap:path={gate},h2o", "--resume"]) == 0
-    weights = load_file(gate / "model.safetensors")
-    save_file({name: 2 * weight for name, weight in weights.items()}, gate / "model.safetensors")
-    with pytest.raises(ValueError, match=r"holds an evaluation of another configuration \(other gates\)"):
-        evaluate([*flags, f"random,kvzap:path={gate},h2o", "--resume"])
-    capsys.readouterr()
 
 
 def test_a_gate_of_another_backbone_is_refused_before_weights_are_loaded(

@@ -43,12 +43,6 @@ def test_text_shorter_than_the_columns_is_drawn(tmp_path: Path) -> None:
     assert (tmp_path / "map.png").stat().st_size > 1000
 
 
-def test_folder_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
-    with pytest.raises(OSError, match=r"cannot write .*map.png: there is no folder .*; make it"):
-        retention_map([made(50, 1, 1, 2)], tmp_path / "no" / "map.png")
-
-
 def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"--picture needs matplotlib; install it with `pip install 'locret\[eval\]'`"):

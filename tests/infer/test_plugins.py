@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
-import yaml
 
 from locret import scorers
-from locret.base import plugins
 from locret.data import tasks
 
 ROOT = Path(__file__).parents[2]
@@ -159,39 +155,6 @@ def test_an_announced_scorer_is_as_good_as_ours(installed: None) -> None:
     assert scorers.get("acme_memory:Loose").power == 1  # type: ignore[attr-defined]
 
 
-def test_metadata_is_read_once_until_a_package_comes_or_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = Mock(side_effect=plugins.entry_points)
-    monkeypatch.setattr(plugins, "entry_points", read)
-    monkeypatch.syspath_prepend(tmp_path)
-    before = scorers.names()
-    assert scorers.names() == before
-    assert read.call_count == 1
-    metadata = tmp_path / "late_memory-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: late-memory\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text("[locret.scorers]\nlate_norm = late_memory:ValueNorm\n")
-    assert set(scorers.names()) - set(before) == {"late_norm"}, "as after a pip install in a notebook"
-    shutil.rmtree(metadata)
-    assert scorers.names() == before
-
-
-def test_each_folder_has_its_own_packages_and_what_is_no_folder_none(
-    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "path", ["", *sys.path, str(tmp_path / "nothing")])
-    empty, gone = tmp_path / "empty", tmp_path / "gone"
-    for folder in (empty, gone):
-        folder.mkdir()
-        os.utime(folder, ns=(7, site.stat().st_mtime_ns))
-    monkeypatch.chdir(empty)
-    assert "acme_norm" not in scorers.names()
-    monkeypatch.chdir(site)
-    assert "acme_norm" in scorers.names(), "a folder that changed at the same time is another one"
-    monkeypatch.chdir(gone)
-    gone.rmdir()
-    assert "acme_norm" not in scorers.names()
-
-
 def test_methods_and_benchmarks_take_them_too(installed: None) -> None:
     from locret.infer.evaluation import methods
     from locret.infer.speed import ways as timed
@@ -211,19 +174,14 @@ def test_methods_and_benchmarks_take_them_too(installed: None) -> None:
     [
         ("acme_memory:Nameless", "has no name; add name: ClassVar"),
         ("acme_memory:Open", "is no subclass of locret.scorers.Scorer, and no press"),
-        ("acme_memory:KEYS", "is no subclass of locret.scorers.Scorer, and no press"),
-        ("acme_memory:Unfinished", "does not define score; see docs/scorers.md"),
         ("acme_memory:Valuenorm", "acme_memory has no Valuenorm; did you mean ValueNorm"),
         ("acme_memory:ValueNorm:power=a", "scorer acme_memory:ValueNorm: power='a' is not a finite number"),
         ("acme_memory:ValueNorm:pwer=2", 'it has no option "pwer"; did you mean power?'),
-        ("acme_memory:Strict", "needs its option least; write acme_memory:Strict:least=VALUE"),
         ("acme_memory:Strict:least=0", "scorer acme_memory:Strict: least is below 1"),
         ("acme_gone", 'scorer "acme_gone" of acme-memory: acme_memory has no Gone'),
         ("acme_nrm", 'scorer "acme_nrm" is unknown; did you mean acme_norm'),
-        ("acme-memory:ValueNorm", "acme-memory is not the name of a module; give package.module:Class"),
         ("acme_memory.more:X", "Python finds no module acme_memory.more; install its package"),
         ("nowhere.py:X", "there is no file nowhere.py; check the path"),
-        ("nowhere.py", "names no class of the file; write nowhere.py:Class"),
     ],
 )
 def test_what_cannot_be_a_scorer_is_refused_in_one_sentence(installed: None, spec: str, sentence: str) -> None:
@@ -231,15 +189,6 @@ def test_what_cannot_be_a_scorer_is_refused_in_one_sentence(installed: None, spe
         scorers.get(spec)
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_file_that_fails_is_named_with_its_reason(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text("import nothing_of_the_kind\n")
-    with pytest.raises(ValueError, match=r"broken.py cannot be imported \(ModuleNotFoundError: No module named 'noth"):
-        scorers.get(f"{tmp_path / 'broken.py'}:X")
-    (tmp_path / "leaves.py").write_text("raise SystemExit('bye')\n")
-    with pytest.raises(ValueError, match=r"leaves.py cannot be imported \(SystemExit: bye\)"):
-        scorers.get(f"{tmp_path / 'leaves.py'}:X")
 
 
 def test_ours_come_before_those_of_the_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Path) -> None:
@@ -250,14 +199,6 @@ def test_ours_come_before_those_of_the_same_name(tmp_path: Path, monkeypatch: py
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.warns(UserWarning, match='scorer "snapkv" is ours; a package announces another one in vain'):
         assert scorers.get("snapkv") == scorers.SnapKVScorer()
-
-
-def test_a_list_of_methods_goes_on_where_an_announced_one_is_broken(installed: None) -> None:
-    from locret.infer.evaluation import listing
-
-    described = listing.as_record()["methods"]
-    assert described["acme_norm"] == "keep long values"
-    assert described["acme_gone"].startswith("cannot be used: ")
 
 
 def test_tasks_come_from_modules_files_and_packages(installed: None, site: Path) -> None:
@@ -271,36 +212,13 @@ def test_tasks_come_from_modules_files_and_packages(installed: None, site: Path)
         tasks.get("acme_kees")
 
 
-def test_a_recipe_writes_options_as_a_mapping(tmp_path: Path, installed: None) -> None:
-    from locret.cli.command import parse_options
-    from locret.infer.evaluation.eval_options import OPTION_CLASSES
-    from locret.infer.speed.bench_options import BenchOptions
-
-    chosen = ["full", {"snapkv+prompt_end": {"kernel": 7, "pooling": "max"}}, "h2o:reduce=max"]
-    (tmp_path / "eval.yaml").write_text(yaml.safe_dump({"model": "x", "methods": chosen}))
-    (_, evaluation, *_), _ = parse_options("test", "", OPTION_CLASSES, ["--config", str(tmp_path / "eval.yaml")])
-    names = ["full", "snapkv:kernel=7,pooling=max+prompt_end", "h2o:reduce=max"]
-    assert [method.name for method in evaluation.chosen_methods()] == names
-    (tmp_path / "bench.yaml").write_text(yaml.safe_dump({"methods": chosen[1:]}))
-    (bench,), _ = parse_options("test", "", [BenchOptions], ["--config", str(tmp_path / "bench.yaml")])
-    assert bench.method_names() == chosen[1:]
-    line = ["--model", "x", "--methods", "full,snapkv:kernel=7,pooling=max+prompt_end,h2o:reduce=max"]
-    (_, evaluation, *_), _ = parse_options("test", "", OPTION_CLASSES, line)
-    assert [method.name for method in evaluation.chosen_methods()] == names
-
-
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
         ("streaming-original+compact", "streaming-original sets positions itself; drop +compact"),
         ("retaining_heads:heads=x", "is called locret here; write locret, and give --heads"),
-        ("locret:width=3", "locret has no options; drop width"),
         ("full+pyramid", "full evicts nothing, so +pyramid means nothing; drop it"),
         ("locret+linear+sqrt", "+linear and +sqrt both set memory; drop one of them"),
-        ("oracle:labels=3", "oracle has no options; drop labels"),
-        ("streaming-original:sinks=-1", "scorer streaming: sinks=-1 is too small"),
-        ("snapkv:kernle=7", 'scorer snapkv: it has no option "kernle"; did you mean kernel?'),
-        ("random:seed=1.5", "scorer random: seed=1.5 is not a whole number"),
     ],
 )
 def test_a_method_that_contradicts_itself_is_refused(method: str, sentence: str) -> None:

@@ -100,7 +100,7 @@ def test_a_likelihood_is_that_of_the_whole_prompt_where_everything_is_kept() -> 
 
 
 def _document(text: str) -> Any:
-    from locret.conversation.text import open_document
+    from locret.conversation.document import open_document
 
     return open_document(text, "text")
 

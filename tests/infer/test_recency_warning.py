@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from locret import RetentionCache, prefill, scorers
 from locret.cli.command import run
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.command import command
@@ -43,17 +41,6 @@ def test_only_budgets_without_room_for_scores_are_named(
         return
     with pytest.warns(UserWarning, match=SAID.format(name, *said) + f" --budget above {said[0]}"):
         warn_of_recency(name, recent, policies)
-
-
-@pytest.mark.parametrize(("budget", "newest_only"), [(32, True), (40, False)])
-def test_the_warning_is_true(backbone: Path, budget: int, newest_only: bool) -> None:
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32).eval()
-    cache = RetentionCache(model, scorers.get("snapkv"), policy(budget))
-    prefill(model, torch.arange(200)[None] + 10, cache)
-    newest = torch.arange(200 - 8 - budget, 200)
-    assert all(torch.equal(head, newest) for head in cache.kept_positions(0)[0]) is newest_only
 
 
 def test_both_commands_say_it_once_for_each_method(

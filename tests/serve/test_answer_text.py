@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from locret.conversation.text import decode
+from locret.conversation.document import decode
 from locret.engines.transformers import Written
 from locret.infer.serve.answers import AnswerText, Piece
 

@@ -18,7 +18,7 @@ import torch
 from running import FILLER, QUESTION, Running, refused, running, text_with, until
 
 from locret import Context, LongContextModel, generate, prefill
-from locret.conversation.text import decode
+from locret.conversation.document import decode
 
 KEYS = {"book": 43600, "other": 71432}
 LOOPING = "Paris " * 24

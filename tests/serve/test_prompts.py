@@ -11,7 +11,7 @@ from running import FILLER, never
 
 from locret import LongContextModel
 from locret.cache.cache_file import read_saved
-from locret.conversation.text import encode, leading_special_ids
+from locret.conversation.document import encode, leading_special_ids
 from locret.conversation.turns import Message, render
 from locret.infer.serve.index import Entry
 from locret.infer.serve.kept import positions_of

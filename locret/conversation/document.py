@@ -12,6 +12,7 @@ is lost, but the tokens next to that cut may differ.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import re
@@ -22,7 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -56,10 +59,64 @@ _SLICE = 1 << 14
 # -- tokens -----------------------------------------------------------------------------------------------------------
 
 
+_BREAK = "\ufdd0"
+"""Stands after the first character of what spells a special token and is text; no text that is exchanged has it."""
+_SPLITTERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_LOCK = Lock()
+
+
 def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the token ids of a text without special tokens around it, whatever the model's maximum length."""
     arguments: dict[str, Any] = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-    return list(tokenizer(text, **arguments)["input_ids"])
+    if _BREAK not in text:
+        return list(tokenizer(text, **arguments)["input_ids"])
+    with _LOCK:  # a copy, because a tokenizer remembers this setting, and other threads use it
+        splitter = _SPLITTERS.setdefault(tokenizer, None) or copy.deepcopy(tokenizer)
+        _SPLITTERS[tokenizer] = splitter
+    ids = list[int]()
+    for nth, part in enumerate(re.split(f"({'|'.join(map(re.escape, _specials(tokenizer)))})(?!{_BREAK})", text)):
+        if nth % 2:
+            ids.append(tokenizer.convert_tokens_to_ids(part))
+        elif part:
+            whole = [part.replace(_BREAK, "")]
+            for words in (whole, part.split(_BREAK)):  # a vocabulary may know the spelling as a word
+                found = [
+                    one for word in words for one in splitter(word, split_special_tokens=True, **arguments)["input_ids"]
+                ]
+                if not {*found} & {*tokenizer.all_special_ids}:
+                    break
+            ids += found
+    return ids
+
+
+def _specials(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    known = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content)
+    return sorted({*known, *tokenizer.all_special_tokens}, key=len, reverse=True)
+
+
+def as_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+    """Return a text for `encode` in which what spells a special token is tokenised as any other words are."""
+    for special in _specials(tokenizer):
+        if special in text:
+            text = text.replace(special, special[0] + _BREAK + special[1:])
+    return text
+
+
+def all_as_text(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str]) -> Iterator[str]:
+    """Do the same to a text that comes in pieces."""
+    wait, held = max(map(len, _specials(tokenizer)), default=1) - 1, ""
+    for piece in pieces:
+        held = as_text(tokenizer, held + piece)
+        if len(held) > wait:
+            yield held[: len(held) - wait]
+            held = held[len(held) - wait :]
+    if held:
+        yield held
+
+
+def without_breaks(text: str) -> str:
+    """Return a text as its reader wrote it."""
+    return text.replace(_BREAK, "")
 
 
 def decode(tokenizer: Any, ids: Iterable[int]) -> str:
@@ -75,34 +132,6 @@ def leading_special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         if special[start : start + len(plain)] == plain:
             return special[:start]
     return []
-
-
-def token_stream(
-    tokenizer: PreTrainedTokenizerBase,
-    pieces: Iterable[str],
-    *,
-    add_special_tokens: bool = True,
-    window: int = WINDOW,
-    margin: int = 1 << 10,
-) -> Iterator[list[int]]:
-    """Tokenise a text that comes in pieces, holding a few windows of it at most.
-
-    Args:
-        tokenizer: Any tokenizer; no offsets are needed.
-        pieces: The text, cut anywhere.
-        add_special_tokens: Whether to begin with the tokenizer's leading special tokens (bos).
-        window: Characters tokenised at a time, at least 4 `margin`.
-        margin: Characters on each side of a cut that have to agree. Longer than any word, tokens are exact.
-
-    Yields:
-        Lists of token ids, none empty; concatenated they are the ids of the whole text without trailing special tokens.
-    """
-    if add_special_tokens and (special := leading_special_ids(tokenizer)):
-        yield special
-    stream = TokenStream(tokenizer, window=window, margin=margin)
-    yield from stream.add(pieces)
-    if ids := stream.finish():
-        yield ids
 
 
 class TokenStream:
@@ -257,7 +286,7 @@ def _places(
     """Return for characters of a text the first of its tokens, which follow a context, that does not end before it."""
     if not characters:
         return []
-    if not tokenizer.is_fast:  # no offsets: what is the same without what follows
+    if not tokenizer.is_fast or _BREAK in context + text:  # no offsets: what is the same without what follows
         return [shared(_encode_after(tokenizer, context, text[:one]), ids) for one in characters]
     before = len(encode(tokenizer, context)) if context else 0
     skipped, whole = context, encode(tokenizer, context + text)
@@ -333,7 +362,9 @@ class Document:
     def count(self, tokenizer: Any) -> None:
         """Tokenise it all, so that its size is known in tokens; 8 bytes each are held."""
         assert self.pieces is not None
-        found = whole(token_stream(tokenizer, trimmed(self.pieces), add_special_tokens=False))[0].tolist()
+        pieces = all_as_text(tokenizer, trimmed(self.pieces))
+        stream = TokenStream(tokenizer)
+        found = [one for block in stream.add(pieces) for one in block] + stream.finish()
         if not found:
             raise ValueError(f"{self.name} is empty; give a text to read")
         self.pieces, self.ids, self.size, self.unit = None, [found], len(found), "tokens"
@@ -348,9 +379,6 @@ def open_document(source: Any, name: str | None = None) -> Document:
     Args:
         source: A text, a path, an iterator of pieces of a text, ids, or an iterator of ids or of lists of them.
         name: What to call it; else the file's name.
-
-    Raises:
-        ValueError: For an empty text, a file that is not there, or something else.
     """
     if name is not None and not is_text(name):
         raise ValueError(f"name={name!r} is no text; give a name, or leave it out")
@@ -380,11 +408,7 @@ def open_document(source: Any, name: str | None = None) -> Document:
 
 
 def open_file(file: str | Path, name: str | None = None, setting: str = "") -> Document:
-    """Return a file's text, or that of standard input for `-`; messages put `setting` before the path.
-
-    Raises:
-        ValueError: If it is missing, a folder or not readable; while it is read, if it is not UTF-8.
-    """
+    """Return a file's text, or that of standard input for `-`; messages put `setting` before the path."""
     path = Path(os.path.expanduser(shipped.find(str(file))))
     size = path.stat().st_size if path.is_file() else None
     called = name or ("standard input" if str(file) == "-" else path.name)
@@ -401,9 +425,6 @@ def read_text(source: str | Path, block_chars: int = 1 << 20, setting: str = "--
 
     Yields:
         Blocks of at most `block_chars` characters. The file is opened at once, not at the first block.
-
-    Raises:
-        ValueError: If the file is missing, a folder or not readable, or, while reading, not UTF-8.
     """
     where: Any = sys.stdin.fileno() if str(source) == "-" else os.path.expanduser(shipped.find(str(source)))
     try:
