@@ -30,7 +30,6 @@ FOLDER = Path(__file__).with_name("saved_caches")
 def lm() -> LongContextModel:
     pair = {"model": "checkpoints/tiny", "heads": "checkpoints/tiny-heads"}
     loaded = LongContextModel.from_pretrained(**pair, policy=POLICY, device="cpu", dtype="float32")
-    loaded._knows_little = False
     return loaded
 
 
