@@ -33,9 +33,6 @@ def find(name: str) -> str:
 
     Args:
         name: What the user gave; what is no short name is returned as it is.
-
-    Raises:
-        ValueError: If the package is installed without its file.
     """
     named = NAMES.get(name)
     if named is None or os.path.isdir(name):

@@ -57,11 +57,7 @@ def as_lines(retention: Retention, width: int = 60) -> list[str]:
 
 
 def require_matplotlib(setting: str) -> None:
-    """Make sure that pictures can be drawn.
-
-    Raises:
-        ValueError: If matplotlib is not installed; the message begins with `setting`.
-    """
+    """Make sure that pictures can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(f"{setting} needs matplotlib; install it with `pip install 'locret[eval]'`")
 
@@ -104,10 +100,6 @@ def retention_map(
         path: PNG file to write; an existing one is replaced.
         needle: First and last position of a passage to mark.
         heading: Title of the whole picture.
-
-    Raises:
-        ValueError: If matplotlib is not installed.
-        OSError: If the file cannot be written.
     """
     require_matplotlib("a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -197,10 +189,6 @@ def _mark(curve: Any, rows: Any, needle: tuple[int, int]) -> None:
 
 
 def save(figure: Any, path: str | Path) -> None:
-    """Write a figure as PNG, whole or not at all.
-
-    Raises:
-        OSError: If the file cannot be written.
-    """
+    """Write a figure as PNG, whole or not at all."""
     with written_whole(path) as fresh:
         figure.savefig(fresh, format="png", dpi=150)

@@ -30,9 +30,6 @@ def find(name: str) -> str:
 
     Args:
         name: What the user gave: a file, a folder, or a repository on the Hub.
-
-    Raises:
-        ValueError: If it is that of a backbone that an earlier release had.
     """
     path = PurePath(name)
     recipe = path.parts[:1] == ("recipes",) and path.suffix in (".yaml", ".txt") and ".." not in path.parts

@@ -38,9 +38,6 @@ def checked_prompt(model: nn.Module, input_ids: Any, attention_mask: Any = None,
         attention_mask: (B, N) or (N,), 1 or True for a token, 0 or False for padding. None: left padding is recognised
             if the model has a pad token of its own, as transformers does.
         seen: Tokens of it that were read before, each text of them with padding of its own.
-
-    Raises:
-        ValueError: For anything else, padding on the right, or ids that the model does not know.
     """
     if isinstance(input_ids, Mapping):
         input_ids, attention_mask = _tokenized(input_ids, attention_mask)
@@ -60,11 +57,7 @@ def checked_prompt(model: nn.Module, input_ids: Any, attention_mask: Any = None,
 
 
 def check_ids(ids: Tensor, known: int | None) -> None:
-    """Check ids of any shape.
-
-    Raises:
-        ValueError: If they are not whole numbers from 0 to `known`, exclusive.
-    """
+    """Check ids of any shape."""
     if ids.dtype not in _WHOLE:
         raise ValueError(f"input_ids holds {str(ids.dtype).removeprefix('torch.')} numbers; {_WAY_OUT}")
     if not ids.numel():
@@ -168,11 +161,7 @@ class Stream:
         self._more: Iterator[Any] = iter(()) if isinstance(source, Tensor) else source
 
     def available(self, count: int) -> int:
-        """Return how many tokens are left, or `count` if there are at least that many.
-
-        Raises:
-            ValueError: If what comes is not a token id that the backbone knows, or a piece of them.
-        """
+        """Return how many tokens are left, or `count` if there are at least that many."""
         fresh: list[int] = []
         while self._pending.shape[1] + len(fresh) < count:
             try:

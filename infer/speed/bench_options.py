@@ -72,11 +72,7 @@ class BenchOptions(WeightOptions, PolicyFlags):
         self.cap_bytes()
 
     def prompt_lengths(self) -> tuple[int, ...] | None:
-        """Return the lengths in ascending order, without repeats; None: the shape's.
-
-        Raises:
-            ValueError: For what is not a length.
-        """
+        """Return the lengths in ascending order, without repeats; None: the shape's."""
         if self.lengths is None:
             return None
         parts = self.lengths if isinstance(self.lengths, list) else str(self.lengths).split(",")
@@ -87,22 +83,14 @@ class BenchOptions(WeightOptions, PolicyFlags):
         return tuple(sorted(lengths))
 
     def method_names(self) -> list[Any]:
-        """Return the methods as they were written, in the order given, without repeats.
-
-        Raises:
-            ValueError: If there are none.
-        """
+        """Return the methods as they were written, in the order given, without repeats."""
         found = method_spec.split(self.methods)
         if not found:
             raise ValueError("--methods is empty; name at least one, such as full,floor,locret")
         return found
 
     def cap_bytes(self) -> int | None:
-        """Return the bytes of `--memory-cap`.
-
-        Raises:
-            ValueError: For what is not an amount of memory.
-        """
+        """Return the bytes of `--memory-cap`."""
         try:
             return None if self.memory_cap is None else parse_bytes(self.memory_cap)
         except ValueError as error:
@@ -125,11 +113,7 @@ class BenchOutput:
     """Print no warnings and no progress."""
 
     def paths(self) -> list[Path]:
-        """Return the files of a record, after making sure that they can be written; none without --output.
-
-        Raises:
-            ValueError: If the folder does not exist, or there is a record of that name.
-        """
+        """Return the files of a record, after making sure that they can be written; none without --output."""
         if self.output is None:
             return []
         # Not with_suffix: a dot in BASE, as in llama-3.1-8b, is part of the name.

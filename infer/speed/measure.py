@@ -55,11 +55,7 @@ class Measurements:
 
 
 class Bench:
-    """A backbone, heads and a prompt, made or loaded once for all runs of a plan that has a device.
-
-    Raises:
-        ValueError: If weights are missing or broken.
-    """
+    """A backbone, heads and a prompt, made or loaded once for all runs of a plan that has a device."""
 
     def __init__(self, plan: BenchPlan) -> None:
         assert plan.device is not None
@@ -97,12 +93,7 @@ class Bench:
 
 
 def measure(plan: BenchPlan, *, quiet: bool = False) -> Measurements:
-    """Measure everything in a plan that has a device, with a progress bar where standard error is a terminal.
-
-    Raises:
-        ValueError: If weights are missing or broken, or the cap is more than the device has.
-        OSError: If the backbone alone does not fit.
-    """
+    """Measure everything in a plan that has a device, with a progress bar where standard error is a terminal."""
     device, found, failed = plan.device, Measurements(), set[Key]()
     assert device is not None
     cases = [(method, length) for length in plan.lengths for method in plan.methods]

@@ -129,10 +129,6 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     Args:
         options: What the user typed.
         chosen: Names that the user set.
-
-    Raises:
-        ValueError: For anything that cannot be measured as asked.
-        OSError: If a Hub refuses or cannot be reached.
     """
     if options.model is not None and "shape" in chosen:
         raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
@@ -192,11 +188,7 @@ def _trained(heads: str | None, config: Any) -> RetainingHeads | None:
 
 
 def _check(plan: BenchPlan, own: Mapping[str, Any]) -> None:
-    """Refuse a plan that a method, the policy or the machine contradicts.
-
-    Raises:
-        ValueError: Saying which.
-    """
+    """Refuse a plan that a method, the policy or the machine contradicts."""
     policies = [one.policy(plan.policy) for one in plan.methods if not one.method.plain] or [plan.policy]
     check_used(own, policies)
     check_no_turns(own)

@@ -29,11 +29,7 @@ class Shape:
 
 
 def shape_of(name: str) -> Shape:
-    """Return a shape by its name.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return a shape by its name."""
     if name not in _SHAPES:
         raise ValueError(f"--shape {name} is unknown; choose one of {', '.join(_SHAPES)}")
     values = dict(_SHAPES[name])

@@ -70,11 +70,7 @@ def sharers_of(model: nn.Module) -> HeadRanks | None:
 
 
 def on_rank(backbone: Backbone, ranks: int) -> Backbone:
-    """Return a backbone as each of so many processes has it that share its heads.
-
-    Raises:
-        ValueError: If they cannot have equally many.
-    """
+    """Return a backbone as each of so many processes has it that share its heads."""
     kv_heads = {shape.num_kv_heads for shape in backbone.shapes} or {backbone.num_kv_heads}
     if any(count % ranks for count in kv_heads):
         counts = [count for count in range(2, min(kv_heads) + 1) if not any(one % count for one in kv_heads)]
@@ -93,11 +89,7 @@ def _part(shape: Any, ranks: int) -> Any:
 
 
 def unwrap(model: Any) -> Any:
-    """Return the transformers model inside the wrappers of PEFT (its adapters stay active) and of torch.compile.
-
-    Raises:
-        ValueError: If an active adapter works outside of the transformers model, so that it would be dropped.
-    """
+    """Return the transformers model inside the wrappers of PEFT (its adapters stay active) and of torch.compile."""
     model = getattr(model, "_orig_mod", model)
     if not hasattr(model, "get_base_model"):
         return model
@@ -147,11 +139,7 @@ def compute_dtype(model: nn.Module) -> torch.dtype:
 
 
 def find_decoder(model: nn.Module) -> Any:
-    """Return the stack of decoder layers, which owns `layers`, and `rotary_emb` where positions are rotated.
-
-    Raises:
-        ValueError: If there is none, or keys get their positions in another way than by rotation.
-    """
+    """Return the stack of decoder layers, which owns `layers`, and `rotary_emb` where positions are rotated."""
     base = unwrap(model)
     found = base.get_decoder() if hasattr(base, "get_decoder") else getattr(base, "model", base)
     # ModernBERT's `decoder` is the layer that returns logits.
@@ -208,12 +196,7 @@ def rotary_module(decoder: Any) -> Any:
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the attention module of every decoder layer, in order; of one that does not attend, the layer itself.
-
-    Raises:
-        ValueError: If a layer has no q_proj, k_proj, v_proj and no fused qkv_proj, or several, or layers share one
-            module; the message names what was found.
-    """
+    """Return the attention module of every decoder layer, in order; of one that does not attend, the layer itself."""
     config = unwrap(model).config
     kinds = layer_kinds(config.get_text_config() if hasattr(config, "get_text_config") else config)
     layers = list(zip(find_decoder(model).layers, kinds, strict=False))
@@ -229,11 +212,7 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def output_projection(module: nn.Module) -> nn.Module:
-    """Return what makes hidden states of the values of all query heads that an attention module has weighed.
-
-    Raises:
-        ValueError: If it has another name than those known.
-    """
+    """Return what makes hidden states of the values of all query heads that an attention module has weighed."""
     found = next((getattr(module, name) for name in _OUTPUTS if hasattr(module, name)), None)
     if not isinstance(found, nn.Module):
         raise ValueError(
@@ -243,11 +222,7 @@ def output_projection(module: nn.Module) -> nn.Module:
 
 
 def state_modules(model: nn.Module) -> dict[int, nn.Module]:
-    """Return the module that owns the state of each layer that carries one.
-
-    Raises:
-        ValueError: If it cannot be told.
-    """
+    """Return the module that owns the state of each layer that carries one."""
     backbone, layers, modules = describe(model), find_decoder(model).layers, attention_modules(model)
     return {
         index: state_module(layers[index], modules[index] if kind == BOTH else None, index)
@@ -296,9 +271,6 @@ def latents(model: nn.Module, modules: list[nn.Module] | None = None) -> dict[in
     Args:
         model: The backbone.
         modules: Its attention modules, where they are known already.
-
-    Raises:
-        ValueError: If one of them is not like DeepSeek's.
     """
     modules = attention_modules(model) if modules is None else modules
     return {index: Latent.of(module) for index, module in enumerate(modules) if is_latent(module)}
@@ -370,11 +342,7 @@ def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
 
 
 def _check_layers(text: Any, model_type: str) -> None:
-    """Refuse layers that differ in more than their shape, or that choose by themselves what they attend to.
-
-    Raises:
-        ValueError: Saying in what.
-    """
+    """Refuse layers that differ in more than their shape, or that choose by themselves what they attend to."""
     differing = set(getattr(text, "per_layer_attributes", None) or ())
     if strange := sorted(differing & {"sliding_window", "attention_chunk_size", "num_hidden_layers", "hidden_size"}):
         raise ValueError(
@@ -399,11 +367,7 @@ def _check_layers(text: Any, model_type: str) -> None:
 
 
 def _sources(text: Any, kinds: tuple[str, ...]) -> tuple[int, ...]:
-    """Return the layer whose units each layer attends to: the last ones may borrow those of the last of their kind.
-
-    Raises:
-        ValueError: If there is none to borrow from.
-    """
+    """Return the layer whose units each layer attends to: the last ones may borrow those of the last of their kind."""
     own = max(0, len(kinds) - (getattr(text, "num_kv_shared_layers", None) or 0))
     types = _layer_types(text)
     sources = list(range(own))
@@ -444,11 +408,7 @@ def _shape_of(text: Any, index: int, module: Any = None) -> LayerShape:
 
 
 def layer_kinds(config: Any) -> tuple[str, ...]:
-    """Return what every layer of a text config remembers (see `Backbone.kinds`), as transformers' own cache has it.
-
-    Raises:
-        ValueError: For a layer that remembers something else, such as compressed or chunked attention.
-    """
+    """Return what every layer of a text config remembers (see `Backbone.kinds`), as transformers' own cache has it."""
     types = _layer_types(config)
     kinds = {kind: _kind_of(kind) for kind in types}
     if others := sorted(kind for kind, found in kinds.items() if found is None):

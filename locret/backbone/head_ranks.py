@@ -63,12 +63,7 @@ class HeadRanks:
         return whole.narrow(dim, own.start, own.stop - own.start)
 
     def in_first(self, act: Callable[[], None]) -> None:
-        """Do something in the first process, such as writing a file, while the others wait.
-
-        Raises:
-            ValueError: If it does there, in all processes.
-            OSError: If it does there, in all processes.
-        """
+        """Do something in the first process, such as writing a file, while the others wait."""
         failure: Exception | None = None
         if self.rank == 0:
             try:
@@ -104,9 +99,6 @@ def find(base: nn.Module, modules: list[nn.Module]) -> HeadRanks | None:
     Args:
         base: The model, without wrappers.
         modules: Its attention modules; layers without attention are whole in every process.
-
-    Raises:
-        ValueError: If only some layers are spread, or the model's plan is not where transformers had it.
     """
     if sharing(base) is None:
         return None

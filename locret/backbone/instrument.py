@@ -144,9 +144,6 @@ def instrumented(model: nn.Module, watcher: Observer | None = None) -> Iterator[
     Args:
         model: The backbone. Blocks of one model may be nested, and overlap in several threads.
         watcher: Observer of this thread's passes without a cache; a pass with a cache is observed by its `reader`.
-
-    Raises:
-        ValueError: If the model's attention cannot be found, or its modules are being copied.
     """
     decoder = find_decoder(model)
     with _LOCK:
@@ -175,11 +172,7 @@ _BUSY = "this model is being read by another cache; finish that prefill or gener
 
 @contextmanager
 def exclusively(model: nn.Module) -> Iterator[None]:
-    """Keep every other reader away from a model until the block ends.
-
-    Raises:
-        ValueError: If the model is being read.
-    """
+    """Keep every other reader away from a model until the block ends."""
     decoder = find_decoder(model)
     with _LOCK:
         if decoder in _INSTRUMENTS:
@@ -326,11 +319,7 @@ def recorders(
 
 
 def query_source(module: nn.Module) -> nn.Module:
-    """Return what gives the queries that are rotated: the projection, or its norm.
-
-    Raises:
-        ValueError: If they come with keys and values.
-    """
+    """Return what gives the queries that are rotated: the projection, or its norm."""
     if hasattr(module, FUSED):
         raise ValueError(f"the queries of {type(module).__name__} lend a number to DMS, but come with keys and values")
     found: nn.Module = next(one for name in _QUERIES if (one := getattr(module, name, None)) is not None)
@@ -449,12 +438,7 @@ def locret_attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Ask the observer what to attend to, attend, and tell it. The signature is that of a transformers attention.
-
-    Raises:
-        ValueError: Outside `instrumented`, or where the backbone asks for attention dropout, a mask of its own,
-            or more than one attention in a layer.
-    """
+    """Ask the observer what to attend to, attend, and tell it. The signature is that of a transformers attention."""
     running = _PASS.get()
     if running is None or running.observer is None or module not in running.instrument.layers:
         raise ValueError('attention "locret" works inside locret.prefill and locret.generate; choose "sdpa" elsewhere')

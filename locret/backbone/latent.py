@@ -49,11 +49,7 @@ class Latent:
 
     @classmethod
     def of(cls, module: Any) -> Latent:
-        """Describe an attention module.
-
-        Raises:
-            ValueError: If it has not what DeepSeek's has.
-        """
+        """Describe an attention module."""
         config = module.config
         names = ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
         if missing := [name for name in names if not isinstance(getattr(config, name, None), int)]:

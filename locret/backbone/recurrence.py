@@ -67,9 +67,6 @@ def state_shapes(config: Any, decoder: type[nn.Module] | None = None) -> States:
     Returns:
         By layer and by name, "conv.0" for the first convolution's inputs and "recurrent.0" for the first state. What is
         not in float32 has the backbone's own dtype.
-
-    Raises:
-        ValueError: If the backbone's code keeps its states elsewhere than in transformers' own cache.
     """
     said = f"{decoder} {config.to_json_string(use_diff=False)}"
     if said not in _SHAPES:
@@ -135,11 +132,7 @@ def state_numbers(config: Any, decoder: type[nn.Module] | None = None) -> tuple[
 
 
 def state_module(layer: nn.Module, attention: nn.Module | None, index: int) -> nn.Module:
-    """Return the module of a decoder layer that owns its state: the innermost that knows its index, and not attends.
-
-    Raises:
-        ValueError: If there is none, or more than one.
-    """
+    """Return the module of a decoder layer that owns its state: the innermost that knows its index, and not attends."""
     inside = set() if attention is None else set(attention.modules())
     found = [
         module

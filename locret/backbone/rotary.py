@@ -181,11 +181,7 @@ class RotationCheck:
         self._checked.add(layer_idx)
 
     def report(self) -> None:
-        """Raise what `compare` has found, with one look at the device for all layers.
-
-        Raises:
-            ValueError: If the backbone rotates keys in another way.
-        """
+        """Raise what `compare` has found, with one look at the device for all layers."""
         wrong, self._wrong = self._wrong, []
         if wrong and torch.stack([found.to(wrong[0].device) for found in wrong]).any():
             self._checked.clear()
@@ -215,11 +211,7 @@ _FROM_PARAMETERS = ("default", "linear", "llama3", "yarn")
 
 
 def rotary_from(parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> Rotary:
-    """Return the rotation that `rotary_parameters` describes, without the backbone.
-
-    Raises:
-        ValueError: If they do not say everything.
-    """
+    """Return the rotation that `rotary_parameters` describes, without the backbone."""
     # Models' files, which few callers need.
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding
     from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3RotaryEmbedding

@@ -108,11 +108,7 @@ class Backbone:
         return tuple(map(self.shape, self.layers))
 
     def check_alike(self, what: str) -> LayerShape:
-        """Return the one shape of all layers, with values as wide as keys.
-
-        Raises:
-            ValueError: If layers differ, or their values are not as wide as their keys; `what` needs it otherwise.
-        """
+        """Return the one shape of all layers, with values as wide as keys."""
         first = self.shape(0)
         if not first.plain:
             raise ValueError(

@@ -34,21 +34,13 @@ class Refusal(ValueError):
 
 
 def check_fields(instance: Any) -> None:
-    """Check every field of a dataclass instance, and leave plain Python numbers in it.
-
-    Raises:
-        ValueError: For the first value that is not of its field's type; a number must be finite.
-    """
+    """Check every field of a dataclass instance, and leave plain Python numbers in it."""
     for field in fields(instance):
         object.__setattr__(instance, field.name, checked(type(instance), field.name, getattr(instance, field.name)))
 
 
 def checked(cls: type, name: str, value: Any) -> Any:
-    """Return a value for the field `name`; scalars of numpy and torch come back as Python numbers.
-
-    Raises:
-        ValueError: If it is not of the field's type; a number must be finite.
-    """
+    """Return a value for the field `name`; scalars of numpy and torch come back as Python numbers."""
     kind = types_of(cls)[name]
     members = [one for one in union_members(kind) if one is not NoneType]
     if not members or any((get_origin(one) or one) not in _READERS for one in members):
@@ -63,12 +55,7 @@ def checked(cls: type, name: str, value: Any) -> Any:
 
 
 def checked_values(cls: type, values: Any, where: str) -> dict[str, Any]:
-    """Return values for some fields of `cls`, such as a file holds, each checked on its own.
-
-    Raises:
-        ValueError: If they are not given by name, a name is unknown, or a value is not of its field's type; the
-            message begins with `where`.
-    """
+    """Return values for some fields of `cls`, such as a file holds, each checked on its own."""
     if not isinstance(values, Mapping):
         raise ValueError(f"{where}={shown(values)} is not a mapping; give the fields of {cls.__name__} by name")
     known = types_of(cls)
@@ -100,9 +87,6 @@ def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], w
         instance: What has the fields.
         ranges: By name, a `Range`, or a tuple of all values there are.
         where: What a message begins with.
-
-    Raises:
-        ValueError: Naming the field, its value and what it may be.
     """
     for name, allowed in ranges.items():
         value = getattr(instance, name)
@@ -121,11 +105,7 @@ def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], w
 
 
 def check_license(value: str | None) -> None:
-    """Check the option `--license` of the commands that make or publish heads; None is no licence given.
-
-    Raises:
-        ValueError: If the Hub would refuse the card.
-    """
+    """Check the option `--license` of the commands that make or publish heads; None is no licence given."""
     if value is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,60}", value):
         raise ValueError(f"--license {value} is not how the Hub spells a licence; use one such as apache-2.0 or other")
 
@@ -146,9 +126,6 @@ def check_sampling(setting: str, value: float, least: float = 1e-3) -> None:
         setting: How the user named it.
         value: A temperature or a repetition penalty.
         least: Smallest value that float16 logits bear.
-
-    Raises:
-        ValueError: Naming the setting.
     """
     if not least <= value <= 1 / least:
         raise ValueError(f"{setting} {value} makes no usable probabilities; give {least:g} to {1 / least:g}")
@@ -159,11 +136,7 @@ MOST_THREADS = 4096
 
 
 def check_threads(threads: int) -> None:
-    """Check a number of CPU threads against what no machine has cores for.
-
-    Raises:
-        ValueError: Naming the option.
-    """
+    """Check a number of CPU threads against what no machine has cores for."""
     if threads > MOST_THREADS:
         raise ValueError(f"--threads {shown(threads)} is too large; give at most {MOST_THREADS}")
 
@@ -175,10 +148,6 @@ def read(value: Any, kind: Any, *, text: bool = False) -> Any:
         value: What was given.
         kind: The type, as `get_type_hints` gives it: scalars, `Literal`, lists, tuples, mappings, dataclasses, unions.
         text: Whether it comes from a command line, where everything is a text.
-
-    Raises:
-        WrongType: If it is not of that type.
-        ValueError: Where a dataclass refuses its values.
     """
     if kind is Any:
         return value

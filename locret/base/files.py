@@ -77,11 +77,7 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
 
 
 def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
-    """Write a text file that appears whole or not at all; see `written_whole`.
-
-    Raises:
-        OSError: If it cannot be written; the message names it.
-    """
+    """Write a text file that appears whole or not at all; see `written_whole`."""
     with written_whole(path, parents=parents) as fresh:
         fresh.write_text(text, encoding="utf-8")
 
@@ -115,11 +111,7 @@ def read_json(file: Path, what: str) -> Any:
 
 
 def shards(index: Path) -> dict[str, Path]:
-    """Return which file of its folder holds each weight, by the index of a sharded checkpoint.
-
-    Raises:
-        ValueError: If it is no such index, or names anything but files of its own folder.
-    """
+    """Return which file of its folder holds each weight, by the index of a sharded checkpoint."""
     values = read_json(index, "the index of a sharded checkpoint")
     files = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(files, dict):

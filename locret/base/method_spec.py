@@ -127,9 +127,6 @@ def parse(method: str | Mapping[str, Any] | MethodSpec, where: str = "method") -
         method: As the module's docstring shows.
         where: What messages call it, such as "method" or "scorer".
 
-    Raises:
-        ValueError: If it is not written like that, a modifier is unknown, or two of them contradict each other.
-
     Examples:
         >>> parse("snapkv:kernel=7,pooling=max+prompt_end").options
         {'kernel': 7, 'pooling': 'max'}
@@ -209,11 +206,7 @@ def _named(text: str, start: int = 0) -> tuple[str, str]:
 
 
 def _options(given: str, more: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the options of a text and those of a mapping.
-
-    Raises:
-        ValueError: If one is there twice, is not written as one, or could not be.
-    """
+    """Return the options of a text and those of a mapping."""
     options: dict[str, Any] = {}
     pairs: list[tuple[str, Any]] = []
     for part in given.split(",") if given else []:
@@ -235,11 +228,7 @@ def _options(given: str, more: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _modifier(text: str, own: dict[str, Any], where: str) -> Modifier:
-    """Return a modifier in its one spelling: the options of what it names are its own; takes its mapping from `own`.
-
-    Raises:
-        ValueError: If there is none of that name, or it has no such option.
-    """
+    """Return a modifier in its one spelling: the options of what it names are its own; takes its mapping from `own`."""
     name, colon, given = text.partition(":")
     name = name.strip()
     if name not in MODIFIERS:

@@ -67,9 +67,6 @@ def check_retired(kind: str, name: str) -> None:
     Args:
         kind: What messages call such a choice, as "--suite".
         name: What somebody wrote, which is none of today's names.
-
-    Raises:
-        ValueError: If there was one, naming the last release that has it, or what happens by itself now.
     """
     asked = f"{kind} {name}"
     if asked in _BY_ITSELF:

@@ -54,9 +54,6 @@ def load_announced(point: EntryPoint, what: str) -> Any:
     Args:
         point: The entry point.
         what: What messages call it, such as "scorer".
-
-    Raises:
-        ValueError: If its package cannot be imported, or does not hold it.
     """
     owner = f" of {point.dist.name}" if point.dist else ""
     return _found(point.value.partition("[")[0].strip(), f'{what} "{point.name}"{owner}')
@@ -68,9 +65,6 @@ def load(reference: str, what: str) -> Any:
     Args:
         reference: As somebody wrote it.
         what: What messages call it, such as "scorer".
-
-    Raises:
-        ValueError: If there is no such module, file or name, or running it fails.
     """
     return _found(reference, f'{what} "{reference}"')
 

@@ -29,11 +29,7 @@ class Chosen(ABC):
     """What options may be, where their type alone does not say it; see `check_ranges`."""
 
     def __post_init__(self) -> None:
-        """Check the options by their types and ranges.
-
-        Raises:
-            ValueError: For the first value that cannot be.
-        """
+        """Check the options by their types and ranges."""
         try:
             check_fields(self)
         except ValueError as error:
@@ -41,19 +37,11 @@ class Chosen(ABC):
         check_ranges(self, self.ranges, f"{self.kind} {self.name}: ")
 
     def refuse(self, why: str) -> NoReturn:
-        """Refuse the options.
-
-        Raises:
-            ValueError: Saying why, and of what they are.
-        """
+        """Refuse the options."""
         raise ValueError(f"{self.kind} {self.name}: {why}") from None
 
     def check_effect(self, needed: str, *options: str) -> None:
-        """Refuse options that are not at their defaults where nothing reads them without the setting `needed`.
-
-        Raises:
-            ValueError: Naming the first.
-        """
+        """Refuse options that are not at their defaults where nothing reads them without the setting `needed`."""
         for option in options:
             if (value := getattr(self, option)) != getattr(type(self), option):
                 self.refuse(f"{option}={value} has no effect without {needed}; set that, or leave it out")
@@ -95,9 +83,6 @@ def build(kind: str, name: str, made: type[T], given: Mapping[str, Any], needs: 
         made: The class.
         given: Options by name.
         needs: What to say where an option without a default is missing, if naming the option is not enough.
-
-    Raises:
-        ValueError: If an option is unknown, missing or unfit.
     """
     known = {field.name: field for field in fields(made) if field.init}  # type: ignore[arg-type]
     for option in given:

@@ -46,9 +46,6 @@ def completion(commands: Mapping[str | None, tuple[Any, ...]], prog: str, shell:
         commands: The arguments of `text`, by the words of the command; None is a command without words.
         prog: Name of the command.
         shell: One of `SHELLS`.
-
-    Raises:
-        ValueError: For another shell.
     """
     if shell not in SHELLS:
         raise ValueError(f"--print-completion {shell} is unknown; choose one of {', '.join(SHELLS)}")

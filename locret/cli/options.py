@@ -111,12 +111,7 @@ class Given:
 
 
 class CommandLine:
-    """What stands on a command line, as typed: values of options, recipes, and what is asked instead of a run.
-
-    Raises:
-        ValueError: For an argument that is no flag, a flag that there is not, one without a value, or an option that is
-            given by two names.
-    """
+    """What stands on a command line, as typed: values of options, recipes, and what is asked instead of a run."""
 
     def __init__(self, options: Mapping[str, Option], arguments: list[str]) -> None:
         self.options = options
@@ -207,11 +202,7 @@ def meant(name: str, options: Mapping[str, Any]) -> str | None:
 
 
 def known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str, Option]:
-    """Return the whole name of an option that was named, and the option.
-
-    Raises:
-        ValueError: If there is none; the message says what may be meant, in the way the name was given.
-    """
+    """Return the whole name of an option that was named, and the option."""
     name = meant(name, options) or name
     if name in options:
         return name, options[name]
@@ -241,11 +232,7 @@ def typed(value: Any) -> str:
 
 
 def merged(line: CommandLine, classes: Sequence[type]) -> dict[str, Given]:
-    """Return what the recipes say, in their order, and the flags in place of it.
-
-    Raises:
-        ValueError: For a recipe that cannot be read, or a key that is unknown or given twice.
-    """
+    """Return what the recipes say, in their order, and the flags in place of it."""
     found: dict[str, Given] = {}
     for recipe in line.recipes:
         found |= _of_recipe(recipe, line.options)
@@ -284,11 +271,7 @@ def _of_recipe(recipe: str, options: Mapping[str, Option]) -> dict[str, Given]:
 
 
 def values_of(options: Mapping[str, Option], given: Mapping[str, Given]) -> dict[str, Any]:
-    """Return the values by name of the field: typed, whole, and without what was set to null.
-
-    Raises:
-        ValueError: For a value of the wrong type.
-    """
+    """Return the values by name of the field: typed, whole, and without what was set to null."""
     found: dict[str, Any] = {}
     for name in sorted(given, key=lambda name: name.count(".")):
         one = given[name]
@@ -316,11 +299,7 @@ def values_of(options: Mapping[str, Option], given: Mapping[str, Given]) -> dict
 
 
 def _read(option: Option, given: Given) -> Any:
-    """Return a value as its option's type.
-
-    Raises:
-        ValueError: If it is not of that type, or an empty text.
-    """
+    """Return a value as its option's type."""
     value, text = given.value, given.recipe is None
     kinds = values.union_members(option.kind)
     if text and value[:1] == "{" and any(is_dataclass(kind) or (get_origin(kind) or kind) is dict for kind in kinds):
@@ -357,11 +336,7 @@ def lacking(options: Mapping[str, Option], found: Mapping[str, Any]) -> list[Opt
 
 
 def instances(classes: Sequence[type], options: Mapping[str, Option], found: Mapping[str, Any]) -> list[Any]:
-    """Return an instance of each class.
-
-    Raises:
-        ValueError: If an option is missing, or a class refuses its values.
-    """
+    """Return an instance of each class."""
     if missing := lacking(options, found):
         names, first = " and ".join(option.flag for option in missing), missing[0]
         said = f"is missing: {first.help}" if len(missing) == 1 else f"are missing; {first.flag}: {first.help}"

@@ -25,9 +25,6 @@ def read(name: str) -> dict[str, Any]:
 
     Args:
         name: The file; those that locret came with are found in every folder.
-
-    Raises:
-        ValueError: If it is missing, not a mapping, too large, or has a key twice; the message begins with `--config`.
     """
     try:
         path = Path(os.path.expanduser(shipped.find(name)))
@@ -52,11 +49,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def load(text: str) -> Any:
-    """Return the data of a YAML text; None for an empty one is an empty mapping.
-
-    Raises:
-        ValueError: If it is not YAML, has a key twice.
-    """
+    """Return the data of a YAML text; None for an empty one is an empty mapping."""
     import yaml
 
     try:

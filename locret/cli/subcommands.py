@@ -29,12 +29,7 @@ class Subcommand:
 
 
 def run_subcommand(prog: str, commands: Mapping[str, Subcommand], argv: Sequence[str] | None) -> int:
-    """Do what a command line says, and return the exit code.
-
-    Raises:
-        SystemExit: Once help, version or completion has been answered.
-        ValueError: If there is no such word, or it refuses its options.
-    """
+    """Do what a command line says, and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["--print-completion"]:
         _print_completion(prog, commands, *arguments[1:2])
@@ -52,10 +47,6 @@ def chosen(prog: str, about: Mapping[str, str], arguments: Sequence[str]) -> tup
         prog: Name of the command.
         about: What each word does.
         arguments: The command line.
-
-    Raises:
-        SystemExit: Once help or version has been answered.
-        ValueError: If there is no such word.
     """
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
@@ -81,11 +72,7 @@ def listing(prog: str, about: Mapping[str, str]) -> str:
 
 
 def with_flag(arguments: list[str], flag: str) -> list[str]:
-    """Put a flag before the values that are written first.
-
-    Raises:
-        ValueError: If its flag is given too.
-    """
+    """Put a flag before the values that are written first."""
     count = next((at for at, word in enumerate(arguments) if word.startswith("-") and word != "-"), len(arguments))
     if not count:
         return arguments

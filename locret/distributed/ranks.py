@@ -76,11 +76,7 @@ class Ranks:
         return device
 
     def gather(self, value: Any) -> list[Any]:
-        """Return what every process gave, by rank.
-
-        Raises:
-            OSError: If another process is gone.
-        """
+        """Return what every process gave, by rank."""
         if self.size == 1:
             return [value]
         import torch.distributed
@@ -99,10 +95,6 @@ class Ranks:
         Args:
             on_backbone: Whether the step loads or runs the backbone. Where that is sharded, the others wait for a
                 process that fails in the middle of it, so it must end, and they with it.
-
-        Raises:
-            SystemExit: If another process failed, which says why.
-            OSError: If another process is gone.
         """
         if on_backbone and self.shard is not None:
             yield
@@ -130,9 +122,6 @@ class Ranks:
         Args:
             facts: What must be the same, by the name that a user knows it by.
             way_out: What to do if it is not.
-
-        Raises:
-            ValueError: In every process, if one of them has others; the message names both.
         """
         given = self.gather({name: repr(value) for name, value in facts.items()})
         for rank, other in enumerate(given):
@@ -143,11 +132,7 @@ class Ranks:
 
 
 def launched() -> tuple[int, int, int]:
-    """Return rank, size and local rank as the launcher has put them into the environment; (0, 1, 0) without one.
-
-    Raises:
-        OSError: If they are no numbers.
-    """
+    """Return rank, size and local rank as the launcher has put them into the environment; (0, 1, 0) without one."""
     rank, size, local = (os.environ.get(n, d) for n, d in (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0")))
     try:
         return int(rank), int(size), int(local)
@@ -156,11 +141,7 @@ def launched() -> tuple[int, int, int]:
 
 
 def check_launcher() -> None:
-    """Refuse what a launcher was asked for and would not be done.
-
-    Raises:
-        ValueError: Naming its variable, and the option that does something like it here.
-    """
+    """Refuse what a launcher was asked for and would not be done."""
     for name, shard in ((f"ACCELERATE_USE_{engine}", shard) for engine, shard in _ENGINES.items()):
         if os.environ.get(name, "").strip().lower() in ("1", "true", "yes", "on", "y", "t"):
             raise ValueError(
@@ -177,11 +158,7 @@ def _unreachable(rank: object, size: object, error: Exception) -> OSError:
 
 
 def join() -> None:
-    """Join the process group that the launcher has made room for, unless this process has.
-
-    Raises:
-        OSError: If the others cannot be reached.
-    """
+    """Join the process group that the launcher has made room for, unless this process has."""
     import torch
     from torch import distributed
     from torch.distributed.rendezvous import rendezvous
@@ -208,9 +185,6 @@ def joined(prog: str, *, way_out: str = "see what it says, and start all of them
     Args:
         prog: Name of the command.
         way_out: What to do once a process has died.
-
-    Raises:
-        OSError: If one of them cannot be reached, or has died.
     """
     check_launcher()
     rank, size, local_rank = launched()

@@ -41,10 +41,6 @@ def load_sharded(
 
     Returns:
         The backbone, and transformers' record of what was found.
-
-    Raises:
-        ValueError: If this backbone cannot be sharded so, or a package is missing.
-        OSError: If the other processes cannot be reached.
     """
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--shard {options.shard} works on cpu and cuda, not on {device.type}; give --device cpu")
@@ -58,11 +54,7 @@ def load_sharded(
 
 
 def _agree_on_files(folder: str) -> None:
-    """Make sure that all processes load the same weights, from whatever disk each has; a repository has one revision.
-
-    Raises:
-        ValueError: If they do not.
-    """
+    """Make sure that all processes load the same weights from whatever disk each has."""
     if os.path.isdir(folder):
         rank, size, local_rank = ranks.launched()
         files = sorted(path for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
@@ -139,11 +131,7 @@ def _load_zero3(dtype: torch.dtype, read: Read, offload: str | None, folder: str
 
 
 def load_split(config: Any, read: Read) -> tuple[nn.Module, Any]:
-    """Load a backbone split by its heads.
-
-    Raises:
-        ValueError: If transformers has no plan for it, or its KV heads cannot be shared equally.
-    """
+    """Load a backbone split by its heads."""
     from transformers.distributed import DistributedConfig
 
     size = torch.distributed.get_world_size()
@@ -156,12 +144,7 @@ def load_split(config: Any, read: Read) -> tuple[nn.Module, Any]:
 
 
 def part_of(config: Any, size: int) -> Backbone:
-    """Return a backbone as each of so many processes will have it: where its plan splits heads, with some of them.
-
-    Raises:
-        ValueError: If transformers has no plan for it or one that changes what it computes, or its KV heads cannot be
-            shared equally.
-    """
+    """Return a backbone as each of so many processes will have it: where its plan splits heads, with some of them."""
     text = config.get_text_config()
     plan = getattr(text, "base_model_tp_plan", None)
     if not plan:

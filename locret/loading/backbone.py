@@ -51,11 +51,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def device_of_source(options: BackboneSource) -> torch.device:
-    """Return where a backbone begins to compute: what its device map says, else what `--device` means here.
-
-    Raises:
-        ValueError: For a device that PyTorch does not see, or a device map that cannot be read.
-    """
+    """Return where a backbone begins to compute: what its device map says, else what `--device` means here."""
     asked = weights.device_map_of(options)
     mapped = None if asked is None else weights.main_device(asked)
     return mapped or resolve_device(str(getattr(options, "device", "auto")))
@@ -97,12 +93,7 @@ class _Source(NamedTuple):
 
 
 def _source(options: BackboneSource) -> _Source:
-    """Return where a backbone is; for the folder of an adapter that is its base model, with the adapter on it.
-
-    Raises:
-        ValueError: If there is no such folder or repository, or it holds no backbone.
-        OSError: If the Hub refuses or cannot be reached.
-    """
+    """Return where a backbone is; for the folder of an adapter that is its base model, with the adapter on it."""
     folder = options.local_folder()
     name = folder or options.place
     if options.gguf is not None:
@@ -183,11 +174,7 @@ def _name(config: Any, options: BackboneSource) -> None:
 
 
 def _gguf(options: BackboneSource) -> dict[str, str]:
-    """Return what tells transformers of a GGUF file, if one is loaded.
-
-    Raises:
-        ValueError: If the package that reads it is not installed.
-    """
+    """Return what tells transformers of a GGUF file, if one is loaded."""
     if options.gguf is None:
         return {}
     if find_spec("gguf") is None:
@@ -350,11 +337,7 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
 def _where(
     source: _Source, options: BackboneSource, config: Any, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Return what tells transformers where weights go, and in which numbers.
-
-    Raises:
-        ValueError: If that does not go together, or with the backbone; or its files are no match for its config.
-    """
+    """Return what tells transformers where weights go, and in which numbers."""
     from transformers import GgufConfig
 
     folder, sketch = Path(source.model), None
@@ -382,11 +365,7 @@ def _where(
 
 
 def _with_adapter(model: nn.Module, source: _Source) -> nn.Module:
-    """Return a backbone with an adapter on it.
-
-    Raises:
-        ValueError: If it cannot be read, does not fit, or works outside of the layers.
-    """
+    """Return a backbone with an adapter on it."""
     from peft import PeftModel, PeftType
 
     assert source.adapter is not None

@@ -50,11 +50,7 @@ class WeightOptions:
     """The most that --device-map may put in each place, such as {0: 20GiB, cpu: 60GiB}."""
 
     def check_weights(self) -> None:
-        """Refuse what does not go together, as far as the options tell.
-
-        Raises:
-            ValueError: Naming both, and the way out.
-        """
+        """Refuse what does not go together, as far as the options tell."""
         given, device = self.quantising(), str(getattr(self, "device", "auto"))
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} exclude each other; drop one of them")
@@ -143,11 +139,7 @@ class BackboneSource(WeightOptions, _Named):
         self._check_shard()
 
     def refuse_shard(self, prog: str) -> None:
-        """Refuse to spread the backbone, for commands that are one process.
-
-        Raises:
-            ValueError: If that was asked for.
-        """
+        """Refuse to spread the backbone, for commands that are one process."""
         if self.shard is not None:
             raise ValueError(
                 f"--shard {self.shard} is for locret-train, locret-infer and locret-eval; {prog} is one process, so "
@@ -155,11 +147,7 @@ class BackboneSource(WeightOptions, _Named):
             )
 
     def _check_shard(self) -> None:
-        """Refuse ways of sharding that cannot be, or would be ignored.
-
-        Raises:
-            ValueError: Naming the option, and the way out.
-        """
+        """Refuse ways of sharding that cannot be, or would be ignored."""
         offload, folder, shard = self.shard_offload, self.shard_offload_dir, self.shard
         others = [*self.quantising(), *([self.gguf_flag] if self.gguf else [])]
         others += ["--device-map"] if self.device_map is not None else []
@@ -188,11 +176,7 @@ class BackboneSource(WeightOptions, _Named):
         return self.found
 
     def local_folder(self) -> str | None:
-        """Return the folder of the backbone, or of an adapter; None if `model` is a Hub id. Nothing is fetched.
-
-        Raises:
-            ValueError: If it can be neither.
-        """
+        """Return the folder of the backbone, or of an adapter; None if `model` is a Hub id. Nothing is fetched."""
         if self.gguf_file is not None and self.found.lower().endswith(GGUF):
             raise ValueError(f"{self.gguf_flag} and --model {self.model} both name a GGUF file; drop one of them")
         if self.place != self.found and not os.path.isfile(os.path.expanduser(self.found)):
@@ -237,11 +221,7 @@ class ScorerOptions:
 
     @property
     def spec(self) -> method_spec.MethodSpec | None:
-        """What `method` or `scorer` says, with the scorer's own options; None if neither is given.
-
-        Raises:
-            ValueError: If it is not written as `locret.base.method_spec` says.
-        """
+        """What `method` or `scorer` says, with the scorer's own options; None if neither is given."""
         if self.method is not None:
             return method_spec.parse(self.method, "--method")
         if self.scorer is None:
@@ -280,9 +260,6 @@ def check_path(setting: str, name: str) -> None:
     Args:
         setting: The flag, for the message.
         name: A folder, or a repository on the Hub.
-
-    Raises:
-        ValueError: If its parent is a folder here, or one that locret came with, but does not hold it.
     """
     path = Path(os.path.expanduser(name))
     with suppress(OSError):  # too long for a file system, say; loading will tell

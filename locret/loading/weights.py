@@ -197,11 +197,7 @@ def _split(model: nn.Module, ranks: int) -> int:
 
 
 def device_map_of(source: WeightOptions) -> str | dict[str, int | str] | None:
-    """Return the device map that is asked for: the name of one, or a mapping; None for one device.
-
-    Raises:
-        ValueError: If it cannot be read, names a device that is not here, or several processes would share it.
-    """
+    """Return the device map that is asked for: the name of one, or a mapping; None for one device."""
     given: Any = source.device_map
     if given is None:
         return None
@@ -273,11 +269,7 @@ def _most_memory(source: WeightOptions) -> dict[int | str, int] | None:
 
 
 def _resolved(sketch: nn.Module, source: WeightOptions, quantiser: Any) -> dict[str, int | str] | None:
-    """Return the device of every module, of what is asked for and the backbone's modules; None for one device.
-
-    Raises:
-        ValueError: If the map names modules that the backbone lacks, leaves some out, or the quantiser objects.
-    """
+    """Return the device of every module, of what is asked for and the backbone's modules; None for one device."""
     asked = device_map_of(source)
     if asked is None:
         return None
@@ -346,9 +338,6 @@ def quantisation_of(source: WeightOptions, dtype: torch.dtype | None = None) -> 
     Args:
         source: The options.
         dtype: What products are computed in.
-
-    Raises:
-        ValueError: If it cannot be read, or names no method of transformers.
     """
     if source.load_in_8bit or source.load_in_4bit:
         from transformers import BitsAndBytesConfig
@@ -384,11 +373,7 @@ def quantisation_of(source: WeightOptions, dtype: torch.dtype | None = None) -> 
 
 
 def check_quantisation(source: BackboneSource, config: Any) -> None:
-    """Refuse what transformers could not load, as far as the backbone's config tells, before weights are touched.
-
-    Raises:
-        ValueError: If a package is missing, or the backbone has been quantised in another way.
-    """
+    """Refuse what transformers could not load, as far as the backbone's config tells, before weights are touched."""
     stored, wanted = _stored(config), quantisation_of(source)
     flag = next(iter(source.quantising()), "")
     if stored is not None:
@@ -407,11 +392,7 @@ def check_quantisation(source: BackboneSource, config: Any) -> None:
 
 
 def check_blocks(source: WeightOptions, model: nn.Module) -> None:
-    """Refuse a GGUF file whose blocks were to be kept and were not: transformers decides, by architecture and device.
-
-    Raises:
-        ValueError: With the way out.
-    """
+    """Refuse a GGUF file whose blocks were to be kept and were not: transformers decides by architecture and device."""
     if all(weight.dtype.is_floating_point for weight in model.parameters()):
         raise ValueError(
             f"--quantization-config: transformers cannot keep the blocks of {source.gguf} here (it has products for a "
@@ -496,11 +477,7 @@ def _require(method: str, flag: str) -> None:
 
 
 def _mapping(flag: str, given: Any) -> Mapping[str, Any]:
-    """Return what is given as a mapping, as JSON or as a JSON file.
-
-    Raises:
-        ValueError: If it is none of these.
-    """
+    """Return what is given as a mapping, as JSON or as a JSON file."""
     if isinstance(given, str):
         text = given.strip()
         path = Path(os.path.expanduser(text))
