@@ -188,9 +188,13 @@ class Stream:
 def _piece(item: Any) -> list[int]:
     """Return the ids of a piece."""
     try:
-        ids = torch.as_tensor(None if isinstance(item, str | bytes | Mapping) else item)
-        if ids.numel() and ids.dtype not in _WHOLE:
+        if isinstance(item, str | bytes | Mapping):
             raise TypeError
-        return ids.flatten().tolist()
+        ids = torch.as_tensor(item)
+        if not ids.numel():
+            return []
+        if ids.dtype not in _WHOLE:
+            raise TypeError
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(f"input_ids yields {item!r}, which is not a token id; yield ids, or lists of ids") from None
+    return ids.flatten().tolist()

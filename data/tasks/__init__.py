@@ -49,11 +49,7 @@ def families() -> list[str]:
 
 
 def names(family: str | None = None) -> list[str]:
-    """Return the names of a family's tasks in the order of tables; of all tasks for None.
-
-    Raises:
-        ValueError: If there is no such family.
-    """
+    """Return the names of a family's tasks in the order of tables; of all tasks for None."""
     if family is not None and family not in _FAMILIES:
         raise ValueError(f'benchmark "{family}" is unknown; known are {", ".join(_FAMILIES)}')
     return [task.name for name in _FAMILIES if family in (None, name) for task in _tasks(name)]
@@ -61,10 +57,6 @@ def names(family: str | None = None) -> list[str]:
 
 def get(name: str, **options: Any) -> Task:
     """Return the task called `name`, such as "passkey" or "longbench/qasper", with its options.
-
-    Raises:
-        ValueError: If there is no such task (the message lists the nearest names), it has no such option, or an
-            option has a value it cannot have.
 
     Examples:
         >>> tasks.get("leval/codeU", limit=4096).limit
@@ -82,11 +74,7 @@ def get(name: str, **options: Any) -> Task:
 
 
 def _of_others(name: str) -> Task | None:
-    """Return the task of another package or a file; None if nothing of that name is announced.
-
-    Raises:
-        ValueError: If it cannot be loaded, or is not a task.
-    """
+    """Return the task of another package or a file; None if nothing of that name is announced."""
     announced = plugins.announced(plugins.TASKS)
     if name in announced:  # ours have been looked through
         found = plugins.load_announced(announced[name], "task")

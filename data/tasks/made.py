@@ -23,12 +23,8 @@ _WORDS = {
 def read_essays(data_dir: Path) -> list[str]:
     """Return the texts of an essay collection, in the order of their file names.
 
-    Args:
-        data_dir: Holds a folder `PaulGrahamEssays` of text files, itself or in `niah/`; or RULER's file
-            `PaulGrahamEssays.json`, one object with all of them in `text`.
-
-    Raises:
-        ValueError: If there is none, or a file is not UTF-8.
+    They are text files of a folder `PaulGrahamEssays`, itself or in `niah/`, or RULER's file `PaulGrahamEssays.json`,
+    one object with all of them in `text`.
     """
     for place in (data_dir, *(data_dir / name for name in _PLACES)):
         try:

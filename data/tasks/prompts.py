@@ -35,18 +35,7 @@ class BuiltPrompt:
 
 
 def build_prompt(task: Task, sample: Sample, tokenizer: Any, *, template: str = "chat") -> BuiltPrompt:
-    """Return the tokens of one question, truncated and framed as the task's protocol says.
-
-    Args:
-        task: The task.
-        sample: One of its samples.
-        tokenizer: Any tokenizer; it needs a chat template for tasks that are chat turns, unless `template` says
-            otherwise.
-        template: "chat", "original" or "none", as in `locret.conversation.turns`; a task to complete gets none.
-
-    Raises:
-        ValueError: If the template is missing or refuses the turns, or the prompt cannot be cut to the limit.
-    """
+    """Return the tokens of one question, truncated and framed as the task's protocol says."""
 
     def count(text: str) -> int:
         return len(_encoded(tokenizer, text))
@@ -114,9 +103,6 @@ def cut_middle(tokens: Sequence[Token], limit: int) -> list[Token]:
     """Return the first and the last `limit // 2` tokens of a longer prompt, or all of a shorter one.
 
     An odd limit loses one token, as in the official scripts of InfiniteBench and LongBench.
-
-    Raises:
-        ValueError: For a limit that keeps nothing.
     """
     if limit < 2:
         raise ValueError(f"limit={limit} leaves no tokens of the prompt; raise it to 2 or more")
@@ -130,15 +116,6 @@ def cut_words(document: str, limit: int, count: Callable[[str], int], *, from_st
     It keeps the first `limit` words, then 250 fewer each time until the tokens fit (from 500 words on half as many,
     so that small limits work too; the published ones never get there). Words are what single spaces separate, so line
     breaks stay inside words.
-
-    Args:
-        document: The text.
-        limit: Tokens allowed.
-        count: Tokens of a text as the tokenizer counts by default, special ones included.
-        from_start: Keep the last words instead, as for code.
-
-    Raises:
-        ValueError: If even the last words left are too long, as in a text without spaces.
     """
     words, keep, cut = document.split(" "), limit, document
     while count(cut) > limit:

@@ -76,22 +76,14 @@ class Row:
 
 
 def read_rows(path: str) -> Iterator[Row]:
-    """Yield the rows of a file; `archive.zip!a/b.jsonl` is one inside an archive.
-
-    Raises:
-        ValueError: If it is damaged, or a row is no object.
-        OSError: If it cannot be read.
-    """
+    """Yield the rows of a file; `archive.zip!a/b.jsonl` is one inside an archive."""
     file, _, member = path.partition("!")
     try:
         if member:
             with zipfile.ZipFile(file) as archive, archive.open(member) as stream:
                 yield from _rows(path, _objects(stream, member))
         elif file.endswith(".parquet"):
-            from pyarrow.parquet import ParquetFile  # heavy
-
-            tables = ParquetFile(file).iter_batches(16)
-            yield from _rows(path, (fields for table in tables for fields in table.to_pylist()))
+            yield from _rows(path, _table(file))
         else:
             with open(file, "rb") as stream:
                 yield from _rows(path, _objects(stream, file))
@@ -99,6 +91,15 @@ def read_rows(path: str) -> Iterator[Row]:
         raise
     except (ValueError, KeyError, zipfile.BadZipFile, RecursionError) as error:
         raise ValueError(f"{path} is no intact file of rows ({' '.join(str(error).split())}); fetch it again") from None
+
+
+def _table(file: str) -> Iterator[Any]:
+    from datasets import load_dataset  # heavy
+
+    try:
+        yield from load_dataset("parquet", data_files=file, split="train", streaming=True)
+    except Exception as error:  # of pyarrow, of the operating system without a number, or of datasets' own
+        raise ValueError(error) from None
 
 
 def _objects(stream: Any, name: str) -> Iterator[Any]:
@@ -181,11 +182,6 @@ def open_rows(task: PublishedTask, folders: Sequence[str] | None = None, samples
 
     Local copies are searched in order: the benchmark's folder in its published layout, or a folder of such folders
     (`DIR/longbench/data/qasper.jsonl`); the Hub where there are none.
-
-    Raises:
-        NoSamples: If no folder holds the file, or the task is not on the Hub.
-        ValueError: If a folder is none, the Hub has no such file, or a row is bad.
-        OSError: If the Hub or the file cannot be read.
     """
     if folders is None:
         path, commit = _fetched(task)

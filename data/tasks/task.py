@@ -125,11 +125,7 @@ class SampleSet(ABC):
 
     @abstractmethod
     def sample(self, number: int, tokenizer: Any) -> Sample:
-        """Return a sample; taken in order, a file is read once.
-
-        Raises:
-            ValueError: If a row cannot be asked, or a length cannot hold it.
-        """
+        """Return a sample; taken in order, a file is read once."""
 
     @abstractmethod
     def facts(self) -> dict[str, Any]:
@@ -163,11 +159,7 @@ class MadeSamples(SampleSet):
         return range(self.samples)
 
     def sample(self, number: int, tokenizer: Any) -> Sample:
-        """Return a sample.
-
-        Raises:
-            ValueError: If the length cannot hold it, or a source text is missing.
-        """
+        """Return a sample."""
         if self._make is None or self.tokens > _LONG:
             more = {"samples": self.samples, "seed": self.seed, "data_dir": self.source}
             self._make = self.task.sampler(tokenizer, self.tokens or None, **more)  # type: ignore[arg-type]
@@ -236,13 +228,7 @@ class Task(ABC):
 
     @abstractmethod
     def select(self, wanted: Wanted) -> Selection:
-        """Return the samples that an evaluation asks, found but not all read.
-
-        Raises:
-            NoSamples: If there are no rows and none can be made.
-            ValueError: If rows are bad, or the backbone leaves no room for a prompt.
-            OSError: If the Hub or a file cannot be read.
-        """
+        """Return the samples that an evaluation asks, found but not all read."""
 
     @abstractmethod
     def score(self, prediction: str, sample: Sample) -> float:
@@ -251,11 +237,7 @@ class Task(ABC):
     def sampler(
         self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None = None
     ) -> Callable[[int], Sample]:
-        """Return what makes sample `i` of `samples`, of prompts of that many tokens (None: of the published sizes).
-
-        Raises:
-            ValueError: If the task only reads published rows, or cannot be made as asked.
-        """
+        """Return what makes sample `i` of `samples`, of prompts of that many tokens (None: of the published sizes)."""
         raise ValueError(f"task {self.name} is read from published rows and cannot be made; give --data-dir")
 
     def sample(self, tokenizer: Any, tokens: int | None = None, *, seed: int = 0) -> Sample:

@@ -39,11 +39,6 @@ def answers_on_forks(prompts: Sequence[Prompt], run: Run, task: Task) -> Iterato
     """Read a document one way, ask each question on a fork of what was kept, and yield what `answer` returns, in order.
 
     The seconds of the read count for every question, as if it were the only one.
-
-    Args:
-        prompts: Of the questions about one text, which begin with the same document.
-        run: How it is read.
-        task: Says how long an answer may be, and where it ends.
     """
     if run.method.plain:
         yield from _asked_plainly(prompts, task)

@@ -13,6 +13,7 @@ from locret.conversation.protect import TEMPLATES
 from locret.data import tasks
 from locret.data.tasks import Task
 from locret.data.tasks.published import suites
+from locret.data.tasks.task import Wanted
 from locret.infer.evaluation.plan import Allotment
 from locret.infer.evaluation.records import AWARE, PROTOCOLS
 from locret.infer.infer_options import ModelOptions
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 LONGEST, MOST_SAMPLES, MOST_QUESTIONS = 1 << 27, 1_000_000, 10_000
 """Tokens of a prompt, samples of a task and questions of a text beyond which an evaluation would take months."""
 
+ALL_METHODS = "full,locret,untrained,random,streaming"
 Numbers = int | str | list[int]
 Shares = float | str | list[float]
 Names = str | list[str]
@@ -45,7 +47,7 @@ class EvalOptions:
     """Trained retaining heads: a folder, or a Hub id; `locret` needs them."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
-    methods: Methods = "full,locret,untrained,random,streaming"
+    methods: Methods = ALL_METHODS
     """Methods, with options and modifiers, such as full,snapkv:kernel=7,pooling=max,locret+pyramid, or in a recipe
     {snapkv: {kernel: 7}}; scorers of your own as package.module:Class or file.py:Class. --list names ours. If not
     given, those that need heads are left out without --heads."""
@@ -103,11 +105,7 @@ class EvalOptions:
                 raise ValueError(f"--task-options speaks of {name}, which is not among --tasks; add it or drop them")
 
     def chosen_suite(self) -> suites.Suite | None:
-        """Return the suite.
-
-        Raises:
-            ValueError: If there is none of that name.
-        """
+        """Return the suite; one of that name that there is not is refused."""
         return None if self.suite is None else suites.get(self.suite)
 
     def data_folders(self) -> list[str] | None:
@@ -124,46 +122,37 @@ class EvalOptions:
         return words(self.protocol, "--protocol")
 
     def chosen_tasks(self) -> list[Task]:
-        """Return the tasks with their options.
-
-        Raises:
-            ValueError: For an unknown task or option.
-        """
+        """Return the tasks with their options; unknown ones are refused."""
         suite = self.chosen_suite()
         named = words(self.tasks, "--tasks") if suite is None else suite.tasks
         own = {tasks.get(name).name: options for name, options in self.task_options.items()}
         return [tasks.get(name, **own.get(tasks.get(name).name, {})) for name in named]
 
-    def without_heads(self) -> tuple[EvalOptions, list[str]]:
-        """Return the options with methods that need no heads, and the names of those that were left out."""
-        named = self.named_methods()
-        kept: Methods = [method.name for method in named if not method.needs_heads]
-        return replace(self, methods=kept), [method.name for method in named if method.needs_heads]
+    def wanted(self, tokenizer: Callable[[], Any], positions: int | None = None) -> Wanted:
+        """Return what is asked of every task, of a backbone with so many positions."""
+        return Wanted(
+            tokenizer=tokenizer,
+            lengths=self.token_lengths(),
+            samples=self.samples,
+            seed=self.seed,
+            folders=self.data_folders(),
+            positions=positions,
+            max_prompt=self.max_prompt,
+            max_new_tokens=self.max_new_tokens,
+            template=self.template,
+        )
 
     def chosen_methods(self) -> list[Method]:
-        """Return the methods.
+        """Return the methods."""
+        from locret.infer.evaluation import methods  # imports torch
 
-        Raises:
-            ValueError: For an unknown method, or one that needs --heads.
-        """
-        chosen = self.named_methods()
+        chosen = list({method.name: method for method in map(methods.get, method_spec.split(self.methods))}.values())
+        if not chosen:
+            raise ValueError("--methods is empty; name at least one (--list shows what there is)")
         for method in chosen:
             if method.needs_heads and not self.heads:
                 raise ValueError(f"--methods {method.name} needs trained heads; give --heads, or leave it out")
         return chosen
-
-    def named_methods(self) -> list[Method]:
-        """Return the methods, whether or not there are heads for them.
-
-        Raises:
-            ValueError: For an unknown method.
-        """
-        from locret.infer.evaluation import methods  # imports torch
-
-        named = method_spec.split(self.methods)
-        if not named:
-            raise ValueError("--methods is empty; name at least one (--list shows what there is)")
-        return list({method.name: method for method in map(methods.get, named)}.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,15 +182,7 @@ class BudgetOptions(PolicyFlags):
         return self if given or fits >= RetentionPolicy.budget else replace(self, budget=fits)
 
     def allotments(self, chosen: Collection[str], recommended: dict[str, Any]) -> list[Allotment]:
-        """Return every combination of budget or share, stabilizers and chunk size.
-
-        Args:
-            chosen: Names of the options that the user set.
-            recommended: The heads' policy; may be empty.
-
-        Raises:
-            ValueError: If numbers are out of range, or a budget is smaller than the units that are protected.
-        """
+        """Return every combination of budget or share, stabilizers and chunk size, with what heads recommend."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name in chosen and f.name != "budget_share"}
         if self.budget is not None:
             own["budget"] = self.budget
@@ -257,11 +238,7 @@ OPTION_CLASSES = (ModelOptions, EvalOptions, BudgetOptions, ReportOptions)
 
 
 def _list_of(value: Any, read: Callable[[str], Value], flag: str, example: str) -> list[Value]:
-    """Return the parts of `a,b`, [a, b] or a number, without repeats.
-
-    Raises:
-        ValueError: If there are none, or one cannot be read.
-    """
+    """Return the parts of `a,b`, [a, b] or a number, without repeats."""
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     try:
         found = list(dict.fromkeys(read(text) for part in parts if (text := str(part).strip())))

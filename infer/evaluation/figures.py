@@ -82,12 +82,7 @@ def heat_map(records: Sequence[dict[str, Any]]) -> tuple[list[int], list[list[fl
 
 
 def write_all(output: str | Path, records: Sequence[dict[str, Any]], cells: Sequence[dict[str, Any]]) -> list[str]:
-    """Draw every figure that an evaluation's numbers allow, each into a file of its own, and return the files' names.
-
-    Raises:
-        ValueError: If matplotlib is not installed.
-        OSError: If a file cannot be written.
-    """
+    """Draw every figure that the numbers allow, each into a file of its own, and return the files' names."""
     require_matplotlib("--figures all")
     drawn = {f"accuracy_by_{axis}.png": _draw_lines(found, axis) for axis in AXES if (found := lines(cells, axis))}
     needles: dict[str, dict[str, list[dict[str, Any]]]] = {}

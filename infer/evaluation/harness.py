@@ -32,21 +32,13 @@ _USAGE = "usage: python -m locret.infer.evaluation.harness (run ARGUMENTS OF LM_
 
 
 def require_lm_eval() -> None:
-    """Make sure that lm-evaluation-harness can be used.
-
-    Raises:
-        ValueError: If it is not installed.
-    """
+    """Make sure that lm-evaluation-harness can be used."""
     if find_spec("lm_eval") is None:
         raise ValueError("this needs lm-evaluation-harness; install it with `pip install 'locret[eval]'`")
 
 
 def register() -> None:
-    """Make the model `locret` known to lm-evaluation-harness in this process.
-
-    Raises:
-        ValueError: If lm-evaluation-harness is not installed.
-    """
+    """Make the model `locret` known to lm-evaluation-harness in this process."""
     require_lm_eval()
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 
@@ -57,17 +49,7 @@ def register() -> None:
 
 
 def write_task_files(folder: str | Path) -> list[str]:
-    """Write one YAML file per task of ours, for `--include_path` or `TaskManager(include_path=...)`.
-
-    Args:
-        folder: Made if need be; files of the same names are replaced.
-
-    Returns:
-        Names of the tasks.
-
-    Raises:
-        OSError: If the folder cannot be written.
-    """
+    """Write one YAML file per task of ours, for `--include_path` or `TaskManager(include_path=...)`."""
     known = [name for family in FAMILIES for name in tasks.names(family)]
     for name in known:
         text = (
@@ -87,11 +69,7 @@ def harness_name(name: str) -> str:
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run lm-evaluation-harness with our model and tasks, or write our tasks to a folder.
-
-    Raises:
-        ValueError: For arguments that are neither, or if lm-evaluation-harness is not installed.
-    """
+    """Run lm-evaluation-harness with our model and tasks, or write our tasks to a folder."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments in (["-h"], ["--help"]):
         print(f"{_USAGE}\n\n{__doc__}")

@@ -34,21 +34,11 @@ _POLICY_KEYS = {field.name for field in fields(RetentionPolicy)}
 
 
 class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
-    """Answers and scores from a cache of fixed size, one request at a time.
+    """Answers and scores from a cache of fixed size, one request at a time, whatever the batch size.
 
-    Args:
-        pretrained: Folder of the backbone, or its Hub id.
-        device: cpu, cuda, cuda:N or mps; the best there is if None.
-        batch_size: Requests are read one at a time, whatever is given.
-        max_batch_size: Not used.
-        max_gen_toks: Longest answer where a task does not say.
-        **settings: `heads` or `scorer` (one of them), and options of `locret-infer`: budget, chunk_size, stabilizers,
-            local_len, positions, dtype, revision, adapter, ... What is missing is what the heads recommend, or
-            follows from the budget, as in all commands. Where the harness splits a scorer such as
-            snapkv:kernel=7,pooling=max at its comma, what comes after it is still an option of the scorer.
-
-    Raises:
-        ValueError: For an unknown setting, or one that `locret-infer` would refuse.
+    Settings are `heads` or `scorer`, and options of `locret-infer`: budget, chunk_size, dtype, ... What is missing is
+    what the heads recommend, or follows from the budget. Where the harness splits a scorer such as
+    snapkv:kernel=7,pooling=max at its comma, what comes after it is still its option.
     """
 
     def __init__(
@@ -113,24 +103,14 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """Return a conversation as text."""
-        return str(
-            self.tokenizer.apply_chat_template(
-                chat_history,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=not add_generation_prompt,
-            )
-        )
+        how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
+        return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how))
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return an answer per request; the backbone's own sampling settings are not used.
-
-        Raises:
-            ValueError: For a generation argument that is not supported.
-        """
+        """Return an answer per request; the backbone's own sampling settings are not used."""
         answers = []
         for request in tqdm(requests, desc="locret: answering", disable=disable_tqdm):
             context, arguments = request.args
@@ -189,10 +169,8 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of whole texts, each read once as a prompt of its policy.
 
-        A token is predicted from what the cache holds when its chunk is read: from what was kept of the chunks before,
-        and from its own chunk. So chunks that shrink and memory that grows show in the number. A budget that holds the
-        whole text gives the plain model's value for an unlimited context, and so does a policy that evicts at the end
-        of the prompt alone.
+        A token is predicted from what was kept of the chunks before, and from its own chunk. A budget that holds the
+        whole text gives the plain model's value for an unlimited context.
         """
         totals = []
         for request in tqdm(requests, desc="locret: scoring texts", disable=disable_tqdm):

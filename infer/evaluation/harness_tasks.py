@@ -14,39 +14,30 @@ from lm_eval.api.task import ConfigurableTask
 from locret.data import tasks
 from locret.data.tasks import Sample
 from locret.data.tasks.prompts import build_prompt
-from locret.data.tasks.task import Wanted
-from locret.infer.evaluation.eval_options import numbers, words
+from locret.infer.evaluation.eval_options import EvalOptions
 from locret.loading import tokenizer_of
 
 LENGTH = 4096
+_KEYS = ("lengths", "samples", "seed", "data_dir", "max_prompt")
+"""Options of `locret-eval` that --metadata may have."""
 
 
 class HarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no types
     """One of our tasks, with its protocol's prompts, turns and metric.
 
-    Args:
-        config: As read from the file that `harness.write_task_files` wrote. Its `metadata` says which task it is, and
-            holds what the user gave: `lengths` in tokens and `samples` where they are made, `seed`, `task_options` by
-            task, `data_dir` (local copies, as --data-dir of `locret-eval`), `max_prompt`, and the name of the tokenizer
-            as `tokenizer` or `pretrained`.
-
-    Raises:
-        ValueError: For a metadata value that cannot be used, or rows that are missing or bad.
+    `metadata` of its file says which; the user adds `lengths`, `samples`, `seed`, `data_dir`, `max_prompt` and
+    `task_options` (by task) of `locret-eval`, and the tokenizer's name as `tokenizer` or `pretrained`.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
         metadata = dict(config["metadata"])
-        name, options, self.tokenizer_name = metadata["locret_task"], _options(metadata), _tokenizer_name(metadata)
-        folders = metadata.get("data_dir")
-        wanted = Wanted(
-            tokenizer=lambda: _tokenizer(self.tokenizer_name),
-            lengths=numbers(metadata.get("lengths", LENGTH), "--metadata: lengths"),
-            samples=_count(metadata, "samples"),
-            seed=metadata.get("seed", 0),
-            folders=None if folders is None else words(folders, "--metadata: data_dir"),
-            max_prompt=_count(metadata, "max_prompt"),
-        )
-        self.selection = tasks.get(name, **options.get(name, {})).select(wanted)
+        name, self.tokenizer_name = metadata["locret_task"], _tokenizer_name(metadata)
+        chosen = {key: metadata[key] for key in _KEYS if key in metadata}
+        # A run may hold tasks of which the options do not speak.
+        own = {one: given for one, given in (metadata.get("task_options") or {}).items() if tasks.get(one).name == name}
+        options = EvalOptions(tasks=name, task_options=own, **{"lengths": LENGTH, **chosen})
+        (task,) = options.chosen_tasks()
+        self.selection = task.select(options.wanted(lambda: _tokenizer(self.tokenizer_name)))
         self.own = self.selection.task
         super().__init__(
             config={
@@ -71,11 +62,7 @@ class HarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no type
         )
 
     def fewshot_context(self, doc: dict[str, Any], *arguments: Any, **settings: Any) -> Any:
-        """Return the prompt, which has its turns already.
-
-        Raises:
-            ValueError: If the harness is to write turns as well.
-        """
+        """Return the prompt, which has its turns already."""
         if settings.get("apply_chat_template"):
             raise ValueError(f"{self.config.task} writes its protocol's turns itself; leave out --apply_chat_template")
         return super().fewshot_context(doc, *arguments, **settings)
@@ -99,24 +86,6 @@ class HarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no type
     def _summarised(self, found: list[tuple[float, str, tuple[str, ...]]]) -> float:
         """Return the task's score by its protocol, which may be no mean (L-Eval's ROUGE)."""
         return self.own.summarise([score for score, _, _ in found], [(said, right) for _, said, right in found])
-
-
-def _options(metadata: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the options by task; a run may hold tasks of which the options do not speak, but not the reverse."""
-    given = metadata.get("task_options") or {}
-    if not isinstance(given, dict) or not all(isinstance(options, dict) for options in given.values()):
-        raise ValueError(
-            f"--metadata: task_options={given!r} does not say whose options they are; name the task, such as "
-            '{"leval/codeU": {"prompt_style": "official"}}'
-        )
-    return {tasks.get(name, **options).name: options for name, options in given.items()}
-
-
-def _count(metadata: dict[str, Any], name: str) -> int | None:
-    value = metadata.get(name)
-    if value is not None and (not isinstance(value, int) or value < 1):
-        raise ValueError(f"--metadata: {name}={value!r} is not a count; give 1 or more")
-    return value
 
 
 def _tokenizer_name(metadata: dict[str, Any]) -> str:

@@ -13,21 +13,19 @@ import torch
 from locret import loading, scorers
 from locret.backbone.adapters import describe
 from locret.cache.limits import BLOCK_SCORER, Limits, check_named, with_shares
-from locret.data.tasks import Task
-from locret.data.tasks.task import SAMPLES, NoSamples, Selection, Wanted
+from locret.data.tasks.task import SAMPLES, NoSamples, Selection
 from locret.distributed.ranks import Ranks
 from locret.infer.evaluation import output_folder
-from locret.infer.evaluation.eval_options import MOST_SAMPLES, BudgetOptions, EvalOptions, ReportOptions
-from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, RANDOM_ANSWER, document_tokens, rule
-from locret.infer.evaluation.plan import Allotment, Case, Run, Unmade, plan_cases, plan_runs, settled
+from locret.infer.evaluation.eval_options import ALL_METHODS, BudgetOptions, EvalOptions, ReportOptions
+from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, document_tokens, rule
+from locret.infer.evaluation.plan import Allotment, Case, Run, plan_cases, plan_runs, settled
 from locret.infer.evaluation.records import AGNOSTIC
 from locret.infer.infer_options import ModelOptions
 from locret.infer.methods import ANY_BUDGET, Method, check_heard
 from locret.infer.reading import warn_of_recency
-from locret.infer.sizing import PlannedRun, free_bytes
+from locret.infer.sizing import PlannedRun
 from locret.loading.options import ScorerOptions
 from locret.loading.weights import plan_weights
-from locret.policy.budget import cache_bytes
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import check_no_turns, check_used
 from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
@@ -56,8 +54,8 @@ class Job:
     config: Any
     device: torch.device
     dtype: torch.dtype
-    unmade: list[Unmade] = field(default_factory=list)
-    """Tasks of the suite that cannot be made at a length."""
+    unmade: dict[str, str] = field(default_factory=dict)
+    """Tasks of the suite that cannot be made at a length, each with a sentence."""
     notes: list[str] = field(default_factory=list)
     """What the user may not have expected, in sentences."""
 
@@ -67,19 +65,12 @@ class Job:
         return self.processes.own_device(self.device)
 
     def check(self, tokenizer: Any) -> None:
-        """Make all texts once, and refuse what cannot be asked of them: nothing is found out after hours.
-
-        A suite leaves out a task at a length at which one of its samples cannot be made, and says so.
-
-        Raises:
-            ValueError: If a text cannot be made, the tokenizer cannot express a task's turns, the library of a metric
-                is missing, or a protocol or method means nothing to a task; saying what to change.
-        """
+        """Refuse what cannot be asked of texts; a suite leaves out, and names, tasks that a length cannot hold."""
         self.cases, self.unmade = settled(self.cases, tokenizer)
         if self.unmade and (self.evaluation.suite is None or not self.cases):
-            raise ValueError(f"{self.unmade[0]}; raise --lengths, or leave the task out")
+            raise ValueError(f"{next(iter(self.unmade.values()))}; raise --lengths, or leave the task out")
         left = {case.task.name for case in self.cases}
-        self.missing |= {one.task: one.reason for one in self.unmade if one.task not in left}
+        self.missing |= {task: reason for task, reason in self.unmade.items() if task not in left}
         self.selections = [one for one in self.selections if one.task.name in left]
         agnostic = ORACLE_AGNOSTIC in {rule(run.method) for run in self.runs}
         for one in self.selections:
@@ -160,18 +151,13 @@ def prepare(
     chosen: set[str],
     processes: Ranks,
 ) -> Job:
-    """Resolve the options, and refuse what needs neither tokenizer nor weights to be refused.
-
-    Raises:
-        ValueError: For anything the user must change.
-        OSError: If a Hub or a disk fails.
-    """
+    """Resolve the options, and refuse what needs neither tokenizer nor weights to be refused."""
     evaluation = replace(evaluation, heads=chosen_heads(evaluation.heads, model.model))
-    _check_choices(evaluation, budgets, chosen)
-    left: list[str] = []
-    if not evaluation.heads and "methods" not in chosen:
-        evaluation, left = evaluation.without_heads()
+    headless = not evaluation.heads and "methods" not in chosen
+    if headless:
+        evaluation = replace(evaluation, methods=ALL_METHODS.replace("locret,", ""))
     methods = evaluation.chosen_methods()
+    _check_choices(evaluation, budgets, methods, chosen)
     if report.threads:
         torch.set_num_threads(report.threads)
     device = loading.device_of_source(model)
@@ -183,19 +169,14 @@ def prepare(
     )
     heads, recommended = load_scorer(scorer)
     allotments = budgets.allotments(chosen, recommended)
-    for one in allotments:  # refuses numbers that need no prompt to be refused
-        if one.policy(1).decode_budget is None and RANDOM_ANSWER in map(rule, methods):
-            raise ValueError(
-                f"--methods {RANDOM_ANSWER} evicts an answer's units at random while it is written, but without "
-                "--decode-budget none are; give it, or take random"
-            )
+    for one in allotments:
+        one.policy(1)  # refuses numbers that need no prompt to be refused
     config = loading.load_config(model)
     check_matches(scorer, heads, config)
     for method in methods:
         if method.scorer is not None:
             method.scorer.check_backbone(config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
-    _check_memory(evaluation, methods, allotments, config, device, dtype)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     found, missing = _selected(evaluation, positions, partial(loading.load_tokenizer, model))
     cases = plan_cases(found, evaluation.seed, evaluation.template, evaluation.questions)
@@ -219,7 +200,7 @@ def prepare(
         first = (evaluation.suite or found[0].task.name).replace("/", "-")
         configuration = output_folder.fingerprint(job.settings())[:8]
         job.report = replace(report, output=f"runs/{Path(model.model).name or 'backbone'}-{first}-{configuration}")
-    job.notes = _notes(job, left)
+    job.notes = _notes(job, headless)
     if not report.dry_run:
         output_folder.check_output(job.report.output, job.settings(), resume=report.resume, overwrite=report.overwrite)
     for method in methods:
@@ -236,42 +217,9 @@ def _check_limits(method: Method, policy: RetentionPolicy, heads: Any, config: A
     Limits(with_shares(policy, scorer, [shape.num_kv_heads for shape in shapes]), scorer, len(shapes))
 
 
-def _check_memory(
-    evaluation: EvalOptions,
-    methods: Sequence[Method],
-    allotments: Sequence[Allotment],
-    config: Any,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> None:
-    """Refuse prompts to be made whose caches cannot fit, or that would take months, before any is made."""
-    made = [task for task in evaluation.chosen_tasks() if type(task).sampler is not Task.sampler]
-    if not made:
-        return
-    lengths, samples = evaluation.token_lengths(), evaluation.samples or SAMPLES
-    answers = samples * len(lengths) * len(made) * len(methods) * len(allotments)
-    if answers > MOST_SAMPLES:
-        raise ValueError(f"--samples {samples} comes to {answers:,} answers, which would take months; give fewer")
-    longest, shape, free = max(lengths), describe(config), free_bytes(device)
-    new = max(evaluation.max_new_tokens or 0, *(task.max_new_tokens for task in made))
-    for method in methods if free is not None else ():
-        for policy in [None] if method.plain else [method.policy(one.policy(longest)) for one in allotments]:
-            # At least so many: chunks and workspaces come on top.
-            units = longest if policy is None or policy.when == "prompt_end" else min(policy.budget, longest)
-            size = cache_bytes(shape, [units + new] * len(shape.layers), dtype.itemsize)
-            if size > free:
-                raise ValueError(
-                    f"--methods {method.name} with --lengths {longest} and {new:,} new tokens: its cache takes at "
-                    f"least {size / 1e9:,.1f} GB, and {device} has {free / 1e9:,.1f} GB left; leave the method out, or "
-                    "lower the lengths, --max-new-tokens or --budget"
-                )
-
-
-def _notes(job: Job, left: Sequence[str]) -> list[str]:
+def _notes(job: Job, headless: bool) -> list[str]:
     """Return what the user may not have expected, in sentences."""
-    notes = []
-    if left:
-        notes.append(f"--methods without {', '.join(left)}, as trained heads are needed for that; give --heads")
+    notes = ["--methods without locret, as trained heads are needed for that; give --heads"] if headless else []
     sets = {(case.task.name, case.tokens): case.samples for case in job.cases}
     own = {name: samples.label(0) for (name, _), samples in sets.items() if samples.made}
     named = [label for name, label in own.items() if label != name]
@@ -298,24 +246,8 @@ def _holds(run: Run, tokens: int) -> bool:
 def _selected(
     evaluation: EvalOptions, positions: int | None, tokenizer: Callable[[], Any]
 ) -> tuple[list[Selection], dict[str, str]]:
-    """Return what is asked of every task, and which tasks of a suite are left out because their rows are missing.
-
-    Raises:
-        ValueError: If rows are missing (of a suite only if all are), bad, or leave no room.
-        OSError: If the Hub or a file cannot be read.
-    """
-    folders, found, missing = evaluation.data_folders(), list[Selection](), dict[str, str]()
-    wanted = Wanted(
-        tokenizer=tokenizer,
-        lengths=evaluation.token_lengths(),
-        samples=evaluation.samples,
-        seed=evaluation.seed,
-        folders=folders,
-        positions=positions,
-        max_prompt=evaluation.max_prompt,
-        max_new_tokens=evaluation.max_new_tokens,
-        template=evaluation.template,
-    )
+    """Return what is asked of every task, and which tasks of a suite are left out because their rows are missing."""
+    found, missing, wanted = list[Selection](), dict[str, str](), evaluation.wanted(tokenizer, positions)
     for task in evaluation.chosen_tasks():
         try:
             found.append(task.select(wanted))
@@ -324,7 +256,7 @@ def _selected(
                 raise
             missing[task.name] = error.reason
     if not found:
-        where = "the Hub" if folders is None else f"--data-dir {', '.join(folders)}"
+        where = "the Hub" if wanted.folders is None else f"--data-dir {', '.join(wanted.folders)}"
         name, reason = next(iter(missing.items()))
         raise ValueError(
             f"{where} has no rows of any task of --suite {evaluation.suite} ({name}: {reason}); give the folder of a "
@@ -333,9 +265,11 @@ def _selected(
     return found, missing
 
 
-def _check_choices(evaluation: EvalOptions, budgets: BudgetOptions, chosen: set[str]) -> None:
+def _check_choices(
+    evaluation: EvalOptions, budgets: BudgetOptions, methods: Sequence[Method], chosen: set[str]
+) -> None:
     """Refuse options that contradict a suite or a task."""
-    rules, agnostic = set(map(rule, evaluation.named_methods())), AGNOSTIC in evaluation.chosen_protocols()
+    rules, agnostic = set(map(rule, methods)), AGNOSTIC in evaluation.chosen_protocols()
     for task in evaluation.chosen_tasks():
         clash = None
         if agnostic and (task.session or task.asks_first):

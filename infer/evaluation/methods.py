@@ -10,7 +10,7 @@ token that joins the document's end with a question counts to the question.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os.path import commonprefix
@@ -30,7 +30,6 @@ from locret.infer.methods import names as shared_names
 from locret.labels.labels import answer_labels
 from locret.labels.many_answers import labels_of_answers
 from locret.scorers import Scorer
-from locret.scorers.published_gates import PublishedGateScorer
 
 UNTRAINED, ORACLE, ORACLE_AGNOSTIC, RANDOM_ANSWER = "untrained", "oracle", "oracle_agnostic", "random_answer"
 _OWN = (
@@ -78,26 +77,13 @@ class SharedText:
 
     @cached_property
     def document(self) -> int:
-        """D: tokens that all prompts begin with and that the document ends.
-
-        Raises:
-            ValueError: If it is not known where the question begins, or it comes first.
-        """
+        """D: tokens that all prompts begin with and that the document ends."""
         asked = zip(self._asked, self._prompts, strict=True)
         return min(document_tokens(self.setup.tokenizer, self.task, sample, built) for sample, built in asked)
 
     @cached_property
     def labels(self) -> Tensor:
-        """The agnostic oracle's labels (L, K, D): the largest that any answer gives, each after its own question.
-
-        Raises:
-            ValueError: If the task does not say which questions there are.
-        """
-        if not self.sample.asked:
-            raise ValueError(
-                f"method {ORACLE_AGNOSTIC} keeps what the answers to all questions of a text look at, and "
-                f"{self.task.name} does not say which there are; leave one out, or compare with oracle"
-            )
+        """The agnostic oracle's labels (L, K, D): the largest that any answer gives, each after its own question."""
         document, device = self.document, input_device(self.setup.model)
         rests = [
             (torch.tensor([built.ids[document:]], device=device), reply_ids(self.setup.tokenizer, one.reply, device))
@@ -108,11 +94,7 @@ class SharedText:
 
 
 def document_tokens(tokenizer: Any, task: Task, sample: Sample, built: BuiltPrompt) -> int:
-    """Return how many tokens of a prompt stand before its question and are those of the text up to there.
-
-    Raises:
-        ValueError: If it is not known where the question begins, or it comes first.
-    """
+    """Return how many tokens of a prompt stand before its question and are those of the text up to there."""
     begin, end = sample.span
     question = sample.content[end:]
     unknown = not end or not question.strip() or bool(sample.turns)
@@ -199,24 +181,10 @@ def rule(method: Method) -> str:
 
 
 def get(method: str | Mapping[str, Any]) -> Method:
-    """Return the method that a text or a mapping of YAML names, such as `snapkv:kernel=7+pyramid`.
-
-    Raises:
-        ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
-    """
+    """Return the method that a text or a mapping of YAML names, such as `snapkv:kernel=7+pyramid`."""
     spec = method_spec.parse(method)
     own = next((own for own in _OWN if own.name == spec.name), None)
     return find(spec, "method", names()) if own is None else modified(own, spec, "method")
-
-
-def gate_identities(methods: Iterable[Method], model: nn.Module) -> dict[str, Any]:
-    """Read the gates of others that methods name, and return by method what tells them from others of their name.
-
-    Raises:
-        ValueError: If one is missing or damaged, or does not fit the backbone.
-    """
-    named = {method.name: method.scorer for method in methods if isinstance(method.scorer, PublishedGateScorer)}
-    return {name: scorer.identity(scorer.prepare(model)) for name, scorer in named.items()}
 
 
 def make_scorer(method: Method, prompt: Prompt) -> RetainingHeads | Scorer:

@@ -13,21 +13,10 @@ from locret.environment import versions
 from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts
 
 CONFIGURATION = "configuration.json"
-METHODS, GATES = "methods", "gates"
-"""Settings that may grow when a run goes on, as what a method answers does not depend on the others; and what tells the
-gates of others that methods name from those that lay there before."""
+METHODS = "methods"
+"""The setting that may grow when a run goes on, as what a method answers does not depend on the others."""
 VERSIONS = "versions"
 """What that file holds besides the settings: what the first process that wrote here ran on."""
-
-
-def tokenizer_facts(tokenizer: Any) -> dict[str, Any]:
-    """Return what tells a tokenizer and its chat template from others."""
-    template = json.dumps(tokenizer.chat_template, sort_keys=True)
-    return {
-        "class": type(tokenizer).__name__,
-        "vocabulary_sha256": hashlib.sha256(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest(),
-        "template_sha256": hashlib.sha256(template.encode()).hexdigest(),
-    }
 
 
 def fingerprint(settings: dict[str, Any]) -> str:
@@ -36,18 +25,7 @@ def fingerprint(settings: dict[str, Any]) -> str:
 
 
 def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwrite: bool) -> None:
-    """Refuse a folder that holds something else; nothing is written.
-
-    Args:
-        output: What the user gave.
-        settings: The resolved configuration, as far as it is known.
-        resume: Whether the same configuration is to go on; it may have more methods then.
-        overwrite: Whether an evaluation may be replaced.
-
-    Raises:
-        ValueError: If it holds another configuration, the same one without `resume`, or no evaluation.
-        OSError: If it cannot be read.
-    """
+    """Refuse a folder that holds something else; nothing is written."""
     folder = Path(output)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {output} is a file; name a folder")
@@ -61,7 +39,7 @@ def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwri
     different = [
         name
         for name, value in here.items()
-        if stored.get(name, value) != value and not (resume and _grows(name, stored[name], value))
+        if stored.get(name, value) != value and not (resume and name == METHODS and set(stored[name]) <= set(value))
     ]
     if different:
         raise ValueError(
@@ -72,20 +50,8 @@ def check_output(output: str, settings: dict[str, Any], *, resume: bool, overwri
         raise ValueError(f"--output {output} holds this evaluation already; --resume goes on, --overwrite starts again")
 
 
-def _grows(name: str, stored: Any, here: Any) -> bool:
-    """Return whether a setting has all that the folder's has, and may have more."""
-    if name == GATES:
-        return isinstance(stored, dict) and stored.items() <= here.items()
-    return name == METHODS and isinstance(stored, list) and set(stored) <= set(here)
-
-
 def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> SampleLog:
-    """Return the records of a folder that `check_output` has passed, making it if need be.
-
-    Raises:
-        ValueError: If its records are broken.
-        OSError: If it cannot be written.
-    """
+    """Return the records of a folder that `check_output` has passed, making it if need be."""
     folder, here = Path(output), versions()
     log = SampleLog(folder)
     if (folder / CONFIGURATION).is_file() and not overwrite:
@@ -112,17 +78,8 @@ def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> Sa
     return log
 
 
-def first_versions(folder: Path) -> dict[str, str]:
-    """Return what the first process that wrote to a folder ran on."""
-    return dict(_configuration(folder)[VERSIONS])
-
-
 def _configuration(folder: Path) -> dict[str, Any]:
-    """Return what a configuration file holds.
-
-    Raises:
-        ValueError: If it is damaged.
-    """
+    """Return what a configuration file holds."""
     path = folder / CONFIGURATION
     try:
         stored = json.loads(path.read_text(encoding="utf-8"))

@@ -36,11 +36,7 @@ class Allotment:
     """Of a prompt's tokens that the budget is; None where `own` or `recommended` have the budget."""
 
     def policy(self, tokens: int) -> RetentionPolicy:
-        """Return the policy of a prompt of so many tokens.
-
-        Raises:
-            ValueError: If numbers are out of range or contradict each other.
-        """
+        """Return the policy of a prompt of so many tokens."""
         own, wanted = dict(self.own), dict[str, tuple[int, int]]()
         if self.share is not None:
             own["budget"] = units_of_share(self.share, tokens)
@@ -145,11 +141,7 @@ class Case:
         return sample if self.question is None or not sample.asked else sample.asking(sample.asked[self.question])
 
     def built(self, tokenizer: Any, sample: Sample) -> BuiltPrompt:
-        """Return the sample's prompt, truncated and framed as the task's protocol says.
-
-        Raises:
-            ValueError: If the tokenizer has no chat template, or the prompt cannot be cut.
-        """
+        """Return the sample's prompt, truncated and framed as the task's protocol says."""
         return build_prompt(self.task, sample, tokenizer, template=self.template)
 
 
@@ -160,15 +152,7 @@ def plan_runs(
     chosen: Collection[str] = (),
     protocols: Sequence[str] = (AWARE,),
 ) -> list[Run]:
-    """Return the runs of every sample; what keeps every unit is run once per protocol, whatever the budgets.
-
-    Args:
-        methods: The methods.
-        allotments: How much of a prompt stays.
-        tokens: Of the longest prompt; matters for shares alone.
-        chosen: Names of the numbers that the user set.
-        protocols: What is known of the question while a text is read.
-    """
+    """Return the runs of every sample; what keeps every unit is run once per protocol, whatever the budgets."""
     runs: list[Run] = []
     for protocol, method in product(protocols, methods):
         if method.plain:
@@ -185,15 +169,7 @@ def plan_runs(
 def plan_cases(
     selections: Iterable[Selection], seed: int, template: str = "chat", questions: int | None = None
 ) -> list[Case]:
-    """Return all samples, task by task and length by length.
-
-    Args:
-        selections: What is asked of each task.
-        seed: Of the samples.
-        template: How chat turns become text.
-        questions: Most questions of each text, else what the task says; how many it has is known when it is made, see
-            `settled`.
-    """
+    """Return all samples, task by task and length by length."""
     return [
         Case(samples, one.task, number, index, tokens, seed, template, question)
         for one in selections
@@ -209,44 +185,23 @@ def texts_of(cases: Iterable[Case]) -> list[list[Case]]:
     return [list(group) for _, group in groupby(cases, key=lambda case: case.text)]
 
 
-@dataclass(frozen=True)
-class Unmade:
-    """A task that cannot be made at a length."""
-
-    task: str
-    tokens: int
-    index: int
-    """Of the first sample that cannot be made."""
-    reason: str
-
-    def __str__(self) -> str:
-        return f"sample {self.index} of {self.task} cannot be made at {self.tokens:,} tokens: {self.reason}"
-
-
-def settled(cases: Iterable[Case], tokenizer: Any) -> tuple[list[Case], list[Unmade]]:
-    """Make all texts that an evaluation needs, before it begins; rows of a file are left for it to read.
+def settled(cases: Iterable[Case], tokenizer: Any) -> tuple[list[Case], dict[str, str]]:
+    """Make the first text of each task and length, before an evaluation begins, and count the questions of all.
 
     Returns:
-        The cases that can be asked, and what could not be made, a task and length each.
-
-    Raises:
-        ValueError: If a row of a file, or the tokenizer, is unfit.
+        The cases that can be asked, and what tasks cannot be made, with a sentence.
     """
-    found, unmade = list[Case](), dict[tuple[str, int], Unmade]()
-    for group in texts_of(cases):
-        first, place = group[0], group[0].text[:2]
-        if place in unmade:
+    found, unmade = list[Case](), dict[str, str]()
+    for (task, tokens), texts in groupby(texts_of(cases), key=lambda text: text[0].text[:2]):
+        own = list(texts)
+        try:
+            own[0][0].built(tokenizer, own[0][0].sample(tokenizer))
+        except ValueError as error:
+            if not own[0][0].samples.made:
+                raise
+            unmade[task] = f"{task} cannot be made at {tokens:,} tokens: {error}"
             continue
-        if first.samples.made or first.question is not None:
-            try:
-                sample = first.sample(tokenizer)
-                first.built(tokenizer, sample)
-            except ValueError as error:
-                if not first.samples.made:
-                    raise
-                unmade[place] = Unmade(first.task.name, first.tokens, first.index, str(error))
-                found = [case for case in found if case.text[:2] != place]
-                continue
-            group = [case for case in group if not case.question or case.question < len(sample.asked)]
-        found += group
-    return found, list(unmade.values())
+        for text in own:
+            asked = 1 if text[0].question is None else len(text[0].sample(tokenizer).asked)
+            found += [case for case in text if not case.question or case.question < asked]
+    return found, unmade

@@ -33,12 +33,13 @@ from transformers import DynamicCache
 
 from locret import LongContextModel, scorers
 from locret.base import method_spec
-from locret.base.files import LOCK, locked, write_text
+from locret.base.files import locked, write_text
 from locret.base.tables import markdown
 from locret.cli.command import parse_options, print_json
 from locret.conversation.document import encode, open_document
 from locret.conversation.evidence import Likelihood, likelihood, likelihood_of, policy_of_share
 from locret.data import real
+from locret.infer.evaluation import output_folder
 from locret.infer.evaluation.answering import bytes_of
 from locret.infer.evaluation.eval_options import LONGEST, numbers, words
 from locret.infer.infer_options import PlacedModelOptions
@@ -103,11 +104,7 @@ class RealOptions:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")
 
     def shares(self) -> list[float]:
-        """Return the shares, in percent.
-
-        Raises:
-            ValueError: If one is no number.
-        """
+        """Return the shares, in percent."""
         return [float(part) for part in words(self.keep, "--keep")]
 
     def cells(self) -> list[Cell]:
@@ -130,14 +127,10 @@ class Cell(NamedTuple):
 
 
 def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptions) -> list[dict[str, Any]]:
-    """Measure all cells that the record lacks, and return the records of all answers.
-
-    Raises:
-        ValueError: If the folder holds a run with other options, or a method cannot be made.
-        OSError: If it cannot be written.
-    """
+    """Measure all cells that the record lacks, and return the records of all answers."""
     folder = Path(options.output)
-    given = asdict(replace(options, output="", overwrite=False, json=False, quiet=False))
+    free = ("methods", "keep", "tokens", "output", "overwrite", "json", "quiet")
+    given = {name: value for name, value in asdict(options).items() if name not in free}
     records = _begun(folder, {**given, **_source(model, scorer)}, options.overwrite)
     done = {_cell_of(one) for one in records if one["last"]}
     records = [one for one in records if _cell_of(one) in done]
@@ -168,23 +161,10 @@ def _cell_of(record: dict[str, Any]) -> Cell:
 
 
 def _begun(folder: Path, settings: dict[str, Any], overwrite: bool) -> list[dict[str, Any]]:
-    """Return what a folder holds of this run, whose methods, shares and lengths may become more; settle its options.
-
-    Raises:
-        ValueError: If it holds another run.
-    """
-    config, record = folder / "config.json", folder / RECORD
-    if config.is_file() and not overwrite:
-        found, known = json.loads(config.read_text(encoding="utf-8")), json.loads(json.dumps(settings))
-        for name in known:
-            if name not in ("methods", "keep", "tokens") and found.get(name) != known[name]:
-                raise ValueError(
-                    f"--output {folder} holds a run with {name}={found.get(name)!r}, not {known[name]!r}; choose "
-                    "another folder, or add --overwrite"
-                )
-    elif not config.is_file() and any(path.name != LOCK for path in folder.iterdir()):
-        raise ValueError(f"--output {folder} holds other files; choose another folder")
-    write_text(config, json.dumps(settings, indent=1) + "\n", parents=True)
+    """Return what a folder holds of this run, whose methods, shares and lengths may become more; settle its options."""
+    output_folder.check_output(str(folder), settings, resume=True, overwrite=overwrite)
+    write_text(folder / output_folder.CONFIGURATION, json.dumps(settings, indent=1) + "\n", parents=True)
+    record = folder / RECORD
     lines = [] if overwrite or not record.is_file() else record.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 
@@ -284,25 +264,16 @@ def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for name in (one["set"], "all"):
             groups.setdefault((one["method"], one["share"], one["tokens"], name), []).append(one)
     rows = []
-    for (method, share, tokens, name), found in groups.items():
+    for group, found in groups.items():
         count = sum(one["answer_tokens"] for one in found)
         nats = sum(one["nats"] for one in found) / count
         # The standard error of a ratio of sums: answers are drawn, not tokens.
         spread = sum((one["nats"] - nats * one["answer_tokens"]) ** 2 for one in found)
-        rows.append(
-            {
-                "method": method,
-                "share": share,
-                "tokens": tokens,
-                "set": name,
-                "answers": len(found),
-                "nats": nats,
-                "error": math.sqrt(spread) / count,
-                "hits": 100 * sum(one["hits"] for one in found) / count,
-                "units": sum(one["units"] for one in found) / len(found),
-                "cache_bytes": max(one["cache_bytes"] for one in found),
-            }
-        )
+        measured = {"answers": len(found), "nats": nats, "error": math.sqrt(spread) / count}
+        measured["hits"] = 100 * sum(one["hits"] for one in found) / count
+        held = {"units": sum(one["units"] for one in found) / len(found)}
+        held["cache_bytes"] = max(one["cache_bytes"] for one in found)
+        rows.append(dict(zip(("method", "share", "tokens", "set"), group, strict=True)) | measured | held)
     return rows
 
 
@@ -345,12 +316,7 @@ def _cell_text(rows: Sequence[dict[str, Any]], row: dict[str, Any] | None) -> st
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run the suite and return its exit code.
-
-    Raises:
-        ValueError: For anything the user must change.
-        OSError: If a Hub or a disk fails.
-    """
+    """Run the suite and return its exit code."""
     (options, model, scorer), _ = parse_options(
         "locret-eval",
         "Measure how likely right answers are from what was kept of real texts.",

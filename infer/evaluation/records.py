@@ -82,12 +82,7 @@ def second_tier(memory: CacheMemory) -> dict[str, int]:
 
 
 class SampleLog:
-    """The records of an output folder; where several processes share a run, each but the first has a file of its own.
-
-    Args:
-        folder: The output folder.
-        rank: Number of this process; 0 writes samples.jsonl itself.
-    """
+    """The records of an output folder; each process but the first has a file of its own."""
 
     def __init__(self, folder: str | Path, rank: int = 0) -> None:
         self.folder = Path(folder)
@@ -95,22 +90,14 @@ class SampleLog:
         self.records: list[dict[str, Any]] = []
 
     def load(self) -> None:
-        """Read what an interrupted run has left; a last line that was cut off is dropped from the file.
-
-        Raises:
-            ValueError: If a line in between is broken.
-        """
+        """Read what an interrupted run has left; a last line that was cut off is dropped from the file."""
         self.records, good = read(self.path)
         if self.path.is_file():
             with self.path.open("r+b") as file:
                 file.truncate(good)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a record to the file.
-
-        Raises:
-            OSError: If it cannot be written; the message names the file.
-        """
+        """Add a record to the file."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -125,11 +112,7 @@ class SampleLog:
         return {key(record) for record in self.records}
 
     def collect(self) -> None:
-        """Take up what other processes have written, as far as it is whole; an answer that is there twice counts once.
-
-        Raises:
-            ValueError: If a line of theirs is broken.
-        """
+        """Take up what other processes have written, as far as it is whole; what is there twice counts once."""
         known = self.done()
         for path in parts(self.folder):
             for record in read(path)[0]:
@@ -138,15 +121,7 @@ class SampleLog:
                     self.records.append(record)
 
     def merge(self, order: Mapping[tuple[Any, ...], int]) -> None:
-        """Bring all that was written into one file, in the order of an evaluation in one process without interruption.
-
-        Args:
-            order: Place of every record by its key.
-
-        Raises:
-            ValueError: If a line is broken, or answers what is not asked.
-            OSError: If the file cannot be written; then all that was there is still there.
-        """
+        """Bring all that was written into one file, in the order of an evaluation without interruption."""
         before = len(self.records)
         self.collect()
         for record in self.records:
@@ -173,9 +148,6 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
     """Return the records of a file, which need not exist, and its bytes up to the end of the last whole one.
 
     An answer that is there twice counts once.
-
-    Raises:
-        ValueError: If a line that is not the last one is broken, or two lines give different answers to one question.
     """
     records: dict[tuple[Any, ...], dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n") if path.is_file() else []

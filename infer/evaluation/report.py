@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +13,7 @@ from locret.base.tables import markdown
 from locret.data.tasks.task import SampleSet, Task
 from locret.environment import versions
 from locret.infer.evaluation import output_folder, suite_report
-from locret.infer.evaluation.plan import Case, Run, Unmade
+from locret.infer.evaluation.plan import Case, Run
 from locret.infer.evaluation.records import (
     AWARE,
     RESULTS,
@@ -33,27 +32,21 @@ if TYPE_CHECKING:
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers", "budget_share", "protocol")
 _OPTIONAL = ("host_bytes", "moved_bytes", "kv_ranks")
-ERRORS = "±: standard error, the samples' standard deviation / √n (by jackknife where a task's score is not a mean)"
+ERRORS = "±: standard error, the samples' standard deviation / √n"
 
 
 def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: Job) -> dict[str, Any]:
-    """Write results.json and results.md from what has been measured so far, and return the results.
-
-    Raises:
-        OSError: If they cannot be written.
-    """
+    """Write results.json and results.md from what has been measured so far, and return the results."""
     cases, runs, here = job.cases, job.runs, versions()
     records = ordered(log, cases, runs)
     found = cells(records, {(case.task.name, case.tokens): case.samples for case in cases})
-    first = output_folder.first_versions(output)
     results: dict[str, Any] = {
         "config": settings,
         "configuration_sha256": output_folder.fingerprint(settings),
         "versions": here,
         "commit": here.get("commit"),
-        **({"begun_with": first} if first != here else {}),
         "complete": len(records) == len(cases) * len(runs),
-        **({"left_out": [asdict(one) for one in job.unmade]} if job.unmade else {}),
+        **({"left_out": list(job.unmade.values())} if job.unmade else {}),
         "cells": found,
         "figures": [],
     }
@@ -68,7 +61,7 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
 def as_markdown(results: dict[str, Any]) -> str:
     """Return the results as Markdown: a suite's table first."""
     suite = [suite_report.table(results["suite"])] if "suite" in results else []
-    left = [f"Left out: {Unmade(**one)}.\n" for one in results.get("left_out", ())]
+    left = [f"Left out: {one}.\n" for one in results.get("left_out", ())]
     return "\n".join([*suite, table(results["cells"]), *left])
 
 
@@ -108,8 +101,6 @@ def cells(records: Sequence[dict[str, Any]], sets: Mapping[tuple[str, int], Samp
         for name in ("kept_units", "peak_units", "cache_bytes", "peak_bytes", *_OPTIONAL):
             if any(name in record for record in members):
                 cell[name] = max(record.get(name, 0) for record in members)
-        for name in ("tokens_before", "tokens_after"):
-            cell[name] = round(statistics.fmean(record.get(name, 0) for record in members), 1)
         for name, tokens in (("prefill", "prompt_tokens"), ("decode", "generated_tokens")):
             seconds = sum(record[f"{name}_seconds"] for record in members)
             rate = round(sum(record[tokens] for record in members) / seconds, 1) if seconds else None
@@ -119,29 +110,20 @@ def cells(records: Sequence[dict[str, Any]], sets: Mapping[tuple[str, int], Samp
 
 
 def task_score(task: Task, texts: Sequence[Sequence[dict[str, Any]]]) -> dict[str, float | None]:
-    """Return the `score` of a task from 0 to 100 by its own rule, and its `standard_error`.
+    """Return the `score` of a task from 0 to 100 by its own rule, and its `standard_error` where that is a mean.
 
-    The error of a mean is the samples' standard deviation over the root of n; that of any other rule (L-Eval's ROUGE)
-    is the jackknife's, which for a mean is the same. Several questions of one text count as one sample: they stand or
-    fall together.
+    Several questions of one text count as one sample: they stand or fall together.
     """
-
-    def summarised(some: Sequence[Sequence[dict[str, Any]]]) -> float:
-        own = [record for text in some for record in text]
-        answers = [(record["prediction"], tuple(record["targets"])) for record in own]
-        return 100 * task.summarise([record["score"] for record in own], answers)
-
-    count, error = len(texts), None
+    error = None
     if type(task).summarise is Task.summarise:
         scores = [statistics.fmean(100 * record["score"] for record in text) for text in texts]
         score = statistics.fmean(scores)
-        error = statistics.stdev(scores) / count**0.5 if count > 1 else None
+        error = round(statistics.stdev(scores) / len(scores) ** 0.5, 4) if len(scores) > 1 else None
     else:
-        score = summarised(texts)
-        if count > 1:
-            without = [summarised([*texts[:out], *texts[out + 1 :]]) for out in range(count)]
-            error = (count - 1) / count**0.5 * statistics.stdev(without)
-    return {"score": round(score, 4), "standard_error": None if error is None else round(error, 4)}
+        own = [record for text in texts for record in text]
+        answers = [(record["prediction"], tuple(record["targets"])) for record in own]
+        score = 100 * task.summarise([record["score"] for record in own], answers)
+    return {"score": round(score, 4), "standard_error": error}
 
 
 def by_text(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:

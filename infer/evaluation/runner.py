@@ -20,17 +20,7 @@ from locret.infer.evaluation.sessions import answer_conversation, answer_turns, 
 
 
 def evaluate(setup: Setup, cases: Iterable[Case], runs: Sequence[Run], done: set[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the record of every run that is not done yet; each sample is written and tokenised once.
-
-    Args:
-        setup: The backbone, and what scorers are made from.
-        cases: What is asked, whole texts side by side.
-        runs: How it is read.
-        done: Keys of the records that there are.
-
-    Raises:
-        ValueError: If a row of a file, or the tokenizer, is unfit, or a sample cannot be made.
-    """
+    """Yield the record of every run that is not done yet; each sample is written and tokenised once."""
     ranks = ranks_of(setup.model)
     shared = {} if ranks is None else {"kv_ranks": ranks.size}
     for group in texts_of(cases):
@@ -84,16 +74,7 @@ def _record(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measure
 
 
 def ask(setup: Setup, case: Case, text: SharedText | None = None) -> tuple[Prompt, dict[str, Any]]:
-    """Return a case's prompt on the backbone's device, and what its record says of the row it comes from.
-
-    Args:
-        setup: The backbone and its tokenizer.
-        case: What is asked.
-        text: What is known of its text from another case.
-
-    Raises:
-        ValueError: If a row or the tokenizer is unfit.
-    """
+    """Return a case's prompt on the backbone's device, and what its record says of the row it comes from."""
     sample = case.sample(setup.tokenizer)
     built = case.built(setup.tokenizer, sample)
     facts = {"item": sample.id, "tokens_before": built.tokens_before, "tokens_after": built.tokens_after}

@@ -51,9 +51,6 @@ def answer_turns(prompt: Prompt, run: Any) -> dict[str, Any]:
 
     A RetentionCache evicts what exceeds its budget before it reads a turn, so that it never holds more than
     `budget + max(chunk_size, local_len)` units; a cache of transformers grows with every turn.
-
-    Raises:
-        ValueError: If two choices begin with the same token, so that their first tokens decide nothing.
     """
     model, tokenizer, sample = prompt.setup.model, prompt.setup.tokenizer, prompt.sample
     cache, start, most, answers = _cache_of(prompt, run), time.perf_counter(), 0, list[str]()
@@ -155,9 +152,6 @@ def answer_conversation(prompt: Prompt, run: Any) -> dict[str, Any]:
     """Answer all turns of a sample in one cache; return the answers as a JSON list, units, bytes and seconds.
 
     Where the sample says what stands as the answer to a turn (`said`), the model's own answer is written on a fork.
-
-    Raises:
-        ValueError: If the chat template refuses the turns.
     """
     sample, tokenizer, task = prompt.sample, prompt.setup.tokenizer, prompt.text.task
     settings = settings_of(prompt, task)

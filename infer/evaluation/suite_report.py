@@ -11,25 +11,13 @@ from locret.data.tasks.published.suites import PublishedRow, Suite
 from locret.infer.evaluation.records import amount, size, with_error
 
 _READING = ("method", "budget", "budget_share", "chunk_size", "stabilizers")
-_CLOSE = 0.1
-"""Points by which a printed average may differ from its cells: they are rounded to one or two places."""
 
 
 def results(
     suite: Suite, cells: Sequence[dict[str, Any]], missing: Mapping[str, str], settings: dict[str, Any], published: bool
 ) -> dict[str, Any]:
-    """Return the suite's part of results.json.
-
-    Args:
-        suite: The suite.
-        cells: The cells of results.json.
-        missing: Tasks whose rows there are not, and why.
-        settings: The resolved configuration.
-        published: Whether to add the rows that papers print.
-
-    Returns:
-        `rows`, each with `scores` by task, an `average`, and `partial`: whether a task is missing, or was not asked
-        in full; `labels` of the tasks with `n of N`; `missing`; `average_rule`.
+    """Return the suite's part of results.json: `rows`, each with `scores` by task, an `average`, and `partial` (a task
+    is missing, or was not asked in full), `labels` of the tasks with `n of N`, and what is `missing` and why.
     """
     labels = {task: {cell["task"] for cell in cells if cell["set"] == task} for task in suite.tasks}
     found: dict[str, Any] = {
@@ -40,7 +28,7 @@ def results(
         "labels": {task: next(iter(known)) if len(known) == 1 else task for task, known in labels.items()},
         "missing": dict(missing),
         "remarks": remarks(settings),
-        "rows": [_row(suite, reading, members) for reading, members in _readings(cells, settings).items()],
+        "rows": [_row(suite, reading, members) for reading, members in _readings(cells).items()],
     }
     if published:
         found["remarks"] += [suite.remark] if suite.remark else []
@@ -48,19 +36,13 @@ def results(
     return found
 
 
-def _readings(cells: Sequence[dict[str, Any]], settings: dict[str, Any]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
-    """Return the cells of each row: of a method and policy, and of a length where rows were asked at several."""
-
-    def has_length(cell: dict[str, Any]) -> bool:
-        return bool(settings["tasks"][cell["set"]].get("limit_from", "length") == "length")
-
-    lengths = sorted({cell["tokens"] for cell in cells if has_length(cell)})
+def _readings(cells: Sequence[dict[str, Any]]) -> dict[tuple[Any, ...], list[dict[str, Any]]]:
+    """Return the cells of each row: of a method and policy, and of a length where prompts were made at several."""
+    lengths = {cell["tokens"] for cell in cells if "of" not in cell}
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in cells:
-        # What has no length of its own belongs to the rows of all lengths.
-        several = [None] if len(lengths) < 2 else [cell["tokens"]] if has_length(cell) else lengths
-        for tokens in several:
-            found.setdefault((*(cell.get(name) for name in _READING), tokens), []).append(cell)
+        tokens = cell["tokens"] if len(lengths) > 1 else None
+        found.setdefault((*(cell.get(name) for name in _READING), tokens), []).append(cell)
     return found
 
 
@@ -92,19 +74,15 @@ def _average_error(suite: Suite, scores: Mapping[str, float], errors: Mapping[st
 
 
 def _printed(suite: Suite, row: PublishedRow, settings: dict[str, Any]) -> dict[str, Any]:
-    cells = suite.cells_average(row)
-    agrees = cells is None or (row.average is not None and abs(cells - row.average) < _CLOSE)
     precision = "precision not stated" if row.precision == "not stated" else row.precision
-    ours = f"{settings['model']} in {settings['dtype']}"
     return {
         "source": row.source,
         "method": row.method,
         "model": row.model,
         "scores": dict(zip(suite.tasks, row.scores or (None,) * len(suite.tasks), strict=True)),
         "average": row.average,
-        "average_of_cells": None if agrees or cells is None else round(cells, 2),
         "note": f"As printed in {row.source}, not measured here. Differs: model {row.model}, {precision}, their "
-        f"software and hardware; ours is {ours}{'; ' * bool(row.note)}{row.note}.",
+        f"software and hardware; ours is {settings['model']} in {settings['dtype']}{'; ' * bool(row.note)}{row.note}.",
         "memory": list(row.memory),
     }
 
@@ -125,9 +103,7 @@ def table(found: dict[str, Any]) -> str:
         rows.append([_reading(row, found["rows"]), amount(row), *scores, average, *held])
     notes = list(dict.fromkeys(row["note"] for row in printed))
     for row in printed:
-        average = "none" if row["average"] is None else f"{row['average']:.2f}"
-        if row["average_of_cells"] is not None:
-            average += f" (its cells give {row['average_of_cells']:.2f})"
+        average = with_error(row["average"], None, 2) or "none"
         held = [f"{part:.2f} GB" for part in row["memory"]] or ["", ""]
         name = f"published: {row['method']}, {row['model']} [{notes.index(row['note']) + 1}]"
         scores = [with_error(row["scores"][task], None, 2) for task in tasks]
@@ -154,8 +130,6 @@ def remarks(settings: dict[str, Any]) -> list[str]:
             found.append(f"Prompts are cut to what {what} ({most} tokens), not to the protocol's limit.")
     if any(one["shortened"] for one in facts):
         found.append("Answers are shorter than the protocol allows (--max-new-tokens).")
-    if any("file" in part and part["revision"] is None for part in data):
-        found.append("Rows come from local files, which are taken at their word: results.json has their SHA-256.")
     if any("generated" in part for part in data):
         texts = sorted({str(part["texts"]) for part in data if part.get("texts")})
         found.append(

@@ -351,7 +351,7 @@ class Whole(Cache):  # type: ignore[misc]
         """Let layers that slide know how many tokens were read, padding included."""
         for layer in self.layers:
             if isinstance(layer, SlidingLayer):
-                layer.seen = self.seen
+                layer.cumulative_length = self.seen
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and numbers that say everything, for `load`."""

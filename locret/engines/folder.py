@@ -77,8 +77,7 @@ class ContextFolder:
         self._by_lead = {listed.ids[:LEAD]: listed for listed in self._files.values() if listed.ids}
 
     def _listed(self, path: Path) -> Listed:
-        stamp: Stamp = (0, 0)
-        ids: tuple[int, ...] = ()
+        stamp, ids = (0, 0), ()
         try:
             stamp, prefix = stamp_of(path), Prefix.from_file(path)
             if prefix.units < LEAD:

@@ -244,7 +244,7 @@ def test_what_cannot_be_cut_or_framed_says_why() -> None:
             "100 characters has too few spaces to be cut by words to limit=8 tokens",
         ),
         (lambda: build_prompt(official, item, word_tokenizer()), "official is known for Llama-3 and Phi-3 tokenizers"),
-        (lambda: build_prompt(tasks.get("leval/tpo"), item, bare), "--template chat: the tokenizer has no chat templ"),
+        (lambda: build_prompt(tasks.get("leval/tpo"), item, bare), "template=chat is what the tokenizer does not have"),
     ):
         with pytest.raises(ValueError, match=message):
             call()

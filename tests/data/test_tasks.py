@@ -82,7 +82,8 @@ def test_every_suite_names_tasks_that_there_are_once() -> None:
 
 @pytest.mark.parametrize(("suite", "row"), ROWS, ids=lambda one: getattr(one, "name", getattr(one, "method", None)))
 def test_printed_cells_give_the_printed_average(suite, row) -> None:
-    average = suite.cells_average(row)
+    known = {name: one for name, one in zip(suite.tasks, row.scores, strict=False) if one is not None}
+    average = suite.average(known) if len(known) == len(suite.tasks) else None
     if not row.scores:
         assert suite.name.startswith("ruler-")
     elif row.average is None:

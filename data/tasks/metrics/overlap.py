@@ -39,11 +39,7 @@ from typing import Any
 
 
 def library(name: str, metric: str) -> ModuleType:
-    """Return an optional library, imported.
-
-    Raises:
-        ValueError: If it is not installed; the message says how to install it.
-    """
+    """Return an optional library, imported."""
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
@@ -256,12 +252,7 @@ def repeated_function(prediction: str, functions: Sequence[tuple[str, str]]) -> 
     code = first_code_block(prediction).strip()
     best, most = "", 0.0
     for name, function in functions:
-        likeness = _likeness(code, function.strip())
+        likeness = bleu(re.split(r"\s+", code), re.split(r"\s+", function.strip()), smooth=True)
         if likeness > most:
             best, most = name, likeness
     return best, most
-
-
-@lru_cache(maxsize=2**14)  # the error of a task's score leaves out one text after the other, and asks the same again
-def _likeness(code: str, function: str) -> float:
-    return bleu(re.split(r"\s+", code), re.split(r"\s+", function), smooth=True)

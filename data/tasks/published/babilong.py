@@ -75,11 +75,7 @@ class BabilongTask(PublishedTask):
         return task.selection("option" if self.length else "length", found, wanted, self.max_new_tokens)
 
     def of_length(self, tokens: int) -> Self:
-        """Return the task of the file with rows of a length.
-
-        Raises:
-            ValueError: If the benchmark has no such length.
-        """
+        """Return the task of the file with rows of a length."""
         name = next((name for name, size in LENGTHS.items() if size == tokens), None)
         if name is None:
             known = ", ".join(f"{size} ({name})" for name, size in LENGTHS.items() if size)

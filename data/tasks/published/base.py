@@ -96,11 +96,7 @@ class PublishedTask(Task):
         return task.selection(limit_from, {task.limit or 0: found}, wanted, self.max_new_tokens)
 
     def fitted(self, wanted: Wanted) -> tuple[Self, str]:
-        """Return the task with prompts that fit the backbone, or what the user asked for, and where its limit is from.
-
-        Raises:
-            ValueError: If the backbone has no room for a prompt besides the answer.
-        """
+        """Return the task with prompts that fit the backbone or the user's limit, and where that is from."""
         task, most = self.shortened(wanted.max_new_tokens), wanted.max_prompt
         if most is not None:
             # A protocol that cuts nothing leaves it to the user where.
@@ -190,12 +186,7 @@ class RowMaker(PublishedTask):
     ) -> Callable[[int], dict[str, Any]]:
         """Return what makes row `index` as large as the length allows, the answer included.
 
-        Args:
-            of: What rows are made for, with a length.
-            row: From a random stream, a row's index and a size to a row.
-            guess: Size to look at first, see `largest`.
-            least: Smallest size.
-            system: The task's system turn.
+        `row` makes one of a random stream, its index and a size; `guess` is looked at first, see `largest`.
         """
         assert of.tokens is not None
         tokens, around = of.tokens, self.around(of, system)
@@ -248,11 +239,7 @@ class RowMaker(PublishedTask):
             raise NoSamples(str(error)) from error
 
     def made(self, wanted: Wanted) -> tuple[str, dict[int, SampleSet]]:
-        """Return rows of every length, from files where there are some, and what their length comes from.
-
-        Raises:
-            ValueError: If they cannot be made, or are longer than the user allows: rows of a file alone are cut.
-        """
+        """Return rows of every length, from files where there are some, and what their length comes from."""
         found: dict[int, SampleSet] = {}
         for tokens in wanted.lengths:
             if (there := self.rows_of(tokens, wanted.folders)) is not None:
@@ -295,9 +282,6 @@ def largest(cost: Callable[[int], int], limit: int, *, least: int, guess: int, w
 
     `cost` gives the tokens of a text of a size, rarely, since a text may have millions. `guess`, where to look first,
     is the same for all rows of a task, or a row would depend on the ones made before it. `close` tokens may be left.
-
-    Raises:
-        ValueError: If even the `least` size costs too much; `what` names what is limited.
     """
     low, low_cost = least, cost(least)
     if low_cost > limit:

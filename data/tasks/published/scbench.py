@@ -155,11 +155,7 @@ class SCBenchTask(PublishedTask):
         return self.task
 
     def score(self, prediction: str, sample: Sample) -> float:
-        """Return the task's own metric; of a conversation the mean over its turns.
-
-        Raises:
-            ValueError: If a conversation has not one answer for each turn, or the metric's library is not installed.
-        """
+        """Return the task's own metric; of a conversation the mean over its turns."""
         answers = _turn_by_turn(prediction, sample.targets)
         known = [one.targets for one in sample.asked] or [targets for _, targets in answers]
         functions = [(one[1], one[0]) for one in known if self.kind_of(one) == "repoqa" and len(one) > 1]
@@ -205,11 +201,7 @@ def _sought(row: Row, question: str) -> str:
 
 
 def _turn_by_turn(prediction: str, targets: Sequence[str]) -> list[tuple[str, tuple[str, ...]]]:
-    """Return the answers of a conversation with their references; a single answer is one turn.
-
-    Raises:
-        ValueError: If a conversation has not one answer for each turn.
-    """
+    """Return the answers of a conversation with their references; a single answer is one turn."""
     references = [_list(target) for target in targets]
     if any(reference is None for reference in references):
         return [(prediction, tuple(targets))]

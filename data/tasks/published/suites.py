@@ -66,11 +66,6 @@ class Suite:
         means = [_mean([scores[name] for name in names if name in scores]) for names in parts]
         return _mean([mean for mean in means if mean is not None])
 
-    def cells_average(self, row: PublishedRow) -> float | None:
-        """Return the average of a published row's cells by this suite's rule; None if cells are missing."""
-        known = {name: score for name, score in zip(self.tasks, row.scores, strict=False) if score is not None}
-        return self.average(known) if len(known) == len(self.tasks) else None
-
 
 def _mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
@@ -122,11 +117,7 @@ def names() -> list[str]:
 
 
 def get(name: str) -> Suite:
-    """Return the suite called `name`.
-
-    Raises:
-        ValueError: If there is none; the message lists the nearest names.
-    """
+    """Return the suite called `name`."""
     if name not in _suites():
         check_retired("--suite", name)
         near = nearest(name, names()) or names()

@@ -61,11 +61,7 @@ def questions(dataset: Literal["squad", "hotpotqa"]) -> Callable[[RulerTask, Mak
 
 
 def load(task: str, dataset: str, data_dir: Path | None) -> QuestionSet:
-    """Read one of `FILES`, from a folder itself, from `ruler` in it, or from a folder named as the data set.
-
-    Raises:
-        ValueError: If there is no such file, or it has another form.
-    """
+    """Read one of `FILES`, from a folder itself, from `ruler` in it, or from a folder named as the data set."""
     names = FILES[dataset]
     folders = [data_dir, data_dir / "ruler", data_dir / dataset] if data_dir is not None else []
     path = next((folder / name for folder in folders for name in names if (folder / name).is_file()), None)

@@ -41,11 +41,7 @@ class Vocabulary(NamedTuple):
 
 @lru_cache
 def vocabulary(source: str) -> Vocabulary:
-    """Return the words of a source: "own" or "wonderwords".
-
-    Raises:
-        ValueError: If the package is not installed.
-    """
+    """Return the words of a source: "own" or "wonderwords"."""
     if source == "own":
         own = json.loads(Path(__file__).with_name("words.json").read_text(encoding="utf-8"))
         adjectives, nouns = (tuple(" ".join(own[kind]).split()) for kind in ("adjectives", "nouns"))
