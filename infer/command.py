@@ -60,7 +60,7 @@ class Options:
 def command(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     instances, chosen = parse_options("locret-infer", DESCRIPTION, OPTION_CLASSES, argv)
-    options = Options(*instances, frozenset(chosen))
+    options = Options(*instances, chosen=frozenset(chosen))
     with together("locret-infer", options) as options, warnings_as_lines("locret-infer", quiet=options.output.quiet):
         execute(options)
     return 0
@@ -174,7 +174,7 @@ def _read_and_ask(options: Options, plan: Ready, lm: LongContextModel, document:
     how: dict[str, Any] = {"system": prompt.system, "progress": not output.quiet, "protect": prompt.protect}
     how["new_tokens"] = generation.max_new_tokens if alone else 0
     if question is None or prompt.protocol == "aware":
-        about: Chat | Context = lm.converse(document, question, cache=cache, **how)
+        about: Any = lm.converse(document, question, cache=cache, **how)
     else:
         about = lm.read_into(cache, document, **how)
     read, seconds = cache.seen, now(plan.device) - start

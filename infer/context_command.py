@@ -122,7 +122,7 @@ def ask(
     given: frozenset[str],
 ) -> int:
     """Answer questions, each from copies of saved contexts."""
-    asked, records = infer.questions_of(about), []
+    asked, records = infer.questions_of(about), list[dict[str, Any]]()
     infer.check_evidence(about, generation)
     how = {"allow_other_scorer": about.allow_other_scorer, "disk": about.disk}
     with _loaded(model, scorer, "ask", about.context, output.quiet, **how) as (contexts, plan):

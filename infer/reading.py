@@ -94,7 +94,7 @@ class Ready:
     def print_plan(self, options: Iterable[Any], *, quiet: bool) -> None:
         """Print what a run would do and take."""
         assert self.run is not None
-        steps, given = self.run.schedule(self.policy).table(), {}
+        steps, given = self.run.schedule(self.policy).table(), dict[str, Any]()
         for part in options:
             given |= asdict(part)
         record = {

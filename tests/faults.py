@@ -295,7 +295,7 @@ FAULTS = (
         "last = max((nth for nth, turn in enumerate(turns) if turn.role == USER), default=None)",
         "last = min((nth for nth, turn in enumerate(turns) if turn.role == USER), default=None)",
         'protect="question": the last turn of the user stays',
-        "tests/core/test_turns.py tests/core/test_protected_turns.py",
+        "tests/core/test_protected_turns.py",
     ),
     Fault(
         "a-file-half-written",
@@ -335,7 +335,7 @@ FAULTS = (
         "unread.pop()\n        answer = decode",
         "pass\n        answer = decode",
         "chat.say: the end of an answer is written once",
-        "tests/core/test_sessions.py tests/core/test_context.py tests/core/test_chat_templates.py",
+        "tests/core/test_context.py tests/core/test_chat_templates.py",
     ),
     Fault(
         "no-key-is-a-key",

@@ -195,7 +195,7 @@ class LongContextModel:
     @overload
     def read(self, source: Any, **how: Any) -> Context: ...
 
-    def read(
+    def read(  # type: ignore[misc]
         self,
         source: Any,
         *,

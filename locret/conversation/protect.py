@@ -66,11 +66,11 @@ class Rule:
             share = None if found["share"] is None else float(found["share"])
             Span(0, 1, share)
         except ValueError:
-            rule = "has no share of the budget; give more than 0 and at most 1, such as =0.1"
-            raise Refusal("protect", shown(given), rule) from None
+            why = "has no share of the budget; give more than 0 and at most 1, such as =0.1"
+            raise Refusal("protect", shown(given), why) from None
         if found["what"] == EACH and share is None:
-            rule = "would keep all units of every message, so none could go; give a share, as each=0.05"
-            raise Refusal("protect", EACH, rule)
+            why = "would keep all units of every message, so none could go; give a share, as each=0.05"
+            raise Refusal("protect", EACH, why)
         if found["nth"] is not None:
             return cls("message", int(found["nth"]), None, share)
         if found["start"] is None:

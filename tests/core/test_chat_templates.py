@@ -164,18 +164,3 @@ def test_a_template_that_drops_reasoning_is_named_and_what_was_read_stays() -> N
         chat.say("How?", max_new_tokens=1)
     after = "<|im_end|>\n<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n"
     assert [fed.ids[before + nth] for nth in range(len(fed.ids))] == lm.tokenizer(after).input_ids
-
-
-def test_the_turns_of_the_original_template_follow_each_other() -> None:
-    tokenizer = TOKENIZERS["bytes"]
-    lm = make_model("bytes", CHATML)
-    lm = LongContextModel(lm.model, tokenizer, "random", lm.policy, template="original")
-    fed = Fed(lm)
-    chat = lm.read(DOCUMENT, progress=False).chat()
-    script = tokenizer(" Red.</s>", add_special_tokens=False).input_ids
-    chat.say("Why?", prefix_allowed_tokens_fn=lambda _, ids: [script[len(ids) - 1]])
-    chat.say("How?", max_new_tokens=1)
-    written = tokenizer.decode(fed.all())
-    assert written.endswith(
-        "### Human: " + DOCUMENT.strip() + "\n\nWhy?\n### Assistant: Red.\n### Human: How?\n### Assistant:"
-    )

@@ -10,7 +10,6 @@ import pytest
 
 import locret
 from locret import Context, LongContextModel, RetainingHeads, RetentionPolicy
-from locret.conversation import evidence
 from locret.conversation.evidence import PASSAGES, Passage
 
 POLICY = RetentionPolicy(budget=48, chunk_size=256, stabilizers=8, local_len=16)
@@ -91,15 +90,6 @@ def test_reading_the_right_passage_again_mends_the_answer(
     assert second.changed
     assert second.before == first.text
     assert second.to_dict()["changed"] is True
-
-
-def test_only_a_flagged_answer_is_given_once_more(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
-
-    monkeypatch.setattr(evidence, "UNSURE", 0.0)
-    assert context.ask(QUESTION, evidence=True, source=TEXT, max_new_tokens=8).before is None
-    monkeypatch.setattr(evidence, "UNSURE", 1.1)
-    found = context.ask(QUESTION, evidence=True, source=TEXT, max_new_tokens=8)
-    assert found.before == context.ask(QUESTION, max_new_tokens=8)
 
 
 @pytest.mark.parametrize("repeats", [1, 6])

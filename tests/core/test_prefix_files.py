@@ -52,38 +52,6 @@ def test_a_file_is_the_prefix_that_its_cache_is(family: str, form: str, tmp_path
     assert ours.digest == theirs.digest
 
 
-@pytest.mark.parametrize("family", ["llama", "llama-mqa"])
-def test_units_that_were_read_do_not_change_with_their_file(family: str, tmp_path: Path) -> None:
-    path = tmp_path / "a.ctx"
-    save_cache(read(family, "plain"), path)
-    prefix = Prefix.from_file(path)
-    before = [states.clone() for states in (*prefix.keys, *prefix.values)]
-    with path.open("r+b") as file:  # in place, as `cp` writes over a file
-        file.write(bytes(path.stat().st_size))
-    assert all(torch.equal(*pair) for pair in zip((*prefix.keys, *prefix.values), before, strict=True))
-
-
-def test_frequencies_that_follow_from_more_than_the_file_are_refused(tmp_path: Path) -> None:
-    model = build("phi3-longrope")
-    for budget, said in ((16, "rotates keys in another way below 64 tokens"), (80, None)):
-        policy = RetentionPolicy(**{**NUMBERS, "budget": budget, "stabilizers": 4})
-        cache = RetentionCache(model, "key_norm", policy)
-        prefill(model, prompt(100), cache)
-        save_cache(cache, tmp_path / "a.ctx")
-        if said is None:
-            assert Prefix.from_file(tmp_path / "a.ctx").digest == Prefix.of(cache).digest
-            continue
-        for make in (lambda: Prefix.from_file(tmp_path / "a.ctx"), lambda: Prefix.of(cache)):  # noqa: B023
-            with pytest.raises(ValueError, match=said):
-                make()
-    policy = RetentionPolicy(**{**NUMBERS, "budget": 80, "key_bits": 8})
-    cache = RetentionCache(model, "key_norm", policy)
-    prefill(model, prompt(100), cache)
-    save_cache(cache, tmp_path / "a.ctx")
-    with pytest.raises(ValueError, match=r"'longrope' follows from more .*take Prefix\.of\(context\)"):
-        Prefix.from_file(tmp_path / "a.ctx")
-
-
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 
@@ -108,13 +76,6 @@ def changed(path: Path, **state: Any) -> Path:
     metadata["checksum"] = checksum(metadata["state"], tensors)
     save_file(tensors, path.with_suffix(".changed"), metadata=metadata)
     return path.with_suffix(".changed")
-
-
-def test_a_prefix_takes_no_memory_for_where_its_file_says_that_it_is(saved: dict[str, Path]) -> None:
-    far = Prefix.from_file(changed(saved["plain"], seen=2**31 - 1, next_position=2**31 - 1))
-    near = Prefix.from_file(saved["plain"])
-    assert far.keys[0].shape == near.keys[0].shape
-    assert torch.equal(far.values[0], near.values[0])
 
 
 def test_a_file_without_units_is_no_prefix(saved: dict[str, Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
@@ -145,17 +144,6 @@ def test_a_saved_cache_still_knows_its_text(model: Any, tmp_path: Any) -> None:
     assert torch.equal(generate(model, IDS, cache=loaded, **GREEDY), generate(model, IDS, cache=cache, **GREEDY))
 
 
-@pytest.mark.parametrize("scorer", ["snapkv", "sirllm"])
-def test_nothing_of_the_prompt_stays_alive_with_the_cache(model: Any, scorer: str) -> None:
-    cache, ids = new_cache(model, scorer), prompt(5000)
-    storage = ids.untyped_storage().data_ptr()
-    prefill(model, ids, cache)
-    del ids
-    gc.collect()
-    alive = [thing for thing in gc.get_objects() if type(thing) is torch.Tensor and thing.dtype == torch.int64]
-    assert not [t for t in alive if t.untyped_storage().data_ptr() == storage or t.untyped_storage().nbytes() >= 40000]
-
-
 # -- model, scorer and policy -----------------------------------------------------------------------------------------
 
 
@@ -200,24 +188,6 @@ def test_a_scorer_that_returns_no_numbers_is_noticed_at_once(model: Any, wrong: 
         prefill(model, IDS, cache)
     with pytest.raises(ValueError, match="interrupted"):
         generate(model, cache=cache, **GREEDY)
-
-
-def test_numbers_that_are_not_finite_later_on_are_noticed_before_they_are_answered_from(model: Any) -> None:
-    scorer = type("Wrong", (Returns,), {"what": staticmethod(lambda s: s * torch.nan), "start": 15})()
-    cache = new_cache(model, scorer)
-    prefill(model, IDS, cache)
-    for use in (
-        cache.copy,
-        cache.state,
-        lambda: generate(model, cache=cache, **GREEDY),
-        lambda: prefill(model, IDS, cache),
-    ):
-        with pytest.raises(ValueError, match="scores that are NaN or infinite"):
-            use()
-    ids, mask = prompt(45, batch=2), torch.ones(2, 45, dtype=torch.long)
-    mask[1, :9] = 0
-    with pytest.raises(ValueError, match="scores that are NaN or infinite"):
-        generate(model, ids, attention_mask=mask, cache=new_cache(model, scorer), **GREEDY)
 
 
 # -- options of generate ----------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import locret
 from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.cache.limits import Limits
 from locret.chunked_prefill import read_turn
-from locret.engines.prefix import Prefix
 
 POLICY = RetentionPolicy(budget=64, chunk_size=96, stabilizers=16, local_len=16)
 
@@ -114,24 +113,6 @@ def test_rows_of_a_batch_take_their_turns_as_they_would_alone(lm: LongContextMod
         asked = torch.cat([text, question[:1]], 1)
         wanted = generate(lm.model, asked, cache=alone, max_new_tokens=6, min_new_tokens=6)[:, asked.shape[1] :]
         assert torch.equal(got[row : row + 1], wanted)
-
-
-def test_a_prefix_is_the_same_from_a_context_and_from_its_file(lm: LongContextModel, tmp_path: Path) -> None:
-    context = lm.read(ids(400)[0].tolist(), name="ids")
-    context.save(tmp_path / "a.ctx")
-    ours, theirs = Prefix.of(context), Prefix.from_file(tmp_path / "a.ctx")
-    exported = context.to_dynamic_cache()
-    assert torch.equal(ours.keys[2], exported.layers[2].keys[0].transpose(0, 1))
-    assert ours.digest == theirs.digest
-    assert ours.placeholders == theirs.placeholders
-    assert len(ours.placeholders) == ours.units == 80
-    assert max(ours.placeholders) < ours.vocab_size == theirs.vocab_size
-    assert ours.tokens == theirs.tokens == context.cache.seen
-    assert ours.model_type == theirs.model_type == "llama"
-    assert ours.rotary == theirs.rotary
-    assert ours.rotary["rope_theta"] == 1000000.0
-    other = lm.read(ids(400, 9)[0].tolist(), name="ids")
-    assert Prefix.of(other).placeholders[:4] != ours.placeholders[:4]
 
 
 # -- contexts, their files, and what follows more than once -----------------------------------------------------------

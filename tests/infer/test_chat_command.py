@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import os
-import select
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from locret import LongContextModel, RetentionPolicy
+from locret import LongContextModel
 from locret.cli.command import run
-from locret.conversation.document import open_document
-from locret.infer import kept_page
+from locret.infer import chat_command
 from locret.infer.chat_command import command
 
 MODULE = [sys.executable, "-m", "locret.infer.chat_command"]
@@ -100,24 +96,6 @@ def test_what_stayed_is_shown_with_its_text(chat: Chat, text: Path) -> None:
     assert "the text itself is not saved" in err
 
 
-def test_shares_of_heads_count_every_unit_that_is_held() -> None:
-    lm = LongContextModel.from_pretrained(
-        "checkpoints/tiny",
-        scorer="streaming",
-        policy=RetentionPolicy(budget=64, chunk_size=64, stabilizers=8, local_len=8),
-    )
-    context = lm.read(TEXT, progress=False)
-    share = kept_page.share_of_heads(context.cache)
-    assert share[:4].tolist() == [1.0] * 4
-    assert share.sum() == context.memory().units
-    assert kept_page.by_tenths(share).endswith("█")
-    blocks = [token for block in lm.tokens(open_document(TEXT)) for token in block]
-    assert len(blocks) == context.cache.seen
-    shown = kept_page.passages(share, lm.tokenizer, iter([blocks[:100], blocks[100:]]), count=3)
-    assert shown[-1].endswith(" ".join(lm.tokenizer.decode(blocks).split()[-3:])) or len(share) % 12
-    assert torch.all(share <= 1)
-
-
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
@@ -154,73 +132,21 @@ def test_options_that_make_no_sense_are_refused(chat: Chat, arguments: list[obje
     assert (code, out, said in err) == (2, "", True), err
 
 
-class Terminal:
-    """A process at a terminal of its own."""
+def test_ctrl_c_at_a_terminal_ends_an_answer_and_a_mistake_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = list[str]()
 
-    def __init__(self, line: list[str], folder: Path) -> None:
-        import pty
+    class Talk:
+        def take(self, line: str) -> bool:
+            said.append(line)
+            if line == "Who?":
+                raise KeyboardInterrupt
+            if line == "/red":
+                raise ValueError("/red is unknown")
+            return line != "/quit"
 
-        self.ours, theirs = pty.openpty()
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "TERM": "dumb"}
-        self.process = subprocess.Popen(
-            line, stdin=theirs, stdout=theirs, stderr=theirs, cwd=folder, env=environment, start_new_session=True,
-            preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
-        )  # fmt: skip
-        os.close(theirs)
-        self.shown = ""
-
-    def press_until(self, key: str, text: str) -> None:
-        """Press a key every other second until a text is shown."""
-        for _ in range(20):
-            self.type(key)
-            try:
-                return self.wait_for(text, 2)
-            except AssertionError:
-                continue
-        raise AssertionError(self.shown)
-
-    def wait_for(self, text: str, seconds: float = 90) -> None:
-        """Read until a text is shown after what has been waited for before."""
-        end = time.monotonic() + seconds
-        while text not in self.shown:
-            assert time.monotonic() < end, self.shown
-            if select.select([self.ours], [], [], 0.2)[0]:
-                try:
-                    self.shown += os.read(self.ours, 4096).decode(errors="replace")
-                except OSError:  # the process is gone
-                    assert text in self.shown, self.shown
-        self.shown = self.shown.split(text, 1)[1]
-
-    def type(self, text: str) -> None:
-        os.write(self.ours, text.encode())
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no terminals of this kind")
-def test_ctrl_c_ends_an_answer_and_ctrl_d_leaves(backbone: Path, heads: Path, text: Path, tmp_path: Path) -> None:
-    pair = ["--model", str(backbone), "--heads", str(heads), "--max-new-tokens", "100000", "--budget", "64"]
-    at = Terminal([*MODULE, *pair, "--prompt-file", str(text)], tmp_path)
-    try:
-        at.wait_for("> ")
-        at.type("/mem\n")
-        at.wait_for("did you mean /memory?")
-        at.wait_for("> ")
-        at.type("Who?\n")
-        at.wait_for("\n")
-        time.sleep(2)  # into the answer, of which words are shown whole
-        at.type("\x03")
-        at.wait_for("(stopped)")
-        at.wait_for("> ")
-        at.type("/memory\n")
-        at.wait_for("tokens read")
-        at.wait_for("> ")
-        at.type("never said")
-        at.wait_for("never said")
-        at.press_until("\x03", "> ")  # readline sees a signal that comes while it does not wait with the next key only
-        time.sleep(0.5)
-        at.type("\x04")
-        assert at.process.wait(60) == 0
-    finally:
-        at.process.kill()
-        at.process.wait()
-        os.close(at.ours)
+    monkeypatch.setattr(chat_command, "_typed", lambda: iter(["Who?", "/red", "Why?", "/quit", "never"]))
+    chat_command._talk(Talk())  # type: ignore[arg-type]
+    assert said == ["Who?", "/red", "Why?", "/quit"]
+    assert capsys.readouterr().err == "(stopped)\n/red is unknown\n"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from infer_cases import write_text
 
-from locret import LongContextModel, RetentionPolicy
+from locret import LongContextModel
 from locret.infer import context_command
 
 ASKED = "What is the number of Oslo?"
@@ -89,27 +89,6 @@ def test_what_is_shown_is_what_the_context_holds(
     assert [line.split()[0] for line in bars] == ["0", "1"]
     assert all(line[-2] == "█" for line in bars), "the local tokens are all there"
     assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("policy", "line"),
-    [
-        ({"head_budgets": "adaptive"}, "other engines no: head_budgets="),
-        ({"host_budget": 40, "recall": 4}, "second tier   40 units per KV head, "),
-        ({"key_bits": 4, "value_bits": 8}, " bytes, 4 and 8 bits"),
-        ({"positions": "original"}, "positions     original"),
-    ],
-)
-def test_contexts_of_every_kind_are_shown(
-    context: Run, lm: LongContextModel, short: Path, tmp_path: Path, policy: dict[str, Any], line: str
-) -> None:
-    policies = RetentionPolicy(budget=64, chunk_size=32, stabilizers=16, local_len=8, **policy)
-    read = LongContextModel(lm.model, lm.tokenizer, lm.scorer, policies).read(short, progress=False)
-    read.save(tmp_path / "a.ctx")
-    done = context("show", tmp_path / "a.ctx")
-    assert line in done.out, done
-    kept = json.loads(context("show", tmp_path / "a.ctx", "--json").out)["contexts"][0]
-    assert kept["host_units"] == [policy.get("host_budget", 0)] * 2
 
 
 def test_several_contexts_each_answer_every_question(

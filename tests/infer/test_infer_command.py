@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -229,24 +228,6 @@ def test_a_store_of_a_file_holds_the_units(infer: Infer, usual: tuple[object, ..
     plain, kept = (infer(*usual, "--question", QUESTION, *store) for store in ((), own))
     assert kept.out.startswith("keep\n")
     assert kept.out.replace("keep\n", "") == plain.out
-
-
-def test_the_bar_knows_the_size_of_the_file(
-    infer: Infer, usual: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert "20.0k/20.0k" in infer(*usual, "--question", QUESTION).err
-
-
-@pytest.mark.slow
-def test_process_reads_a_pipe_and_leaves_with_the_code_of_a_mistake(backbone: Path, heads: Path, text: Path) -> None:
-    line = [sys.executable, "-m", "locret.infer.command", "--model", str(backbone), "--heads", str(heads)]
-    good = subprocess.run([*line, "--max-new-tokens", "3"], input=text.read_text(), capture_output=True, text=True)
-    assert (good.returncode, len(good.stdout.split()) > 0) == (0, True)
-    bad = subprocess.run([*line, "--budget", "0"], input="", capture_output=True, text=True)
-    assert (bad.returncode, bad.stdout) == (2, "")
-    assert "budget=0 is too small" in bad.stderr
-    assert "Traceback" not in bad.stderr
 
 
 REFUSED = {

@@ -106,33 +106,6 @@ def run(module: str, *arguments: Any, site: Path, cwd: Path) -> subprocess.Compl
 
 
 @pytest.mark.slow
-def test_a_comparison_holds_scorers_of_a_package_of_a_module_and_of_a_file(site: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(MODULE.replace("Keep long values", "Keep values of my own"))
-    named = "full,acme_norm:power=2+original,acme_memory:ValueNorm,mine.py:ValueNorm,snapkv:kernel=7,pooling=max"
-    options = ("--lengths", 400, "--budget", 64, "--chunk-size", 64, "--stabilizers", 8, "--local-len", 8, "--quiet")
-    out = run(
-        "locret.infer.evaluation.command",
-        *("--model", ROOT / "checkpoints" / "tiny", "--methods", named, "--tasks", "passkey,acme_keys"),
-        *("--samples", 2, "--output", tmp_path / "out", *options),
-        site=site,
-        cwd=tmp_path,
-    )
-    assert out.returncode == 0, out.stderr
-    wanted = ["full", "acme_norm:power=2+original", "acme_memory:ValueNorm", "mine.py:ValueNorm"]
-    wanted.append("snapkv:kernel=7,pooling=max")
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert results["config"]["methods"] == wanted
-    table = (tmp_path / "out" / "results.md").read_text()
-    assert all(f"| {name} |" in table for name in wanted)
-    records = [json.loads(line) for line in (tmp_path / "out" / "samples.jsonl").read_text().splitlines()]
-    assert {(one["task"], one["version"]) for one in records} == {("passkey", 1), ("acme_keys", 9)}
-    assert [one["method"] for one in records[:5]] == wanted
-    predictions = {one["method"]: one["prediction"] for one in records if one["task"] == "passkey"}
-    assert predictions["acme_memory:ValueNorm"] == predictions["mine.py:ValueNorm"]
-    assert {one["positions"] for one in records if one["method"] == wanted[1]} == {"original"}
-
-
-@pytest.mark.slow
 def test_a_module_in_the_current_folder_is_not_imported_unless_its_file_is_named(site: Path, tmp_path: Path) -> None:
     (tmp_path / "here.py").write_text(f"open('ran', 'w').close()\n{MODULE.replace('from __future__', '#', 1)}")
     (tmp_path / "text.txt").write_text("The pass key is 12345. " * 20)

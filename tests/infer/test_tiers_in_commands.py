@@ -12,9 +12,7 @@ from locret.infer.command import command as infer
 from locret.infer.context_command import command as context
 from locret.infer.evaluation import methods
 from locret.infer.evaluation.command import command as evaluate
-from locret.infer.evaluation.plan import Allotment, plan_runs
 from locret.infer.speed.command import command as bench
-from locret.policy.policy import RetentionPolicy
 
 MODEL = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
 NUMBERS = {"budget": 32, "chunk_size": 64, "stabilizers": 8, "local_len": 8}
@@ -75,19 +73,6 @@ def test_what_has_no_effect_or_cannot_be_is_refused_before_weights_are_loaded(
         infer([*MODEL, "--prompt-file", shipped.find("recipes/infer/pass_key.txt"), "--budget", "32", *flags])
     assert sentence in str(caught.value)
     assert "\n" not in str(caught.value)
-
-
-def test_a_lookup_that_is_a_method_attends_to_as_many_units_as_the_budget() -> None:
-    policy = RetentionPolicy(**{**NUMBERS, "layer_budgets": "pyramid"})  # type: ignore[arg-type]
-    recalled = {"quest": 32, "omnikv": 32, "omnikv:selector=uniform,window=8": 24, "quest:tokens=7": 7}
-    for name, recall in recalled.items():
-        made = methods.get(name).policy(policy)
-        assert (made.recall, made.recall_by, made.host_budget, made.budget) == (recall, name, "all", 1)
-        assert (made.chunk_size, made.positions, made.layer_budgets) == (64, "original", "uniform")
-    # A record still says what was asked.
-    (run,) = plan_runs([methods.get("quest")], [Allotment(NUMBERS)])
-    assert (run.axes["budget"], run.axes["recall"]) == (32, 32)
-    assert methods.get("quest+xattention").policy(policy).prefill_attention == "xattention"
 
 
 @pytest.mark.parametrize(
