@@ -111,13 +111,6 @@ def test_no_name_leaves_the_folder(library: Library) -> None:
             assert refusal(lambda name=name, call=call: call(name)).status == 404
 
 
-def test_a_name_is_taken_once(library: Library, read: Read, book: str) -> None:
-    read(library, "a", book[:1500])
-    for call in (lambda: library.upload("a"), lambda: library.compose(["a", "a"], "a")):
-        refused = refusal(call)
-        assert (refused.status, refused.code) == (409, "context_exists")
-
-
 def test_a_link_out_of_the_folder_is_not_followed(library: Library, read: Read, book: str, tmp_path: Path) -> None:
     read(library, "a", book[:1500])
     outside = tmp_path / "outside.ctx"
@@ -217,16 +210,6 @@ def test_the_longest_beginning_that_was_read_is_found(library: Library, read: Re
     assert library.longest(text)[0].tokens == 600
     assert library.longest(text, library.get("book"))[1] == 200
     library.close()
-
-
-def test_reading_on_is_what_prefill_does(library: Library) -> None:
-    text = ids(700)
-    first = read_on(library, text[:400])
-    second = library.read_on(text, (first, 400), None, never)
-    cache = library.lm.new_cache()
-    for part in (text[:400], text[400:]):
-        prefill(library.lm.model, torch.tensor([part]), cache)
-    assert library.prefix(second).digest == Prefix.of(cache).digest
 
 
 def test_the_least_recently_used_goes_and_no_named_one(library: Library, read: Read, book: str) -> None:

@@ -94,13 +94,6 @@ def test_turns_go_on_as_in_a_chat(client: openai.OpenAI, book: Context) -> None:
         said.append(answer.to_dict())  # as users append what they got
 
 
-def test_a_budget_asks_fewer_units(client: openai.OpenAI, book: Context) -> None:
-    answer = ask(client, QUESTION, budget=40)
-    assert answer.usage.prompt_tokens_details.units == 40
-    assert text_of(answer).strip() == book.shrink(40).ask(QUESTION)
-    assert ask(client, QUESTION, budget=10_000).usage.prompt_tokens_details.units == book.memory().units
-
-
 def test_a_long_prompt_is_read_as_by_hand_and_only_where_it_is_new(
     client: openai.OpenAI, serving: LongContextModel
 ) -> None:
@@ -391,14 +384,3 @@ def test_a_body_is_bounded_while_it_arrives(serving: LongContextModel, tmp_path:
             message = f"the body has {size} bytes or more, but --max-body allows 10000; upload a long text as a context"
             assert message in refused(declared, 413)
             assert declared.headers.get("connection") is None
-
-
-def test_a_server_that_ends_takes_nothing_new(server: Running) -> None:
-    server.state.draining = True
-    try:
-        response = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": HI})
-        assert (response.status_code, response.json()["error"]["code"]) == (503, "ending")
-        health = httpx.get(f"{server.url}/healthz")
-        assert (health.status_code, health.json()) == (503, {"status": "draining"})
-    finally:
-        server.state.draining = False

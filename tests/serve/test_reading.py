@@ -93,13 +93,6 @@ def test_a_chunk_gives_way_until_every_answer_has_begun_and_one_went_on() -> Non
     assert not thread.is_alive()
 
 
-def test_reading_goes_on_beside_an_answer_that_never_begins() -> None:
-    turns, order = Turns(patience=2.0), list[str]()
-    turns.giving_way(lambda on_token: wait, lambda _: None)
-    chunks(turns, "a", 5, order).join(5)
-    assert len(order) == 5
-
-
 def test_readers_know_of_answers_and_of_each_of_their_tokens() -> None:
     turns, told, written = Turns(), list[Any](), list[Written]()
 
