@@ -92,7 +92,7 @@ FAULTS = (
         'for buffer in (held for name, held in self.buffers.items() if name != "scores"):\n'
         "            self._gather(buffer, kept.units, rows)",
         "kept_scores: a score moves with its unit",
-        "tests/core/test_stores.py tests/core/test_golden.py tests/core/test_storage.py",
+        "tests/core/test_stores.py tests/core/test_golden.py tests/core/test_whole_cache.py",
     ),
     Fault(
         "values-of-another-head",
@@ -116,7 +116,7 @@ FAULTS = (
         "twin.tensors = {name: self._anew(name, held).copy_(held) for name, held in self.tensors.items()}",
         "twin.tensors = dict(self.tensors)",
         "cache.copy: what a fork reads does not change the cache it comes from",
-        "tests/core/test_sessions.py tests/core/test_cache.py tests/core/test_storage.py",
+        "tests/core/test_cache.py tests/core/test_whole_cache.py",
     ),
     Fault(
         "ragged-heads-begin-together",
@@ -124,7 +124,7 @@ FAULTS = (
         "first = most - (old.stop - old.start)\n",
         "first = 0\n",
         "adaptive heads: units of a head that keeps few end where those of the others end",
-        "tests/core/test_ragged.py",
+        "tests/core/test_whole_cache.py",
     ),
     Fault(
         "a-unit-lost-on-its-way",
@@ -132,7 +132,7 @@ FAULTS = (
         "gone = gone.to(here)\n",
         "gone = gone[..., 1:].to(here)\n        coming = gone.shape[-1]\n",
         "host_budget: the second tier has the best of all that was evicted",
-        "tests/core/test_tiers.py tests/core/test_tiers_oracle.py",
+        "tests/core/test_whole_cache.py",
     ),
     Fault(
         "tier-keeps-the-worst",
@@ -140,7 +140,7 @@ FAULTS = (
         "better = best.values > worst.values",
         "better = best.values < worst.values",
         "host_budget: of two units the better one stays in the second tier",
-        "tests/core/test_tiers.py tests/core/test_tiers_oracle.py",
+        "tests/core/test_whole_cache.py",
     ),
     Fault(
         "ranks-in-one-tier",
@@ -148,7 +148,7 @@ FAULTS = (
         "own = torch.arange(mine.shape[-1], device=here) + torch.searchsorted(others.to(here), mine)",
         "own = torch.arange(mine.shape[-1], device=here).expand_as(mine)",
         "recall: units of both tiers are at their ranks among all of them",
-        "tests/core/test_tiers.py tests/core/test_tiers_oracle.py",
+        "tests/core/test_whole_cache.py",
     ),
     Fault(
         "bits-rounded-down",
@@ -164,7 +164,7 @@ FAULTS = (
         "super().__init__(sliding_window=sliding_window + 1)",
         "super().__init__(sliding_window=sliding_window)",
         "take_back in layers that slide: after it the window is whole",
-        "tests/core/test_families.py tests/core/test_sessions.py tests/core/test_saved_caches.py",
+        "tests/core/test_families.py tests/core/test_cache.py tests/core/test_saved_caches.py",
     ),
     Fault(
         "rows-joined-to-the-left",
@@ -172,7 +172,7 @@ FAULTS = (
         "joined[row, :, slots - part.shape[2] : slots] = part[0]",
         "joined[row, :, : part.shape[2]] = part[0]",
         "prefill of rows of different lengths: each is as if it were alone",
-        "tests/core/test_rows_together.py tests/core/test_cache.py",
+        "tests/core/test_cache.py",
     ),
     Fault(
         "padding-shifts-positions",
@@ -180,7 +180,7 @@ FAULTS = (
         "rotary = rotary - self.shift[:, None]",
         "rotary = rotary - self.shift[:, None] + (self.pad > 0).long()[:, None]",
         "generate of padded rows: positions of each row are its own",
-        "tests/core/test_rows_together.py tests/core/test_cache.py",
+        "tests/core/test_cache.py",
     ),
     Fault(
         "position-not-taken-back",
@@ -188,7 +188,7 @@ FAULTS = (
         "self.seen -= 1\n            self.next_position -= 1",
         "self.seen -= 1",
         "take_back: the last token is fed again at its own position",
-        "tests/core/test_cache.py tests/core/test_sessions.py",
+        "tests/core/test_cache.py",
     ),
     Fault(
         "digest-not-shortened",
@@ -196,7 +196,7 @@ FAULTS = (
         "return (digest - (last[:, 0] + 1)) * _INVERSE",
         "return (digest - last[:, 0]) * _INVERSE",
         "generate: a conversation that goes on is known by its ids",
-        "tests/core/test_sessions.py tests/core/test_cache.py",
+        "tests/core/test_cache.py",
     ),
     Fault(
         "planned-bytes-lie",
@@ -204,7 +204,7 @@ FAULTS = (
         "_SCORE_AND_POSITION_BYTES = 8",
         "_SCORE_AND_POSITION_BYTES = 4",
         "cache.memory: planned bytes are those that are allocated",
-        "tests/core/test_budget.py tests/core/test_planned_cache.py tests/core/test_cache.py",
+        "tests/core/test_budget.py tests/core/test_whole_cache.py tests/core/test_cache.py",
     ),
     # -- what is computed ---------------------------------------------------------------------------------------------
     Fault(
@@ -303,7 +303,7 @@ FAULTS = (
         "save_file(units, fresh, metadata=metadata)",
         "save_file(units, path, metadata=metadata), save_file(units, fresh, metadata=metadata)",
         "save_cache: a file is whole or not there",
-        "tests/core/test_saved_caches.py tests/core/test_files.py tests/core/test_damaged_caches.py",
+        "tests/core/test_saved_caches.py tests/core/test_files.py tests/core/test_damaged_files.py",
     ),
     Fault(
         "damage-not-noticed",
@@ -311,7 +311,7 @@ FAULTS = (
         'if "checksum" in metadata and checksum(metadata["state"], tensors) != metadata["checksum"]:',
         'if "checksum" in metadata and checksum(metadata["state"], {}) == metadata["checksum"]:',
         "load_cache: a damaged file is refused",
-        "tests/core/test_damaged_caches.py tests/core/test_saved_caches.py",
+        "tests/core/test_damaged_files.py tests/core/test_saved_caches.py",
     ),
     Fault(
         "a-file-of-another-dtype",
@@ -319,7 +319,7 @@ FAULTS = (
         "if not same or dtype not in rule.dtypes:",
         "if not same:",
         "load_cache: a column of another type is refused",
-        "tests/core/test_damaged_caches.py tests/core/test_saved_caches.py",
+        "tests/core/test_damaged_files.py tests/core/test_saved_caches.py",
     ),
     Fault(
         "a-counter-not-saved",
@@ -327,7 +327,7 @@ FAULTS = (
         '_COUNTERS = ("seen", "held_back", "fed_again", "next_position", "text_end")',
         '_COUNTERS = ("seen", "held_back", "fed_again", "next_position")',
         "load_cache: turns that follow have the room that they would have had",
-        "tests/core/test_sessions.py",
+        "tests/core/test_cache.py",
     ),
     Fault(
         "eos-kept-twice",
