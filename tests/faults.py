@@ -156,7 +156,7 @@ FAULTS = (
         "scale16.float()[..., None]).round_().clamp_(0, levels)",
         "scale16.float()[..., None]).floor_().clamp_(0, levels)",
         "key_bits, value_bits: a number is at most half a scale away",
-        "tests/core/test_rounding.py tests/core/test_quantised.py",
+        "tests/core/test_bits.py",
     ),
     Fault(
         "window-off-by-one",

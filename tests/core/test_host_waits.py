@@ -73,8 +73,8 @@ def test_the_watch_sees_a_host_that_waits(read: Any) -> None:
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
-@pytest.mark.parametrize("scorer", ["retaining_heads", "snapkv", "h2o", "key_difference", "streaming"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3", "phi3-longrope"])
+@pytest.mark.parametrize("scorer", ["retaining_heads", "snapkv", "h2o"])
+@pytest.mark.parametrize("family", ["llama", "phi3-longrope"])
 def test_chunks_after_the_first_wait_for_nothing(family: str, scorer: str, positions: str) -> None:
     model = build(family)
     with HostReads() as plain:

@@ -15,8 +15,6 @@ from test_families import frequencies
 from locret import RetentionCache, RetentionPolicy, generate, prefill, save_cache
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import long_factors
-from locret.cache.blocks import Blocks
-from locret.cache.limits import planned_bytes, planned_host_bytes
 from locret.lookups.infllm import PRESETS, InfLLM
 
 SMALL = "local=12,block=4,init=3,topk=2,cached=3,repr_topk=2"
@@ -104,29 +102,6 @@ def test_numbers_beyond_the_budget_are_refused() -> None:
 # -- the tier ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("decay", "brought"), [(None, [2, 1, 1, 1]), (0.5, [2, 1, 1, 1])])
-def test_a_block_is_brought_once_and_the_one_not_used_for_longest_or_with_the_least_attention_leaves(
-    decay: float | None, brought: list[int]
-) -> None:
-    tier, keys = Blocks(numbers(topk=2, cached=2, decay=decay)), torch.randn(2, 4 * 5, 6)
-    tier.begin(keys[None], keys[None], heads=2)
-    tier.add(0, keys, keys, torch.rand(2, 1, 4 * 5))
-    each, found = 2 * 2 * 5 * 6 * 4, []  # keys and values of two heads
-    for blocks, attention in (([0, 1], [4.0, 1.5]), ([1, 2], [1.0, 0.5]), ([1, 3], [9.0, 9.0]), ([1, 2], [0.0, 0.0])):
-        before, tier._chosen = tier.moved, torch.tensor([[blocks]])
-        tier._bring(0, 0, torch.tensor(blocks))
-        tier.note(torch.tensor(attention).repeat_interleave(5).div(10).expand(1, 2, -1))
-        tier._clock += 1
-        found.append((tier.moved - before) // each)
-        where = tier.tensors["slots"][0, 0]
-        assert torch.equal(tier.tensors["near_keys"][0, :, where[blocks]], tier.tensors["keys"][0, :, blocks])
-    assert found == brought
-
-
-def numbers(**options: Any) -> InfLLM:
-    return InfLLM(local=10, block=5, init=0, repr_topk=2, **options).completed(10**6)
-
-
 # -- the fast path ----------------------------------------------------------------------------------------------------
 
 
@@ -151,26 +126,6 @@ def test_reading_equals_the_oracle(options: str, length: int) -> None:
 
 
 @torch.no_grad()
-def test_an_answer_equals_the_oracle_whoever_feeds_the_prompts_last_token() -> None:
-    model, ids, policy = build("llama"), prompt(40), policy_of(SMALL, chunk_size=9)
-    cache = RetentionCache(model, "streaming", policy)
-    answer = generate(model, ids, cache=cache, max_new_tokens=12, do_sample=False, eos_token_id=None)[0, 40:]
-    passes = [*ids[0, :-1].split(9), ids[0, -1:], *answer[:-1].split(1)]
-    logits, memories = reference.infllm(model, passes, *frequencies("llama"), oracle(policy))
-    assert [int(one.argmax()) for one in logits[-12:]] == answer.tolist()
-    again = RetentionCache(model, "streaming", policy)
-    prefill(model, ids, again)
-    twin = generate(model, cache=again.copy(), max_new_tokens=12, do_sample=False, eos_token_id=None)[0]
-    assert torch.equal(twin, answer)
-    assert torch.equal(generate(model, cache=again, max_new_tokens=12, do_sample=False, eos_token_id=None)[0], answer)
-    for layer, fed_twice, memory in zip(cache.governed, again.governed, memories, strict=True):
-        slow = torch.stack([unit.attention_N for unit in memory.recent[-12:]], dim=1)
-        for one in (layer, fed_twice):
-            near = torch.stack([column[0, :, one.fill - 12 : one.fill] for column in one._attention()], dim=1)
-            torch.testing.assert_close(near.flatten(0, 1), slow, atol=1e-5, rtol=0)
-
-
-@torch.no_grad()
 def test_rows_of_different_lengths_equal_runs_of_their_own() -> None:
     model, ids = build("llama"), prompt(59, batch=4)
     policy, lengths = policy_of(SMALL, chunk_size=9), (59, 33, 10, 2)
@@ -187,25 +142,6 @@ def test_rows_of_different_lengths_equal_runs_of_their_own() -> None:
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
-
-
-def test_memory_on_the_device_is_constant_and_all_of_it_is_planned() -> None:
-    model, policy = build("llama", max_position_embeddings=65536), policy_of("local=64,block=8,topk=4", budget=200)
-    fast, near = set(), policy.blocks().near
-    for tokens in (300, 1000, 2500):
-        cache = RetentionCache(model, "streaming", policy)
-        generate(model, prompt(tokens), cache=cache, max_new_tokens=10, eos_token_id=None)
-        memory = cache.memory()
-        assert memory.planned == memory.actual == memory.peak
-        assert memory.host_planned == memory.host
-        blocks = (tokens + 10 - 1 - 64 - 4) // 8
-        assert memory.host_units == 8 * ((tokens + 9 - 1 - 64 - 4) // 8)
-        assert memory.host == 3 * blocks * (2 * 8 * 2 + 4) * 8 * 4
-        assert planned_bytes(cache.backbone, cache.scorer, policy, 4, tokens, 10) == memory.planned
-        assert planned_host_bytes(cache.backbone, cache.scorer, policy, 4, tokens, 10) == memory.host
-        assert max(layer.capacity for layer in cache.governed) == near + policy.chunk_size
-        fast.add(memory.actual)
-    assert len(fast) == 1
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

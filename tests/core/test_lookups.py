@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import oracle as reference
 import pytest
 import torch
-from embedded import many_keys
 from families import build, prompt
 from torch import Tensor
 
-from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, lookups, prefill
+from locret import RetentionCache, RetentionPolicy, generate, lookups, prefill
 from locret.lookups import Ask, Lookup
-from locret.shipped import find
 
 SPECS = [
     "exact",
@@ -129,34 +127,3 @@ def test_with_everything_recalled_every_lookup_is_full_attention(spec: str, posi
 def test_a_lookup_that_makes_no_sense_is_refused(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         lookups.get(spec)
-
-
-class Noting(lookups.ExactLookup):
-    """Exact, but remembers what was asked."""
-
-    asked: ClassVar[list[Ask]] = []
-
-    def choose(self, ask: Ask) -> Tensor:
-        self.asked.append(ask)
-        return super().choose(ask)
-
-
-@pytest.fixture(scope="module")
-def asked() -> list[Ask]:
-    """Return what the embedded backbone asks of its second tiers for an answer about one of many keys."""
-    lm = LongContextModel.from_pretrained(
-        find("checkpoints/tiny"),
-        heads=find("checkpoints/tiny-heads"),
-        policy={"budget": 32, "chunk_size": 512, "local_len": 16, "host_budget": "all", "recall": 8},
-    )
-    sample = many_keys(lm.tokenizer, 2048, keys=24, depth=0.4, seed=3)
-    chat = [{"role": "user", "content": sample.content}]
-    ids = lm.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-    cache = lm.new_cache()
-    for layer in cache.governed:
-        assert layer.host is not None
-        layer.host.lookup = Noting()
-    Noting.asked.clear()
-    prefill(lm.model, ids["input_ids"], cache)
-    generate(lm.model, cache=cache, max_new_tokens=8, do_sample=False)
-    return list(Noting.asked)

@@ -1,12 +1,18 @@
-"""Sparse prefill attention: the fast paths agree with the oracle, and what is not skipped is dense attention."""
+"""Sparse prefill attention agrees with the oracle, alone and in a read; files of patterns are refused or used."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+from families import build, prompt
 from oracle import sparse_prefill as oracle
 from torch import Tensor
 
+from locret import RetentionCache, RetentionPolicy, prefill, prefill_attention
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.prefill_attention import AShape, BlockSparse, PrefillAttention, VerticalSlash, XAttention
 from locret.prefill_attention.blocked import SparseAttention, by_flex, by_gathering, chosen_slots
@@ -80,13 +86,100 @@ def test_a_pattern_that_selects_everything_is_dense_attention(pattern: PrefillAt
     torch.testing.assert_close(sparse, dense, atol=2e-6, rtol=1e-5)
 
 
-def test_each_head_of_a_group_has_its_own_pattern() -> None:
-    new, slots, names = 80, 300, ["a_shape", "vertical_slash", "block_sparse", "a_shape"]
-    random = torch.Generator().manual_seed(2)
-    query = torch.randn(1, 4, new, DIM, generator=random)
-    key, value = (torch.randn(1, 2, slots, DIM, generator=random) for _ in range(2))
-    got = SparseAttention([PATTERNS[name] for name in names])(query, View(key, value), SCALING, None)
-    for head, name in enumerate(names):
-        own = query[0, head], key[0, head // 2], value[0, head // 2]
-        mask = oracle_mask(PATTERNS[name], own[0], own[1], None)
-        torch.testing.assert_close(got[0, head], oracle.masked_attention(*own, mask, SCALING), atol=2e-6, rtol=1e-5)
+SMALL = {"chunk_size": 96, "stabilizers": 16, "local_len": 20}
+
+
+def logits(family: str, spec: str, scorer: str = "streaming", length: int = 300, **changes: Any) -> torch.Tensor:
+    model = build(family)
+    policy = RetentionPolicy(**{"budget": 120, **SMALL, **changes}, prefill_attention=spec)
+    return prefill(model, prompt(length, changes.pop("batch", 1)), RetentionCache(model, scorer, policy))
+
+
+def test_a_read_agrees_with_the_plain_backbone_under_the_oracles_mask() -> None:
+    model, ids, sinks, window = build("llama"), prompt(300), 5, 70
+    policy = RetentionPolicy(budget=300, **SMALL, prefill_attention=f"a_shape:sinks={sinks},window={window}")
+    got = prefill(model, ids, RetentionCache(model, "random", policy))
+    seen = torch.ones(300, 300, dtype=torch.bool).tril()
+    for start, end in ((0, 96), (96, 192), (192, 280)):  # the chunks; the local tokens see everything
+        seen[start:end, :end] &= oracle.a_shape(end - start, end, sinks, window)
+    mask = torch.zeros(300, 300).masked_fill(~seen, -torch.inf)[None, None]
+    with torch.no_grad():
+        expected, dense = model(ids, attention_mask=mask).logits[:, -1], model(ids).logits[:, -1]
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)
+    assert (expected - dense).abs().max() > 1e-2
+
+
+# -- patterns per head ------------------------------------------------------------------------------------------------
+
+
+def test_patterns_of_a_file_serve_the_heads_that_it_names(tmp_path: Path) -> None:
+    file = tmp_path / "patterns.json"
+    heads = {
+        "0": ["stream_llm", 4, 60, 0.9],
+        "1": ["vertical_and_slash", 40, 50, 0.9],
+        "3": ["block_sparse", 2, 1, 0.9],
+    }
+    file.write_text(json.dumps([heads, {}, {"2": ["stream_llm", 0, 50]}]))
+    strategy = prefill_attention.get(f"minference:patterns={file},vertical=30,slash=80")
+    assert strategy is not None
+    usual = VerticalSlash(vertical=30, slash=80)
+    found = strategy.by_head(RetentionCache(build("llama"), "random").backbone)
+    assert found[0] == [AShape(sinks=4, window=60), VerticalSlash(vertical=40, slash=50), usual, BlockSparse(blocks=2)]
+    assert found[1] == [usual] * 4
+    assert found[2] == [usual, usual, AShape(sinks=0, window=50), usual]
+    assert logits("llama", f"minference:patterns={file}").isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("text", "about"),
+    [
+        ("{}", "is not a list of layers"),
+        ("[]", "is not a list of layers"),
+        ("[1]", "layer 0 of .* is 1, not a mapping of heads"),
+        ('[{"a": []}]', "has a head 'a', which is no number"),
+        ('[{"-1": ["stream_llm", 1, 1, 0]}]', "has a head '-1'"),
+        ('[{"0": ["strem_llm", 1, 1, 0]}]', "head 0 in layer 0 of .* must be"),
+        ('[{"0": [["stream_llm"], 1, 1, 0]}]', "head 0 in layer 0 of .* must be"),
+        ('[{"0": ["stream_llm", 1.5, 1, 0]}]', "has sizes"),
+        ('[{"0": ["stream_llm", true, 1, 0]}]', "has sizes"),
+        ('[{"0": ["stream_llm", -1, 1, 0]}]', "has sizes"),
+        ('[{"0": ["stream_llm", 1, 99999999999, 0]}]', "has sizes"),
+        ('[{"0": ["stream_llm", 5, 0, 0]}]', "window=0 is too small"),
+        ('[{"0": ["stream_llm", 1, 1, 0], "0": ["stream_llm", 1, 1, 0]}]', "twice"),
+        ("[{}]", "has 1 layers, but the backbone has 3"),
+        ('[{}, {}, {"4": ["stream_llm", 1, 1, 0]}]', "has a head 4 in layer 2, but the backbone has 4 heads"),
+        ("[{", "not valid JSON"),
+    ],
+)
+def test_a_file_of_patterns_is_refused_before_anything_is_read(tmp_path: Path, text: str, about: str) -> None:
+    file = tmp_path / "patterns.json"
+    file.write_text(text)
+    model = build("llama")
+    policy = RetentionPolicy(budget=120, **SMALL, prefill_attention=f"minference:patterns={file}")
+    cache = RetentionCache(model, "random", policy)
+    with pytest.raises(ValueError, match=about):
+        prefill(model, prompt(300), cache)
+    assert cache.seen == 0
+    cache.check_whole()
+
+
+@pytest.mark.parametrize(
+    ("spec", "about"),
+    [
+        ("minferenc", "did you mean minference"),
+        ("xattention:treshold=0.9", "did you mean threshold"),
+        ("xattention:threshold=0", "threshold=0 is not a share"),
+        ("xattention:threshold=1.5", "threshold=1.5 is not a share"),
+        ("xattention:stride=0", "stride=0 is too small"),
+        ("xattention:stride=7", "stride=7 does not divide block=128"),
+        ("a_shape:window=0", "window=0 is too small"),
+        ("vertical_slash:slash=-1", "slash=-1 is too small"),
+        ("block_sparse:blocks=1.5", "not a whole number"),
+        ("dense:threshold=1", "dense has no options"),
+        ("xattention+4bit", "is unknown|is for the whole method"),
+        ("", "not NAME"),
+    ],
+)
+def test_a_strategy_that_cannot_be_is_refused_with_the_policy(spec: str, about: str) -> None:
+    with pytest.raises(ValueError, match=about):
+        RetentionPolicy(prefill_attention=spec)

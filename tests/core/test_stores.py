@@ -1,4 +1,4 @@
-"""A contract that every store keeps, by itself and in a cache."""
+"""A contract that every store keeps, by itself and in a cache; and stores of somebody else's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from families import build, prompt
+from scorer_passes import GREEDY, policy
 from torch import Tensor
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.backbone.adapters import find_decoder
-from locret.backbone.rotary import Rotary, rotate
+from locret.backbone.rotary import Rotary
 from locret.cache.layers import STORES
-from locret.cache.store import POSITIONS, SCORES, Store, Workspace
+from locret.cache.store import POSITIONS, SCORES, DenseStore, Store, Workspace
 from locret.policy.budget import cache_bytes
 from locret.policy.selectors import KeptOverHeads, KeptPerHead, OverHeads, PerHead, Stay
 from locret.scorers import Chunk, Rated, Scorer
@@ -111,26 +112,6 @@ def test_keep_says_what_stays_and_what_goes_and_keeps_it(kind: str) -> None:
 
 
 @every_store
-def test_keys_are_rotated_to_their_slots_and_back(kind: str) -> None:
-    filled = Filled(kind, 20)
-    filled.evict(kind, 9)
-    before = filled.units()
-    base, longest = 30, filled.store.longest
-    filled.store.rotate(base)
-    cos, sin = filled.rotary.table(base - longest, longest, filled.keys)
-    for (row, head, position), (key, _, _) in filled.units().items():
-        held = filled.store.held(POSITIONS)[row, head].tolist()
-        slot = held.index(position)
-        expected = rotate(filled.keys[row, head, position][None], cos[slot][None], sin[slot][None])[0]
-        torch.testing.assert_close(key, expected, atol=1e-6, rtol=0)
-    filled.store.unrotate(base)
-    for unit, (key, value, visits) in filled.units().items():
-        torch.testing.assert_close(key, before[unit][0], atol=1e-5, rtol=0)
-        assert torch.equal(value, before[unit][1])
-        assert visits == before[unit][2]
-
-
-@every_store
 def test_rows_are_selected_repeated_and_joined(kind: str) -> None:
     filled = Filled(kind, 20)
     filled.evict(kind, 9)
@@ -213,3 +194,84 @@ def test_columns_of_a_scorer_travel_with_their_units(kind: str, positions: str, 
         assert torch.equal(one.governed[0].store.held("visits"), cache.governed[0].store.held("visits"))
     answers = [generate(model, cache=one.copy(), max_new_tokens=6, do_sample=False) for one in (cache, loaded)]
     assert torch.equal(*answers)
+
+
+FILE = """
+from locret.cache.ragged import RaggedStore
+from locret.cache.store import DenseStore, Store
+
+
+class Counting(DenseStore):
+    name = "counting"
+    kept = 0
+
+    def keep(self, kept, turned):
+        Counting.kept += 1
+        super().keep(kept, turned)
+
+
+class Ragged(RaggedStore):
+    name = "own_ragged"
+
+
+class Unfinished(Store):
+    name = "unfinished"
+
+
+class Strange(DenseStore):
+    holds = "gases"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "stores.py").write_text(FILE)
+    return str(tmp_path / "stores.py")
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("Counting", {}), ("Ragged", {"head_budgets": "adaptive"})])
+def test_a_store_of_a_file_holds_what_ours_holds(file: str, kind: str, changes: dict[str, Any]) -> None:
+    model, answers = build("llama"), []
+    for store in (None, f"{file}:{kind}"):
+        cache = RetentionCache(model, "snapkv:window=4", policy(**changes), store=store)
+        answers.append(generate(model, prompt(61), cache=cache, max_new_tokens=8, **GREEDY))
+    assert torch.equal(*answers)
+    held = {type(layer.store).__name__ for one in (cache, cache.copy(), cache.fresh()) for layer in one.governed}
+    assert held == {kind}
+    if kind == "Counting":
+        assert type(cache.governed[0].store).kept == 9  # type: ignore[attr-defined] # three layers, three chunks beyond the budget
+
+
+def test_a_class_will_do() -> None:
+    class Mine(DenseStore):
+        name = "mine"
+
+    cache = RetentionCache(build("llama"), "tova", policy(), store=Mine)
+    prefill(cache.model, prompt(40), cache)
+    assert isinstance(cache.governed[0].store, Mine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sentence"),
+    [
+        ("Counting", None),
+        ("Ragged", 'store own_ragged holds "ragged" units, but head_budgets="uniform" selects "dense" ones'),
+        ("Unfinished", "does not define _allocate"),
+        ("Strange", 'holds "gases" units; choose one of dense, ragged'),
+        ("Contains", "has no Contains; did you mean"),
+    ],
+)
+def test_what_cannot_hold_the_units_is_refused(file: str, kind: str, sentence: str | None) -> None:
+    if sentence is None:
+        RetentionCache(build("llama"), "tova", policy(), store=f"{file}:{kind}")
+        return
+    with pytest.raises(ValueError, match="store") as caught:
+        RetentionCache(build("llama"), "tova", policy(), store=f"{file}:{kind}")
+    assert sentence in str(caught.value)
+
+
+@pytest.mark.parametrize("store", ["dens", "no.such.module:Store", dict, "json:JSONDecoder"])
+def test_what_is_no_store_is_refused(store: Any) -> None:
+    with pytest.raises(ValueError, match="did you mean dense|Python finds no module no|is no subclass of locret.cache"):
+        RetentionCache(build("llama"), "tova", policy(), store=store)
+    assert issubclass(DenseStore, Store)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from dataclasses import replace
 from typing import Any
@@ -173,45 +172,6 @@ def test_bfloat16_logits_of_a_graph_are_those_of_steps_as_written(model: torch.n
     first, other = expected.logits[0].float(), found.logits[0].float()
     assert (first - other).norm() < 0.02 * first.norm()
     assert len(replays) == 9
-
-
-def test_a_capture_that_cannot_be_loses_no_answer(model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = RetainingHeads.for_model(model.to("cuda"), hidden_dim=64, seed=0)
-    model.generation_config.eos_token_id = None
-    cache = RetentionCache(model, heads, POLICY)
-    prefill(model, prompt(1000), cache, new_tokens=12)
-    plain, real = cache.copy(), captured_step.attend_slots
-
-    def waits(query: torch.Tensor, *args: Any) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            query.sum().item()  # the host cannot wait for a graph that is not there yet
-        return real(query, *args)
-
-    monkeypatch.setattr(captured_step, "attend_slots", waits)
-    with pytest.warns(UserWarning, match="could not be captured"):
-        found = generate(model, cache=cache, max_new_tokens=12, do_sample=False)
-    monkeypatch.setattr(captured_step, "DEVICES", ())
-    assert torch.equal(found, generate(model, cache=plain, max_new_tokens=12, do_sample=False))
-    generate(model, cache=plain, max_new_tokens=12, do_sample=True)  # the generator of random numbers is whole
-
-
-def test_answers_of_several_threads_are_those_of_one(model: torch.nn.Module) -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
-    heads = RetainingHeads.for_model(model.to("cuda"), hidden_dim=64, seed=0)
-    model.generation_config.eos_token_id = None
-    cache = RetentionCache(model, heads, POLICY)
-    prefill(model, prompt(1000), cache, new_tokens=24)
-    expected, answers = both_answers(cache.copy(), 24)[0], {}
-
-    def answer(index: int) -> None:
-        answers[index] = generate(model, cache=cache.copy(), max_new_tokens=24, do_sample=False)
-
-    threads = [threading.Thread(target=answer, args=(index,)) for index in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert [torch.equal(answers[index], expected) for index in range(4)] == [True] * 4
 
 
 @pytest.mark.parametrize("spec", ["a_shape:sinks=8,window=100", "vertical_slash:vertical=60,slash=120", "xattention"])

@@ -11,7 +11,7 @@ from embedded import many_keys
 from test_cuda import model, prompt  # noqa: F401 (a fixture)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,13 +72,3 @@ def test_the_second_tier_is_pinned_and_never_on_the_device(model: torch.nn.Modul
             assert layer.host.store.keys.is_pinned()
         del cache
     assert peaks[1] <= peaks[0] * 1.01
-
-
-def test_a_disk_and_a_file_hold_what_the_device_had(model: torch.nn.Module, tmp_path: Path) -> None:  # noqa: F811
-    model = model.to("cuda")
-    cache = RetentionCache(model, "key_norm", RetentionPolicy(**SETTINGS), disk=tmp_path / "scratch")
-    prefill(model, prompt(3000), cache)
-    save_cache(cache, tmp_path / "a.ctx")
-    again = load_cache(tmp_path / "a.ctx", model, "key_norm", disk=tmp_path / "other")
-    # The states are the same in bits; logits differ by 6e-7 after some tokens, on a CPU too, and why is not known.
-    torch.testing.assert_close(answer(model, again), answer(model, cache), atol=1e-4, rtol=0)

@@ -23,19 +23,15 @@ from oracle.head_split import select_over_heads
 from oracle.infllm import infllm
 from oracle.merging import loco
 from oracle.omnikv import (
-    context_scores,
     dense_layers,
     memory_share,
     omnikv_visible,
-    window_weights,
 )
 from oracle.protected import kept_with_protection
-from oracle.quest import page_bounds, quest_kept, quest_pages, quest_visible, upper_bound
-from oracle.recall import answer_with_recall, best_units, into_host
-from oracle.replay import read_whole
+from oracle.quest import quest_visible
+from oracle.recall import answer_with_recall, best_units
 from oracle.retaining import (
     attend,
-    head_scores,
     kept_after_chunks,
     labels,
     loss,
@@ -46,7 +42,6 @@ from oracle.retaining import (
 )
 from oracle.rounding import (
     packed,
-    rounded_after_rotation,
     rounded_by_channel,
     rounded_by_token,
     spread,
@@ -69,14 +64,11 @@ __all__ = [
     "attention",
     "best_units",
     "composed",
-    "context_scores",
     "decremental_chunks",
     "dense_layers",
     "expected_attention",
     "h2o",
-    "head_scores",
     "infllm",
-    "into_host",
     "kept_after_chunks",
     "kept_with_protection",
     "key_difference",
@@ -91,19 +83,14 @@ __all__ = [
     "nacl_kept",
     "omnikv_visible",
     "packed",
-    "page_bounds",
     "pool",
     "pyramid_budgets",
-    "quest_kept",
-    "quest_pages",
     "quest_visible",
     "ranking_loss",
     "read_by_choice",
     "read_prompt",
-    "read_whole",
     "reduce_group",
     "rotate",
-    "rounded_after_rotation",
     "rounded_by_channel",
     "rounded_by_token",
     "sage_kept",
@@ -115,6 +102,4 @@ __all__ = [
     "surprisal",
     "surprisal_of_the_release",
     "tova",
-    "upper_bound",
-    "window_weights",
 ]

@@ -61,12 +61,6 @@ def spread(head_dim: int, signs_D: list[float]) -> Tensor:
     return matrix
 
 
-def rounded_after_rotation(states_SD: Tensor, bits: int, group: int, matrix_DD: Tensor) -> Tensor:
-    """Return the states after a rotation, rounding by token, and the rotation back (QuaRot; TurboQuant)."""
-    turned = (states_SD.double() @ matrix_DD.double()).float()
-    return (rounded_by_token(turned, bits, group).double() @ matrix_DD.double().T).float()
-
-
 def rounded_by_channel(states_SD: Tensor, bits: int, group: int, first_SD: Tensor) -> Tensor:
     """Return the states after rounding by token, each channel around its centre and by its width.
 

@@ -1,23 +1,86 @@
-"""LoCoCo's convolution: the reference's numbers, the order of the text, its kernels as files, and their training."""
+"""Evicted units folded into kept ones: LoCoCo's convolution, its kernels as files, and their training."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import oracle as reference
 import pytest
 import torch
-from families import build, prompt
-from test_merging import HEADS, ROWS, units_of
-from test_scorers import NUMBERS
+from families import build, merger, prompt
+from test_scorers import CAUSAL, NUMBERS, make
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy
-from locret.mergers.base import take
+from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
+from locret.mergers.base import Units, take
 from locret.mergers.kernels import MergingKernel, MergingKernels
 from locret.mergers.loco import WORST, fold
 from locret.train import merging_command
 from locret.train.merging_step import merging_step
+
+ROWS, HEADS, DIM = 2, 2, 8
+
+
+def units_of(held: int, kept: int, empty: int = 0, seed: int = 0) -> Units:
+    generator = torch.Generator().manual_seed(seed)
+    keys, values = (torch.randn(ROWS, HEADS, held, DIM, generator=generator) for _ in range(2))
+    scores = torch.randn(ROWS, HEADS, held, generator=generator)
+    positions = torch.arange(held).expand(ROWS, HEADS, held) - empty
+    scores[..., :empty] = -torch.inf
+    chosen = scores.topk(kept).indices.sort().values
+    stays = torch.zeros(ROWS, HEADS, held).scatter_(2, chosen, 1)
+    gone = stays.argsort(dim=-1, stable=True)[..., : held - kept]
+    return Units(
+        layer_idx=0,
+        keys=keys,
+        values=values,
+        scores=scores,
+        positions=positions.clamp_min(-1),
+        pinned=torch.zeros(ROWS, HEADS, held, dtype=torch.bool),
+        kept=chosen,
+        gone=gone,
+        free=kept,
+    )
+
+
+# -- in a store -------------------------------------------------------------------------------------------------------
+
+
+# -- in a cache -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{}, {"head_budgets": "adaptive"}, {"positions": "original"}])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_merging_works_with_every_causal_scorer_in_the_same_bytes(name: str, changes: dict[str, Any]) -> None:
+    model, ids = build("llama"), prompt(60)
+    memory, logits = [], []
+    for merge in ("none", merger("llama")):
+        policy = RetentionPolicy(**{**NUMBERS, **changes, "merge": merge})
+        cache = RetentionCache(model, make(name, model), policy)
+        logits.append(prefill(model, ids, cache))
+        assert cache.memory().planned == cache.memory().actual
+        memory.append(cache.memory())
+        positions = cache.kept_positions(0)
+        assert all((head[head >= 0].diff() > 0).all() for row in positions for head in row)
+    assert memory[0] == memory[1]
+    assert not torch.allclose(*logits)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("lococo", 'merge "lococo" is unknown; did you mean loco?'),
+        ("d2o:threshold=0.5", 'merge "d2o" was retired; release 0.1.0'),
+        ("loco:kernel=a", 'merge loco: it has no option "kernel"; did you mean kernels?'),
+        ("loco+compact", 'merge "loco+compact": +compact is for the whole method'),
+        ("", 'merge "" is not NAME'),
+    ],
+)
+def test_a_spec_that_says_nothing_is_refused_before_reading(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        RetentionCache(build("llama"), "random", RetentionPolicy(**NUMBERS, merge=spec))
 
 
 def kernel_of(slots: int, width: int, alpha: float = 0.5) -> MergingKernel:

@@ -1,4 +1,4 @@
-"""OmniKV: its selectors by hand, its layers and its memory as published, and the oracle against full attention."""
+"""Lookups that are methods of their own, OmniKV and Quest, against the oracles of their papers."""
 
 from __future__ import annotations
 
@@ -10,12 +10,51 @@ import oracle as reference
 import pytest
 import torch
 from families import build, prompt
-from lookup_runs import LAYERS, answered, differs_from_oracle, fresh, method
-from transformers import AutoModelForCausalLM
+from oracle.sparse_reading import Visible
+from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, load_cache, lookups, prefill, save_cache
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, lookups, prefill, save_cache
 from locret.lookups.omnikv import dense_layers, memory_share
-from locret.shipped import find
+
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+LAYERS = {"num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
+INV_FREQ = 10000.0 ** -(torch.arange(0, 8, 2).float() / 8)
+
+
+def method(spec: str, recall: int | None = None, **changes: Any) -> RetentionPolicy:
+    """Return the policy of a lookup that is a method of its own."""
+    own = lookups.get(spec).as_method()
+    assert own is not None
+    given = {} if recall is None else {"recall": recall}
+    return RetentionPolicy(**{"chunk_size": 17, **own, "recall_by": spec, **given, **changes})
+
+
+def fresh(model: Any, policy: RetentionPolicy) -> RetentionCache:
+    """Return a cache that keeps the newest units in fast memory."""
+    return RetentionCache(model, "streaming:sinks=0", policy)
+
+
+def answered(model: Any, cache: RetentionCache, ids: Tensor | None, tokens: int = 5, **options: Any) -> Any:
+    """Return the answer with its logits."""
+    asked = {"max_new_tokens": tokens, "output_logits": True, "return_dict_in_generate": True}
+    return generate(model, ids, cache=cache, **asked, **GREEDY, **options)
+
+
+@torch.no_grad()
+def differs_from_oracle(
+    model: Any, ids: Tensor, policy: RetentionPolicy, passes: list[int], visible: Visible
+) -> tuple[float, float]:
+    """Return by how much logits of an answer differ from the oracle's, and from full attention's.
+
+    The last token of the prompt is fed once more for its logits, so that it is read as an answer is.
+    """
+    out = answered(model, fresh(model, policy), ids)
+    ours, text = torch.stack(out.logits)[:, 0], out.sequences[0, :-1]
+    steps = [*passes, *[1] * len(ours)]
+    theirs = reference.read_by_choice(model, text, steps, INV_FREQ, 1.0, visible)[-len(ours) :]
+    full = model(text[None]).logits[0, -len(ours) :]
+    return float((ours - theirs).abs().max()), float((ours - full).abs().max())
+
 
 PUBLISHED = {
     "Llama-3-8B": ((2, 8, 18), 32, (0, 1, 2, 3, 8, 9, 18, 19)),
@@ -36,16 +75,10 @@ def test_dense_layers_and_memory_are_the_published_ones(name: str) -> None:
         assert math.isclose(share, memory_share(filters, layers, ratio))
 
 
-def test_selectors_weigh_the_window_as_the_paper_says() -> None:
-    assert reference.window_weights("uniform", 3) == [1, 1, 1]
-    assert reference.window_weights("exp", 3) == [1 / 8, 1 / 4, 1 / 2]
-    assert reference.window_weights("last", 3) == [0, 0, 1]
-
-
 # -- the lookup -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
 @pytest.mark.parametrize(
     ("options", "newest"),
     [
@@ -56,8 +89,8 @@ def test_selectors_weigh_the_window_as_the_paper_says() -> None:
         (",prefill=1", 1),
     ],
 )
-@pytest.mark.parametrize("tokens", [61, 20, 3])
-def test_answers_are_the_oracles(family: str, options: str, newest: int, tokens: int) -> None:
+def test_answers_of_omnikv_are_the_oracles(family: str, options: str, newest: int) -> None:
+    tokens = 61 if family == "llama" else 20
     model, spec = build(family, **LAYERS), f"omnikv:filter_layers=0-3{options}"
     lookup: Any = lookups.get(spec)
     scaling, sparse = model.model.layers[0].self_attn.scaling, 17 if lookup.prefill else tokens
@@ -88,36 +121,6 @@ def test_rows_turns_and_files_do_not_matter(options: str, tmp_path: Path) -> Non
         torch.testing.assert_close(pair, torch.cat([one, other]), atol=1e-4, rtol=0)
         torch.testing.assert_close(third, one, atol=1e-4, rtol=0)
         torch.testing.assert_close(fourth, third, atol=1e-5, rtol=0)
-
-
-@pytest.fixture(scope="module")
-def tiny() -> Any:
-    return AutoModelForCausalLM.from_pretrained(find("checkpoints/tiny")).eval()
-
-
-def test_layers_share_one_set_of_tokens_and_heads_that_differ_take_the_best_they_hold() -> None:
-    model, ids = build("llama", **LAYERS), prompt(61)
-    policy = method("omnikv:filter_layers=1", 9)
-    taken: list[Any] = []
-
-    class Spy(lookups.OmniKVLookup):
-        def choose(self, ask: Any) -> Any:
-            ranks = super().choose(ask)
-            taken.append((ask.nth, ask.positions, ranks))
-            return ranks
-
-    for scorer, shared in (("streaming:sinks=0", True), ("random", False)):
-        taken.clear()
-        cache = RetentionCache(model, scorer, policy)
-        for layer in cache.governed:
-            layer.host.lookup = Spy(filter_layers=1)  # type: ignore[union-attr]
-        answered(model, cache, ids, tokens=1)
-        chosen = [(positions, ranks) for _, positions, ranks in taken[-3:]]
-        assert [nth for nth, _, ranks in taken if ranks is None][-3:] == [0, 1, 2]
-        tokens = [p.gather(2, r[:, :, 0].expand(-1, 2, -1)) for p, r in chosen]
-        assert all(one.shape == (1, 2, 9) for one in tokens)
-        alike = all(bool((one == tokens[0][:, :1]).all()) for one in tokens)
-        assert alike == shared
 
 
 @pytest.mark.parametrize(
@@ -154,3 +157,44 @@ def test_options_that_do_not_fit_are_refused_before_anything_is_read(options: st
     policy = RetentionPolicy(budget=8, host_budget=64, recall=8, recall_by=f"omnikv:{options}")
     with pytest.raises(ValueError, match=says):
         RetentionCache(build("llama", **LAYERS), "random", policy)
+
+
+# -- the lookup -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+@pytest.mark.parametrize("options", ["page=3,dense=1", "page=4,dense=2,last_page=true", "page=1,dense=0"])
+def test_answers_of_quest_are_the_oracles(family: str, options: str) -> None:
+    tokens = 61 if family == "llama" else 20
+    model, spec = build(family, **LAYERS), f"quest:{options}"
+    lookup = lookups.get(spec)
+    assert isinstance(lookup, lookups.QuestLookup)
+    numbers = (12, lookup.page, lookup.dense, 1, lookup.last_page)
+    visible = reference.quest_visible(tokens - 1, *numbers)
+    ours, full = differs_from_oracle(model, prompt(tokens), method(spec, 12), [tokens - 1], visible)
+    assert ours < 3e-5
+    assert (full > 0.1) == (tokens > 15)
+
+
+def test_a_budget_of_the_prompts_length_is_the_full_cache() -> None:
+    model, ids = build("llama", **LAYERS), prompt(91, batch=2)
+    for options in ({}, {"num_beams": 3}):
+        settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **options}
+        cache = fresh(model, method("quest:page=4", 91))
+        assert torch.equal(generate(model, ids, cache=cache, **settings), model.generate(ids, **settings))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [("page=0", "page=0 is too small"), ("dense=-1", "dense=-1 is too small"), ("pages=4", "did you mean page")],
+)
+def test_options_of_quest_that_mean_nothing_are_refused(options: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        lookups.get(f"quest:{options}")
+
+
+def test_options_of_quest_that_do_not_fit_are_refused_before_anything_is_read() -> None:
+    for spec, says in (("quest:dense=6", "dense=6 leaves no layer of 6"), ("quest:tokens=9", "tokens=9, but recall=8")):
+        policy = RetentionPolicy(budget=8, host_budget=64, recall=8, recall_by=spec)
+        with pytest.raises(ValueError, match=says):
+            RetentionCache(build("llama", **LAYERS), "random", policy)
