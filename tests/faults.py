@@ -204,7 +204,7 @@ FAULTS = (
         "_SCORE_AND_POSITION_BYTES = 8",
         "_SCORE_AND_POSITION_BYTES = 4",
         "cache.memory: planned bytes are those that are allocated",
-        "tests/core/test_budget.py tests/core/test_whole_cache.py tests/core/test_cache.py",
+        "tests/core/test_whole_cache.py tests/core/test_cache.py",
     ),
     # -- what is computed ---------------------------------------------------------------------------------------------
     Fault(

@@ -44,7 +44,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"recall": 4}, "recall=4 needs a second tier"),
     ({"host_budget": 40}, "host_budget=40 keeps units that nothing recalls"),
     ({"host_budget": 40, "recall": 41}, "recall=41 is more than host_budget=40 can hold"),
-    ({"host_budget": "most", "recall": 1}, 'host_budget="most" is neither'),
+    ({"host_budget": "most", "recall": 1}, "host_budget=most is neither"),
     ({"host_budget": 40, "recall": 4, "host_by": "luck"}, 'host_by="luck" is unknown'),
     ({"host_budget": 40, "recall": 4, "head_budgets": "adaptive"}, "different numbers of units"),
     ({"layer_budgets": "cone"}, 'layer_budgets="cone" is unknown; choose one of uniform, pyramid'),
