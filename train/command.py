@@ -144,11 +144,6 @@ def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int
 def _report(training: TrainingRun, summary: dict[str, Any]) -> None:
     if summary["stopped"]:
         sys.stderr.write(f"stopped at step {summary['step']}; go on with --resume\n")
-    elif training.run.push_to_hub is not None:
-        from locret.heads.push import PushOptions, push
-
-        options = PushOptions(heads=str(training.folder), repo=training.run.push_to_hub, private=training.run.private)
-        summary["pushed"] = push(options)["url"]
     if training.run.json:
         print_json({"output": training.run.output, **summary})
     elif not summary["stopped"]:

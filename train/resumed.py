@@ -33,6 +33,8 @@ _RETIRED = {
     "devices": None,
     "host_memory": None,
     "gate": "locret",
+    "push_to_hub": None,
+    "private": False,
     "streaming": False,
     "shuffle_buffer": 1000,
     "max_row_bytes": 4_900_000,

@@ -210,7 +210,7 @@ class ValidationOptions:
 class RunOptions:
     """Where results go, and how the run is watched, interrupted and resumed."""
 
-    usual: ClassVar[tuple[str, ...]] = ("output", "resume", "overwrite", "push_to_hub", "dry_run")
+    usual: ClassVar[tuple[str, ...]] = ("output", "resume", "overwrite", "dry_run")
 
     output: str | None = None
     """Folder for the heads, logs and checkpoints; new or empty unless --resume or --overwrite is given. If none,
@@ -231,10 +231,6 @@ class RunOptions:
     policy: RetentionPolicy = field(default_factory=PolicyFlags)
     """Retention policy to recommend with the heads; none is recorded if left out. What it leaves out follows from its
     budget."""
-    push_to_hub: str | None = None
-    """Repository (org/name) to upload the heads to at the end."""
-    private: bool = False
-    """Make a new repository private."""
     license: str | None = None
     """Licence of the heads as the Hub spells it, such as mit; apache-2.0, or that of the heads it begins with."""
     dry_run: bool = False

@@ -16,7 +16,6 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import torch
-from huggingface_hub import get_token
 
 from locret.backbone.adapters import describe, unwrap
 from locret.backbone.passes import in_step
@@ -25,8 +24,6 @@ from locret.distributed.ranks import Ranks
 from locret.heads.config import usual_width
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
-from locret.heads.push import PushOptions
-from locret.hub import no_token
 from locret.labels import kinds
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.loading.options import WeightOptions
@@ -91,10 +88,6 @@ class TrainingRun:
             ValueError: For what the user must change.
             OSError: If the Hub refuses or cannot be reached.
         """
-        if self.run.push_to_hub is not None:
-            PushOptions(heads=str(self.folder), repo=self.run.push_to_hub, private=self.run.private)
-            if get_token() is None:
-                raise no_token("push to", self.run.push_to_hub)
         self.config = load_config(self.backbone)
         self.shape = describe(self.config)
         self.parameters = backbone_parameters(self.config)

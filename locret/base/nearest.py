@@ -43,7 +43,7 @@ _RETIRED = (
     *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
     *("option --devices", "option --host-memory", "option --gate", "option --offload-folder"),
     *("option --skip-bad-rows", "option --data-revision"),
-    *("option --streaming", "option --shuffle-buffer", "option --max-row-bytes"),
+    *("option --streaming", "option --push-to-hub", "option --shuffle-buffer", "option --max-row-bytes"),
     *("task multivalue", "task variable_tracking", "task two_stage"),
     *("task option lookalikes", "option --density", "option --lookalikes"),
     *("task option max_row_bytes", "task option answer_room", "task option replace_mask", "task option collection"),

@@ -283,12 +283,3 @@ def test_the_warning_is_about_what_is_above_chance_and_above_the_start() -> None
     assert [steps_between(None, steps, 1, 8) for steps in (3000, 40, 400)] == [300, 40, 80]
     scores, labels = (torch.rand(1, 20_000, 100, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     assert top_overlap(scores, labels).item() == pytest.approx(chance_overlap(100), abs=0.01)
-
-
-# -- the Hub ---------------------------------------------------------------------------------------------------------
-
-
-def test_trained_heads_are_published_and_load_from_the_hub(paths: tuple[Path, Path], tmp_path: Path, hub: Any) -> None:
-    assert train(paths, tmp_path / "run", "--push-to-hub=somebody/tiny-heads") == 0
-    assert equal(weights(tmp_path / "run"), RetainingHeads.from_pretrained("somebody/tiny-heads").state_dict())
-    assert set(hub.repos["somebody/tiny-heads"].files()) >= {"config.json", "model.safetensors", "README.md"}

@@ -38,7 +38,7 @@ OPTIONS = [
     (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint or a run"),
     (["--resume", "--overwrite"], "--resume and --overwrite contradict each other; drop one of them"),
     (["--report-to=tensorbord"], "--report-to tensorbord is unknown; choose tensorboard"),
-    (["--push-to-hub=no-slash"], "--repo no-slash is not a repository name; use org/name"),
+    (["--push-to-hub=org/heads"], 'option "--push-to-hub" was retired; release 0.1.0'),
 ]
 
 
@@ -164,12 +164,3 @@ def test_a_place_that_cannot_be_written_is_found_before_the_model_is_loaded(
             code, message = refused(capsys, train_arguments(paths, tmp_path / name, *more))
         assert (code, expected in message) == (2 if name == "file" else 1, True), message
         assert not (tmp_path / "run").exists()
-
-
-def test_publishing_without_a_token_is_refused_before_training(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("locret.train.training_run.get_token", lambda: None)
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run", "--push-to-hub=somebody/heads"))
-    assert (code, "cannot push to somebody/heads without a token; set HF_TOKEN" in message) == (1, True)
-    assert not (tmp_path / "run").exists()
