@@ -82,9 +82,6 @@ def _configuration(folder: Path) -> dict[str, Any]:
     """Return what a configuration file holds."""
     path = folder / CONFIGURATION
     try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(stored, dict) or not isinstance(stored.get(VERSIONS, {}), dict):
-            raise ValueError
-    except (ValueError, RecursionError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError):
         raise ValueError(f"{path} is broken; --overwrite starts again, or choose another folder") from None
-    return stored

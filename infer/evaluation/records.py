@@ -20,14 +20,6 @@ KEY = ("task", "version", "tokens", "index", "method", "budget", "chunk_size", "
 PROTOCOLS = AWARE, AGNOSTIC = "aware", "agnostic"
 """The question stands in the prompt while that is read; or the document is read and evicted to the budget first, and
 the question comes afterwards, on a fork."""
-_NUMBERS = ("score", "prompt_tokens", "generated_tokens", "prefill_seconds", "decode_seconds")
-_UNITS = ("kept_units", "peak_units", "cache_bytes", "peak_bytes")
-_FIELDS: dict[str, Any] = {
-    **dict.fromkeys(("task", "method", "prediction"), str),
-    **dict.fromkeys((*_NUMBERS, *_UNITS), int | float),
-    "targets": list,
-}
-"""What every record has besides its key."""
 
 
 def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -153,27 +145,14 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     good = 0
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break was cut off
-        record = _record(line) if line else {}
-        if record is None and not any(lines[number:]):
-            break
-        if record:
-            before = records.setdefault(key(record), record)
-            if (before["prediction"], before["score"]) != (record["prediction"], record["score"]):
-                record = None
-        if record is None:
+        try:
+            record = json.loads(line)
+            records.setdefault(key(record), record)
+        except (ValueError, TypeError, KeyError):
+            if not any(lines[number:]):
+                break
             raise ValueError(
-                f"{path}, line {number} is no record of an evaluation, or answers what another line answers in another "
-                "way; mend the file, or use --overwrite to start again"
-            )
+                f"{path}, line {number} is no record of an evaluation; mend the file, or use --overwrite to start again"
+            ) from None
         good += len(line) + 1
     return list(records.values()), good
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """Return the record of a line; None if it is none."""
-    try:
-        record = json.loads(line)
-        whole = all(isinstance(record[name], kind) for name, kind in _FIELDS.items()) and {key(record)}
-        return record if whole and all(record[name] >= 0 for name in (*_NUMBERS, *_UNITS)) else None
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
