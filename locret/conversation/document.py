@@ -74,7 +74,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
         splitter = _SPLITTERS.setdefault(tokenizer, None) or copy.deepcopy(tokenizer)
         _SPLITTERS[tokenizer] = splitter
     ids = list[int]()
-    for nth, part in enumerate(re.split(f"({'|'.join(map(re.escape, _specials(tokenizer)))})(?!{_BREAK})", text)):
+    for nth, part in enumerate(_specials(tokenizer)[0].split(text)):
         if nth % 2:
             ids.append(tokenizer.convert_tokens_to_ids(part))
         elif part:
@@ -89,27 +89,28 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     return ids
 
 
-def _specials(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    known = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content)
-    return sorted({*known, *tokenizer.all_special_tokens}, key=len, reverse=True)
+def _specials(tokenizer: PreTrainedTokenizerBase) -> tuple[re.Pattern[str], int]:
+    """Return what finds special tokens in a text, and the characters of the longest."""
+    known = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    spelled = sorted(filter(None, {*known, *tokenizer.all_special_tokens}), key=len, reverse=True)
+    longest = len(spelled[0]) if spelled else 1
+    return re.compile(f"({'|'.join(map(re.escape, spelled)) or '(?!)'})(?!{_BREAK})"), longest
 
 
 def as_text(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Return a text for `encode` in which what spells a special token is tokenised as any other words are."""
-    for special in _specials(tokenizer):
-        if special in text:
-            text = text.replace(special, special[0] + _BREAK + special[1:])
-    return text
+    return "".join(all_as_text(tokenizer, [text]))
 
 
 def all_as_text(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str]) -> Iterator[str]:
     """Do the same to a text that comes in pieces."""
-    wait, held = max(map(len, _specials(tokenizer)), default=1) - 1, ""
+    (spelled, longest), held = _specials(tokenizer), ""
     for piece in pieces:
-        held = as_text(tokenizer, held + piece)
-        if len(held) > wait:
-            yield held[: len(held) - wait]
-            held = held[len(held) - wait :]
+        held = spelled.sub(lambda found: found[0][0] + _BREAK + found[0][1:], held + piece)
+        done = max(0, len(held) - longest + 1)  # what follows may be the rest of a spelling
+        if done:
+            yield held[:done]
+            held = held[done:]
     if held:
         yield held
 
@@ -522,12 +523,6 @@ class ReadingBar:
                 self.given += len(part.encode("utf-8", "surrogatepass")) if self.unit == "bytes" else len(part)
                 yield part
 
-    def blocks(self, blocks: Iterable[list[int]]) -> Iterator[list[int]]:
-        """Pass token ids on, and count them."""
-        for block in blocks:
-            self.tokens += len(block)
-            yield block
-
     def __call__(self, cache: RetentionCache) -> None:
         """Show how far a cache has got."""
         done = self.tokens if self.unit == "tokens" else self.given
@@ -542,26 +537,13 @@ class ReadingBar:
 
 
 def as_prompt(blocks: Iterable[list[int]], policy: RetentionPolicy, most: int) -> Tensor | Iterable[list[int]]:
-    """Return ids as `prefill` takes them: as a whole where the plan depends on their number, or where they are few.
+    """Return ids as `prefill` takes them: as a whole, 8 bytes each, where the plan depends on their number.
 
-    Args:
-        blocks: Lists of ids.
-        policy: How they will be read.
-        most: Tokens that are not worth a stream: no more than their number is allocated then.
+    So it is where they are `most` at most, which are not worth a stream: no more than their number is allocated then.
     """
-    if policy.plans_by_length:
-        return whole(blocks)
-    rest, head = iter(blocks), list[int]()
+    rest, head = iter(blocks), array("q")
     for block in rest:
         head.extend(block)
-        if len(head) > most:
-            return chain([head], rest)
-    return torch.tensor([head], dtype=torch.long)
-
-
-def whole(blocks: Iterable[list[int]]) -> Tensor:
-    """Return ids as (1, N), 8 bytes each, for a plan that depends on N."""
-    found = array("q")
-    for block in blocks:
-        found.extend(block)
-    return torch.tensor(found, dtype=torch.long)[None]
+        if len(head) > most and not policy.plans_by_length:
+            return chain([head.tolist()], rest)
+    return torch.tensor(head, dtype=torch.long)[None]

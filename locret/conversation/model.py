@@ -357,8 +357,9 @@ class LongContextModel:
         taken, warned = array("i"), False
 
         def noted() -> Iterator[list[int]]:
-            for block in bar.blocks(ids):
+            for block in ids:
                 taken.extend(block)
+                bar.tokens = len(taken)
                 yield block
 
         def warn() -> None:
