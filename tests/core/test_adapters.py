@@ -9,10 +9,7 @@ import torch
 from families import build, prompt
 from transformers import (
     AutoModelForCausalLM,
-    BartConfig,
     CohereConfig,
-    DeepseekV32Config,
-    MambaConfig,
 )
 
 from locret import RetentionCache, RetentionPolicy, prefill
@@ -20,19 +17,6 @@ from locret.backbone.adapters import attention_modules, describe
 from locret.backbone.attention import MaskMemo
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.instrument import instrumented
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (BartConfig(), "is an encoder-decoder model; looked for self_attn.q_proj"),
-        (DeepseekV32Config(), r"choose by an indexer of their own what they attend to \(index_topk=2048\)"),
-        (MambaConfig(), "no layer of mamba has softmax attention"),
-    ],
-)  # fmt: skip
-def test_architectures_without_keys_to_evict_are_refused(config: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        describe(config)
 
 
 class Recorder:

@@ -38,10 +38,7 @@ from locret import (
 )
 from locret.backbone.adapters import describe, ranks_of
 from locret.distributed.shard import load_split
-from locret.heads.fingerprint import any_fingerprint, weight_fingerprint
-from locret.heads.shard import ShardedHeads, sharded
 from locret.labels import answer_labels
-from locret.labels.labels import prompt_scores
 from locret.mergers.kernels import MergingKernels
 
 ROOT = Path(__file__).parents[2]
@@ -111,14 +108,6 @@ def same_units(whole: RetentionCache, part: RetentionCache) -> bool:
 
 
 # -- the checks -------------------------------------------------------------------------------------------------------
-
-
-def fingerprints(both: Both) -> Any:
-    halves = [load(TINY, split=split, dtype=torch.float16) for split in (False, True)]
-    return {
-        "exact": [weight_fingerprint(model) for model in (both.whole, both.part)],
-        "in half precision": [any_fingerprint(model) for model in halves],
-    }
 
 
 BLOCKS = {"scorer": "streaming", "budget": 128, "stabilizers": 0, "local_len": 1}
@@ -242,20 +231,6 @@ def _header_of(path: Path) -> dict[str, Any]:
         return dict(json.loads(file.metadata()["state"]))
 
 
-def heads(both: Both) -> Any:
-    """Take heads apart and together again."""
-    own = sharded(both.heads, both.ranks)
-    assert isinstance(own, ShardedHeads)
-    state, whole = own.whole().state_dict(), both.heads.state_dict()
-    scores = [prompt_scores(model, ours, both.ids) for model, ours in ((both.whole, both.heads), (both.part, own))]
-    return {
-        "bytes": [sum(p.nbytes for p in heads.parameters()) for heads in (both.heads, own)],
-        "state": list(state) == list(whole) and all(torch.equal(state[key], whole[key]) for key in whole),
-        "scores": float((both.ranks.own(scores[0], 1) - scores[1]).abs().max()),
-        "again": sharded(own, both.ranks) is own,
-    }
-
-
 def refusals(both: Both) -> Any:
     """Give what cannot be; every process must hear of it."""
     found = {}
@@ -300,9 +275,7 @@ def _unread(**_: Any) -> Any:
     raise AssertionError("the weights were asked for")
 
 
-CHECKS: dict[str, Callable[[Both], Any]] = {
-    check.__name__: check for check in (fingerprints, walk, backbones, files, heads, refusals)
-}
+CHECKS: dict[str, Callable[[Both], Any]] = {check.__name__: check for check in (walk, backbones, files, refusals)}
 
 
 def main() -> None:

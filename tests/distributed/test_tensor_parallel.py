@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> dict[str, list[Any]]:
-    checks = ("fingerprints", "walk", "backbones", "files", "heads", "refusals")
+    checks = ("walk", "backbones", "files", "refusals")
     return launch(folder, 2, *checks)
 
 
@@ -89,22 +89,6 @@ def test_files_do_not_depend_on_the_number_of_processes(two: dict[str, list[Any]
             assert same["units"] < CLOSE, name
             assert len(same["answers"]) == 4
             assert all(answer == same["answers"][0] for answer in same["answers"]), name
-
-
-def test_heads_are_shared_and_saved_whole(two: dict[str, list[Any]]) -> None:
-    for own in of(two, "heads"):
-        whole, part = own["bytes"]
-        assert part * 2 == whole
-        assert own["state"]
-        assert own["again"]
-        assert own["scores"] < CLOSE
-
-
-def test_fingerprints_are_those_of_the_whole(two: dict[str, list[Any]]) -> None:
-    for own in of(two, "fingerprints"):
-        for whole, part in own.values():
-            assert whole is not None
-            assert whole == part
 
 
 def test_every_process_hears_of_a_refusal(two: dict[str, list[Any]]) -> None:

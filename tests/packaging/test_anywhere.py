@@ -88,15 +88,6 @@ def _readme_example(readme: Path, folder: Path) -> str:
     return str(block.replace('"limits.ctx"', repr(str(folder / "limits.ctx"))))
 
 
-@pytest.mark.parametrize("combination", [("wheel", "elsewhere")], ids="-".join)
-def test_a_wheel_alone_evaluates_the_embedded_pair(anywhere: Anywhere, tmp_path: Path) -> None:
-    small = ["--lengths", 512, "--tasks", "passkey", "--methods", "full,locret", "--samples", 1, "--figures", "none"]
-    anywhere.run("locret-eval", "--config", "recipes/eval/embedded.yaml", *small, "--quiet", "--output", "out")
-    cells = json.loads((tmp_path / "out" / "results.json").read_text())["cells"]
-    assert [cell["method"] for cell in cells] == ["full", "locret"]
-    assert "--keep" in anywhere.run("-m", "locret.infer.demo", "--help")
-
-
 PLUGIN = """
 from dataclasses import dataclass
 from typing import ClassVar

@@ -27,12 +27,6 @@ def test_what_is_shipped_is_found_from_elsewhere(name: str) -> None:
     assert Path(shipped.find(name)) == ROOT / name
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_what_the_user_has_under_that_name_wins(name: str, elsewhere: Path) -> None:
-    (elsewhere / name).mkdir(parents=True)
-    assert shipped.find(name) == name
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -69,11 +63,6 @@ def test_the_embedded_backbone_has_its_own_heads(elsewhere: Path) -> None:
     assert backbone.num_hidden_layers == len(RetainingHeads.from_pretrained(str(heads)))
     (elsewhere / "checkpoints" / name).mkdir(parents=True)
     assert shipped.embedded_heads(str(ROOT / "checkpoints" / name)) is None, "the user's has taken the name"
-
-
-def test_other_backbones_have_no_embedded_heads() -> None:
-    assert shipped.embedded_heads("org/backbone") is None
-    assert shipped.embedded_heads("checkpoints/tiny-heads") is None
 
 
 def test_a_retired_backbone_is_no_name_on_the_hub() -> None:

@@ -53,15 +53,6 @@ def test_the_source_archive_makes_the_same_wheel(
     assert names(build(archive)) == names(wheel)
 
 
-def test_a_moved_module_does_not_come_back_from_an_earlier_build(
-    wheel: Path, clone: Path, build: Callable[[Path], Path]
-) -> None:
-    left = clone / "build" / "lib" / "locret" / "moved.py"
-    left.parent.mkdir(parents=True, exist_ok=True)
-    left.touch()
-    assert names(build(clone)) == names(wheel)
-
-
 def test_the_page_on_a_package_index_has_links_that_lead_somewhere(wheel: Path, clone: Path) -> None:
     with zipfile.ZipFile(wheel) as held:
         (name,) = [name for name in held.namelist() if name.endswith("/METADATA")]
