@@ -54,14 +54,14 @@ def _result(plan: BenchPlan, found: Measurements, row: dict[str, Any], at: int) 
     moved = (written.moved - read.moved) / plan.options.new_tokens
     row["error"], row["bytes"] = None, {**written._asdict(), "moved_per_token": moved, "peak": runs[0].peak}
     for index, (part, tokens) in enumerate({"prefill": length, "decode": plan.options.new_tokens}.items()):
-        seconds, best = [run[index] for run in runs], [rates[index] for rates in found.rates]
+        seconds, best = [run[:2][index] for run in runs], [rates[index] for rates in found.rates]
         row[part] = {
             "seconds": quantiles(seconds),
             "tokens_per_second": quantiles([tokens / one for one in seconds]),
             "share": quantiles([work[part] / one / rate for one, rate in zip(seconds, best, strict=True)]),
         }
         for other in {"full", "floor"} - {name}:
-            theirs = [run[index] for run in found.samples.get((other, length), [])]
+            theirs = [run[:2][index] for run in found.samples.get((other, length), [])]
             row[part][f"times_{other}"] = quantiles([a / b for a, b in zip(seconds, theirs, strict=False)])
     return row
 

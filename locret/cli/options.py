@@ -186,10 +186,11 @@ def options_of(classes: Sequence[type]) -> dict[str, Option]:
         kinds = values.types_of(holder)
         for field in fields(holder):
             name, kind = prefix + field.name, kinds[field.name]
+            inner: Any = kind
             default = values.default_of(field) if defaults is None else getattr(defaults, field.name)
             found[name] = Option(name=name, kind=kind, default=default, owner=owner, holder=holder, **field.metadata)
             if is_dataclass(kind):
-                add(owner, kind, name + ".", None if default is MISSING else default)
+                add(owner, inner, name + ".", None if default is MISSING else default)
 
     for cls in classes:
         add(cls, cls, "", None)

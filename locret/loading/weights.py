@@ -441,9 +441,9 @@ def label_of_way(config: Any) -> str:
     values = config if isinstance(config, Mapping) else config.to_dict()
     method = method_of(config)
     if method == "bitsandbytes":
-        kind = f"4 bits, {values.get('bnb_4bit_quant_type', 'fp4')}" if values.get("load_in_4bit") else "8 bits"
-        return f"{method} {kind}"
-    named = []
+        four = f"4 bits, {values.get('bnb_4bit_quant_type', 'fp4')}"
+        return f"{method} {four if values.get('load_in_4bit') else '8 bits'}"
+    named = list[str]()
     for kind in (values.get(name) for name in ("bits", "nbits", "weights", "quant_type", "fmt")):
         inner = kind.get("default", kind) if isinstance(kind, Mapping) else kind  # torchao nests its types
         inner = inner.get("_type", "") if isinstance(inner, Mapping) else inner
