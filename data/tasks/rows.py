@@ -186,14 +186,14 @@ def open_rows(task: PublishedTask, folders: Sequence[str] | None = None, samples
     if folders is None:
         path, commit = _fetched(task)
         return FileSamples(task, path, f"{task.repo}/{task.hub_file or task.file}", commit, samples)
-    path = local(task, folders)
-    if path is None:
+    own = local(task, folders)
+    if own is None:
         raise NoSamples(
             f"--data-dir {', '.join(folders)} holds no rows of {task.name}; looked for "
             f"{', '.join(candidates(task)[:4])}; put the published file there, or leave out --data-dir to read the Hub",
             "no rows found",
         )
-    return FileSamples(task, path, path, None, samples)
+    return FileSamples(task, own, own, None, samples)
 
 
 def candidates(task: PublishedTask) -> list[str]:

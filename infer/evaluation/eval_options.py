@@ -264,6 +264,6 @@ def shares(value: Shares) -> list[float]:
     return _list_of(value, share, "--budget-share", "0.1,0.2")
 
 
-def words(value: Names, flag: str) -> list[str]:
+def words(value: str | list[Any], flag: str) -> list[str]:
     """Return the names of `a,b` or [a, b]; errors are those of all lists."""
     return _list_of(value, str, flag, "a,b")

@@ -138,7 +138,7 @@ def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptio
     waiting = [cell for cell in options.cells() if cell not in done]
     if not waiting:
         return records
-    where = {"revision": model.revision, "dtype": model.dtype, "device": model.device, "gguf_file": model.gguf_file}
+    where: dict[str, Any] = {name: getattr(model, name) for name in ("revision", "dtype", "device", "gguf_file")}
     reading = _Reading(LongContextModel.from_pretrained(model.model, scorer="random", **where), options, scorer)
     with tqdm(total=len(waiting), unit="cell", disable=True if options.quiet else None) as bar:
         for cell in waiting:

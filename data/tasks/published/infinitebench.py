@@ -88,7 +88,7 @@ class InfiniteBenchTask(PublishedTask):
     def read(self, row: Row) -> list[Sample]:
         """Return the sample of a row."""
         context, question = row.text("context"), row.text("input", may_be_empty=self.form not in _ASKED)
-        targets, options = row.texts("answer"), ()
+        targets, options = row.texts("answer"), tuple[str, ...]()
         if "{A}" in _FORMS[self.form][1]:
             options = row.texts("options")
             targets = _choice(row, targets, options)
@@ -96,8 +96,8 @@ class InfiniteBenchTask(PublishedTask):
             raise row.bad(f"holds {targets!r} in field 'answer' where a number is needed")
         values = {"input": question, **dict(zip(LETTERS, options, strict=False)), **self._derived(row, question)}
         head, tail = (part.format_map(values) for part in _FORMS[self.form])
-        texts = [part.replace("$$MASK$$", "**MASK**") for part in (head, context, tail)]
-        return [self.sample_of(row, *texts, targets, reply=self._reply(targets), choices=options)]
+        head, context, tail = (part.replace("$$MASK$$", "**MASK**") for part in (head, context, tail))
+        return [self.sample_of(row, head, context, tail, targets, reply=self._reply(targets), choices=options)]
 
     def _derived(self, row: Row, question: str) -> dict[str, str]:
         """Return what the official prompt takes out of the question."""

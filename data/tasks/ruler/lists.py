@@ -37,8 +37,8 @@ def tracking(task: RulerTask, of: Making) -> Drafter:
         example = longer
 
     def draft(rng: random.Random, _: int, size: int) -> Draft:
-        prompt, *rest = _chain(rng, size, letters=5)
-        return Draft(example + prompt, *rest)
+        own = _chain(rng, size, letters=5)
+        return own._replace(prompt=example + own.prompt)
 
     return draft
 
