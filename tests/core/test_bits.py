@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import oracle as reference
 import pytest
 import torch
 from families import build, prompt
-from test_stores import DIM, HEADS, ROWS, Filled
+from test_stores import DIM, ROWS, Filled
 from torch import Tensor
 
 from locret import RetentionCache, RetentionPolicy, generate, prefill
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import Channel, Coder, Form, Token, form_of, pack, packed_bytes, unpack
-from locret.cache.store import POSITIONS, Workspace
+from locret.cache.store import Workspace
 from locret.policy.policy import BITS
 
 FEW = [bits for bits in BITS if bits < 16]
@@ -166,35 +165,6 @@ def test_a_unit_is_rounded_once_whatever_happens_to_it(bits: int, rounding: Toke
         made.store = store = twin
         check()
     assert store.fill == 11
-
-
-@pytest.mark.parametrize("recent", [1, 4, 9])
-def test_the_newest_tokens_are_held_as_they_are_until_as_many_have_come(recent: int) -> None:
-    made = filled(form(2, recent=recent), 12)
-    coarse = once(made.keys, 2)
-
-    def check(exact_from: int) -> None:
-        for (row, head, position), (key, value, _) in made.units().items():
-            exact = position >= exact_from
-            assert torch.equal(value, made.values[row, head, position]) == exact
-            assert torch.equal(key, made.keys[row, head, position]) == exact
-            if not exact:
-                torch.testing.assert_close(key, coarse[row, head, position], atol=1e-5, rtol=0)
-
-    check(12 - recent)
-    made.store.take_back()
-    check(12 - recent)
-    kept = made.evict("dense", 7)
-    assert kept.units.shape[-1] == 7
-    check(12 - recent)
-    made.append(1)
-    made.store.view(0)
-    coarse = once(made.keys, 2)
-    held = made.store.held(POSITIONS)
-    exact = made.store.tensors["exact"]  # type: ignore[attr-defined]
-    for row, head in itertools.product(range(ROWS), range(HEADS)):
-        # The unit of the token that was taken back is gone; 12 has come instead.
-        assert int(exact[row, head]) == min(recent, int((held[row, head] > 11 - recent).sum()))
 
 
 # -- in a cache -------------------------------------------------------------------------------------------------------

@@ -96,10 +96,8 @@ def assert_same_answers(plain: RetentionCache, captured: RetentionCache, new: in
     assert captured.memory().actual <= captured.memory().planned
 
 
-@pytest.mark.parametrize(("tokens", "new", "batch"), [(250, 21, 1), (61, 8, 1), (170, 37, 3)])
-@pytest.mark.parametrize(
-    "family", ["llama", "llama-mha", "phi3", "phi3-longrope", "qwen3", "gpt-oss-full", "gemma2-full"]
-)
+@pytest.mark.parametrize(("tokens", "new", "batch"), [(61, 8, 1), (170, 37, 3)])
+@pytest.mark.parametrize("family", ["llama", "phi3-longrope", "gpt-oss-full", "gemma2-full"])
 def test_captured_steps_write_the_same_tokens_and_keep_the_same_scores(
     family: str, tokens: int, new: int, batch: int, captures: Captures
 ) -> None:

@@ -353,8 +353,8 @@ def test_decode_budgets_of_a_pyramid_leave_every_layer_room_for_an_eviction() ->
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stabilizers", [0, 2, 8])
-@pytest.mark.parametrize("memory", ["linear", "sqrt", "square", "square_sqrt"])
+@pytest.mark.parametrize("stabilizers", [0, 8])
+@pytest.mark.parametrize("memory", ["square_sqrt"])
 def test_growing_memory_holds_the_first_tokens_from_its_first_step(memory: str, stabilizers: int) -> None:
     cache = RetentionCache(build("llama"), "streaming", policy(memory=memory, stabilizers=stabilizers))
     firsts: list[list[int]] = []

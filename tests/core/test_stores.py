@@ -242,15 +242,6 @@ def test_a_store_of_a_file_holds_what_ours_holds(file: str, kind: str, changes: 
         assert type(cache.governed[0].store).kept == 9  # type: ignore[attr-defined] # three layers, three chunks beyond the budget
 
 
-def test_a_class_will_do() -> None:
-    class Mine(DenseStore):
-        name = "mine"
-
-    cache = RetentionCache(build("llama"), "tova", policy(), store=Mine)
-    prefill(cache.model, prompt(40), cache)
-    assert isinstance(cache.governed[0].store, Mine)
-
-
 @pytest.mark.parametrize(
     ("kind", "sentence"),
     [

@@ -368,7 +368,7 @@ def test_a_budget_of_the_texts_length_is_full_attention(run: Run, chunk_size: in
 # -- the same bits ----------------------------------------------------------------------------------------------------
 
 
-@examples(14)
+@examples(10)
 @given(run=runs(), rows=st.sampled_from([(0,), (2, 0), (1, 1, 2)]), turn=st.booleans())
 def test_a_copy_a_file_and_rows_answer_and_read_on_with_the_same_bits(
     run: Run, rows: tuple[int, ...], turn: bool
