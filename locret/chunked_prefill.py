@@ -130,7 +130,6 @@ class Way:
 
 def read_prompt(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Way) -> Tensor | None:
     """Do what `prefill` says; without logits where the last token is held back, or nothing was evicted for a turn."""
-    cache.check_whole()
     device, known = input_device(model), vocabulary(model)
     if not isinstance(prompt.ids, Tensor):
         stream, of_last = Stream(prompt.ids, device, known), None

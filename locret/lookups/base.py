@@ -40,20 +40,15 @@ Keys = Tensor | RoundedKeys
 """(B, K, H, D) of the second tier."""
 
 
-def spans(keys: Keys, multiple: int = 1, first: int = 0) -> Iterator[slice]:
-    """Yield spans of units from `first` on that are looked at together.
+def blocks(keys: Keys, multiple: int = 1, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
+    """Yield spans of units from `first` on that are looked at together, and their keys.
 
     States come at once, codes a few thousand at a time, and always whole multiples of a page but for the last.
     """
     units = keys.shape[2]
     size = max(1, DECODED // multiple) * multiple if isinstance(keys, RoundedKeys) else units
     for start in range(first, units, size):
-        yield slice(start, min(start + size, units))
-
-
-def blocks(keys: Keys, multiple: int = 1, first: int = 0) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the keys of these spans."""
-    for span in spans(keys, multiple, first):
+        span = slice(start, min(start + size, units))
         yield span, keys.span(span.start, span.stop) if isinstance(keys, RoundedKeys) else keys[:, :, span]
 
 

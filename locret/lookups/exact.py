@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from locret.lookups.base import Ask, Keys, Lookup, blocks
+from locret.lookups.base import Ask, Lookup, blocks
 
 _LOGITS = 1 << 24
 """Logits that exist at once, over all heads."""
@@ -30,32 +30,24 @@ class ExactLookup(Lookup):
 
     def choose(self, ask: Ask) -> Tensor:
         """See `Lookup`; ranks are (B, K, L, R)."""
-        return best_of(ask.query.to(ask.keys.device), ask.keys, ask.count, ask.positions if ask.padded else None)
-
-
-def best_of(query: Tensor, keys: Keys, count: int, positions: Tensor | None = None) -> Tensor:
-    """Return the units with the largest logits.
-
-    Returns:
-        (B, K, L, count) int64 ranks.
-    """
-    batch, heads, length, dim = query.shape
-    kv_heads, rows = keys.shape[1], 0
-    best: list[tuple[Tensor, Tensor]] = []
-    for span, part in blocks(keys):
-        turned, units = part.transpose(-1, -2), part.shape[2]
-        rows = rows or max(1, _LOGITS // (batch * heads * units))
-        for nth, start in enumerate(range(0, length, rows)):
-            block = query[:, :, start : start + rows].reshape(batch, kv_heads, -1, dim)
-            logits = (block @ turned).view(batch, kv_heads, heads // kv_heads, -1, units).amax(2)
-            if positions is not None:
-                logits = logits.masked_fill(positions[:, :, None, span] < 0, -torch.inf)
-            found, ranks = logits.topk(min(count, units), dim=-1)
-            if not span.start:
-                best.append((found, ranks))
-                continue
-            both = torch.cat([best[nth][0], found], dim=-1).topk(min(count, span.stop), dim=-1)
-            ranks = torch.cat([best[nth][1], ranks + span.start], dim=-1).gather(-1, both.indices)
-            best[nth] = both.values, ranks
-    chosen = [ranks for _, ranks in best]
-    return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=2)
+        query, keys = ask.query.to(ask.keys.device), ask.keys
+        batch, heads, length, dim = query.shape
+        kv_heads, rows = keys.shape[1], 0
+        best: list[tuple[Tensor, Tensor]] = []
+        for span, part in blocks(keys):
+            turned, units = part.transpose(-1, -2), part.shape[2]
+            rows = rows or max(1, _LOGITS // (batch * heads * units))
+            for nth, start in enumerate(range(0, length, rows)):
+                block = query[:, :, start : start + rows].reshape(batch, kv_heads, -1, dim)
+                logits = (block @ turned).view(batch, kv_heads, heads // kv_heads, -1, units).amax(2)
+                if ask.padded:
+                    logits = logits.masked_fill(ask.positions[:, :, None, span] < 0, -torch.inf)
+                found, ranks = logits.topk(min(ask.count, units), dim=-1)
+                if not span.start:
+                    best.append((found, ranks))
+                    continue
+                both = torch.cat([best[nth][0], found], dim=-1).topk(min(ask.count, span.stop), dim=-1)
+                ranks = torch.cat([best[nth][1], ranks + span.start], dim=-1).gather(-1, both.indices)
+                best[nth] = both.values, ranks
+        chosen = [ranks for _, ranks in best]
+        return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=2)
