@@ -31,3 +31,8 @@ def test_a_fault_whose_text_has_moved_is_refused(tmp_path: Path) -> None:
 
 def test_what_catches_each_fault_is_noted() -> None:
     assert sorted(json.loads(CAUGHT.read_text())) == sorted(fault.name for fault in FAULTS)
+
+
+def test_every_test_file_has_a_name_of_its_own_as_folders_without_packages_ask_for() -> None:
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names)
