@@ -161,8 +161,8 @@ FAULTS = (
     Fault(
         "window-off-by-one",
         "locret/cache/sliding.py",
-        "super().__init__(sliding_window=sliding_window + 1)",
-        "super().__init__(sliding_window=sliding_window)",
+        'dropped = max(reach["keys"].shape[2] - self.window, 0)',
+        'dropped = max(reach["keys"].shape[2] - self.window + 1, 0)',
         "take_back in layers that slide: after it the window is whole",
         "tests/core/test_families.py tests/core/test_cache.py tests/core/test_saved_caches.py",
     ),

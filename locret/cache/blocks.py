@@ -57,7 +57,7 @@ class Blocks(Units):
         return self.tensors["counts"].tolist() if self.tensors else []  # type: ignore[no-any-return]
 
     @property
-    def fill(self) -> int:  # type: ignore[override]
+    def fill(self) -> int:
         """Units per KV head of the row that holds the most."""
         return max(self.counts, default=0) * self.block
 

@@ -131,10 +131,6 @@ class RetentionCache(Whole):
         self.trails = {index: Trail(near) for index in backbone.layers if near}
         self.computation: dict[str, Any] | None = None
         """What the backbone computed besides its weights when it was read; see `locret.backbone.computation`."""
-        self.watch: Any = None
-        """What looks at the attention of the answer in progress, if anybody wants to know."""
-
-    # -- looking inside -----------------------------------------------------------------------------------------------
 
     def kept_positions(self, layer: int) -> Tensor:
         """Return the original text positions of the units held in one layer.
@@ -238,8 +234,6 @@ class RetentionCache(Whole):
                 f"spans of {len(protected)} rows are protected, but there are {rows}; give spans once for all rows, or "
                 "for each of them"
             )
-
-    # -- what a reader does with it -----------------------------------------------------------------------------------
 
     def check_scores(self, unsound: Tensor) -> None:
         """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device."""
@@ -365,8 +359,6 @@ class RetentionCache(Whole):
             for host, most in zip(hosts, slots, strict=True)
         ]
         self.disk.check_room(self._account.second_bytes(wanted, rows))
-
-    # -- whole caches -------------------------------------------------------------------------------------------------
 
     def fresh(self) -> RetentionCache:
         """Return an empty cache for the same model, scorer and policy."""

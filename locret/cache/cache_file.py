@@ -32,7 +32,6 @@ from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
 from locret.cache.schema import (
     MOST_TOKENS,
-    Reading,
     check_counters,
     check_shapes,
     check_values,
@@ -42,7 +41,7 @@ from locret.cache.schema import (
 )
 from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.cache.trail import NEWEST_FEATURES
-from locret.cache.units import DTYPES
+from locret.cache.units import DTYPES, Rule
 from locret.heads.fingerprint import any_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import RetentionPolicy
@@ -308,18 +307,6 @@ def _described(scorer: Mapping[str, Any]) -> str:
     return name if name.isprintable() else ascii(name)
 
 
-def _reading(state: Mapping[str, Any], policy: RetentionPolicy, backbone: Backbone, **known: Any) -> Reading:
-    """Return what the units of a file must agree with; what is not known without its backbone is left open."""
-    given = {"columns": state.get("columns"), "vocab_size": state.get("vocab_size"), **known}
-    return Reading(
-        backbone=backbone,
-        ragged=policy.head_budgets != "uniform",
-        forms=forms_of(policy, len(backbone.layers)),
-        host_budget=policy.host_budget,
-        **given,
-    )
-
-
 def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCache) -> dict[str, Tensor]:
     """Read the tensors of a file that is to be loaded into a cache."""
     ours = {name: DTYPES.get(dtype, str(dtype)) for name, dtype in cache.scorer.columns.items()}
@@ -328,17 +315,17 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
         raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
     decoder = find_decoder(cache.model)
     near = next((trail.tokens for trail in cache.trails.values()), 0)
-    reading = _reading(
+    rules = rules_of(
         state,
-        cache.policy,
         cache.whole,
-        columns=columns,
-        vocab_size=unwrap(cache.model).config.get_text_config().vocab_size,
+        cache.policy,
+        unwrap(cache.model).config.get_text_config().vocab_size,
+        columns,
         windows=dict(zip(cache.backbone.layers, cache.limits.windows, strict=True)),
         states=state_shapes(decoder.config, type(decoder)) if cache.carriers else None,
         neighbours=near if _same_scorer(_recorded_scorer(state), _identity(cache)) else None,
     )
-    tensors = _checked_units(path, state, reading)
+    tensors = _checked_units(path, state, rules)
     for index, shape in zip(cache.whole.layers, cache.whole.full_shapes, strict=True):
         trail = tensors.get(name := f"layers.{index}.{NEWEST_FEATURES}")
         # Another scorer looked at other tokens: to this one, those that were read are before the first.
@@ -347,13 +334,12 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
     return tensors
 
 
-def _checked_units(path: str | Path, state: Mapping[str, Any], reading: Reading) -> dict[str, Tensor]:
+def _checked_units(path: str | Path, state: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, Tensor]:
     """Read the tensors, shapes first: a header that lies cannot make us allocate."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             shapes = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
-            rules = rules_of(state, reading)
             # Earlier versions remembered more for evidence.
             kept = {name: shape for name, shape in shapes.items() if not name.endswith(".ledger")}
             check_shapes(kept, rules)
@@ -384,7 +370,7 @@ def read_prefix(
         policy, backbone = _described_alone(state)
         fills = {counters["fill"] for counters in state["layers"]}
         check_prefix(policy, backbone, fills, state["rotary"], host=False)
-        tensors = _checked_units(path, state, _reading(state, policy, backbone))
+        tensors = _checked_units(path, state, rules_of(state, backbone, policy, state["vocab_size"], state["columns"]))
         check_one_row(len(tensors["layers.0.keys"]))
         units = [_prefix_of(nth, tensors, state, policy, backbone) for nth in range(backbone.num_layers)]
         keys, values = (tuple(_copied(states[nth][0].transpose(0, 1)) for states in units) for nth in range(2))
@@ -446,7 +432,7 @@ def read_backbone(path: str | Path) -> tuple[Backbone, dict[str, Any]]:
 def _saved_backbone(state: Mapping[str, Any]) -> Backbone:
     values = dict(state["backbone"])
     shapes = [LayerShape(**checked_values(LayerShape, one, "backbone.shapes")) for one in values.pop("shapes", ())]
-    lists = {
+    lists: dict[str, Any] = {
         name: tuple(values.pop(name, ())) for name in ("layers", "kinds", "sources", "state_numbers") if name in values
     }
     found = Backbone(**checked_values(Backbone, values, "backbone"), **lists, shapes=tuple(shapes))
@@ -501,7 +487,7 @@ def read_saved(path: str | Path) -> SavedCache:
     state, notes = _header(path, CONTEXT_WRITERS)
     with _named(path):
         policy, backbone = _described_alone(state)
-        tensors = _checked_units(path, state, _reading(state, policy, backbone))
+        tensors = _checked_units(path, state, rules_of(state, backbone, policy, state["vocab_size"], state["columns"]))
     return SavedCache(state, notes, backbone, policy, tensors)
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from locret.backbone.attention import Recalled
-from locret.backbone.head_ranks import HeadRanks
 from locret.cache.quantised import QuantisedStore
 from locret.cache.store import NO_UNIT, POSITIONS, QUERIES, SCORES, DenseStore, UnitRanks
 from locret.cache.units import FLOATS, Rule, Saved, Units, Workspace
@@ -30,20 +29,6 @@ if TYPE_CHECKING:
 
 _MOVED = 4096
 """Units that are on their way at once."""
-
-
-class Asking(NamedTuple):
-    """What a reader knows about the queries of one layer."""
-
-    query: Tensor
-    """(B, N, L, D), post-rotary."""
-    scaling: float
-    nth: int
-    layers: int
-    generating: bool
-    shared: dict[str, Any]
-    ranks: HeadRanks | None = None
-    """The processes that share the heads."""
 
 
 @dataclass(eq=False)
@@ -68,20 +53,19 @@ class HostTier(Units):
     moved: int = 0
     """Bytes fetched from here so far."""
     counter = "host_fill"
-    _index: Any = None
-    _known: bool = False
+    _index: tuple[Any] | None = None
 
     @property
     def batch(self) -> int:
         return self.store.batch
 
-    @property  # type: ignore[override]
-    def fill(self) -> int:
+    @property
+    def fill(self) -> int:  # type: ignore[override]
         """Units per KV head, empty slots of short rows included."""
         return self.store.fill
 
-    @property  # type: ignore[override]
-    def capacity(self) -> int:
+    @property
+    def capacity(self) -> int:  # type: ignore[override]
         """Units per KV head that there is room for."""
         return self.store.capacity
 
@@ -168,31 +152,30 @@ class HostTier(Units):
         empty = positions == NO_UNIT
         return ((order.to(torch.int64) << 32) + positions).masked_fill(empty, torch.iinfo(torch.int64).min)
 
-    def recalled(self, asking: Asking) -> Recalled | None:
-        """Return what the queries attend to besides the fast tier; None where nothing was evicted yet."""
-        store, query = self.store, asking.query
-        window = self._remembered(query)
+    def recalled(self, query: Tensor, **asked: Any) -> Recalled | None:
+        """Return what (B, N, L, D) queries attend to besides the fast tier; None where nothing was evicted yet.
+
+        Args:
+            query: After rotation.
+            **asked: What else `Ask` has of these queries and their layer.
+        """
+        store, window = self.store, self._remembered(query)
         if not store.fill:
             return None
-        if not self._known:
+        if self._index is None:
             self._arrange()
         keys, positions = store.all_keys(), store.held(POSITIONS)
-        if not self._known:
-            self._index, self._known = self.lookup.index(keys, positions), True
+        if self._index is None:
+            self._index = (self.lookup.index(keys, positions),)
         ask = Ask(
             query=query,
             window=window,
             keys=keys,
             positions=positions,
             padded=store.row_start is not None,
-            index=self._index,
+            index=self._index[0],
             count=min(self.recall, store.fill),
-            scaling=asking.scaling,
-            nth=asking.nth,
-            layers=asking.layers,
-            generating=asking.generating,
-            shared=asking.shared,
-            ranks=asking.ranks,
+            **asked,
         )
         ranks = self.lookup.choose(ask)
         there = None
@@ -234,7 +217,7 @@ class HostTier(Units):
 
     def forget(self) -> None:
         """Drop the index: units have changed."""
-        self._index, self._known = None, False
+        self._index = None
 
     def _arrange(self) -> None:
         """Put units in the order of the text, behind the empty slots of short rows."""

@@ -237,8 +237,3 @@ class RetentionLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Sizes that a (tokens x slots) mask would have."""
         return self.fill + query_length, 0
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams."""
-        for holder in self.holders.values():
-            holder.select_rows(beam_idx)

@@ -129,11 +129,11 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
         far, limits = store(Workspace(), host=True), cache.limits
         assert isinstance(own, DenseStore)
         assert isinstance(far, DenseStore)
-        near = limits.resident[nth]
-        far.empty = torch.empty if near else host_memory if cache.disk is None else cache.disk.empty
+        beside = limits.resident[nth]
+        far.empty = torch.empty if beside else host_memory if cache.disk is None else cache.disk.empty
         most = None if policy.host_budget == EVERYTHING else int(policy.host_budget)
         found, by_score = lookups.get(policy.recall_by), policy.host_by == "score"
-        tier = HostTier(far, own, found, most, policy.recall, by_score, near, limits.windows[nth])
+        tier = HostTier(far, own, found, most, policy.recall, by_score, beside, limits.windows[nth])
     folding = None if cache.merger is None else Folding(cache.merger, cache.merging, index)
     return RetentionLayer(own, selector, policy.positions == "compact", tier, folding)
 

@@ -339,11 +339,6 @@ class Limits:
         if ratios is not None:
             self._budgets = adaptive_sizes(self._budgets, ratios, self._plan.budgets)
 
-    @property
-    def final(self) -> bool:
-        """Whether this chunk is the last one after which something is evicted."""
-        return self._final
-
     # -- what stays -------------------------------------------------------------------------------------------------
 
     def before_reading(self, nth: int) -> Stay:

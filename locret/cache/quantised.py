@@ -9,7 +9,7 @@ rewritten: `rotate` and `unrotate` only remember. What queries attend to is one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from locret.cache.store import QUERIES, STATES, DenseStore, UnitRanks, Workspace
 from locret.cache.units import FLOATS, Rule, Saved
 from locret.lookups.base import Keys, RoundedKeys
 from locret.policy.selectors import Kept, KeptPerHead
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _BLOCK = 1024
 """Slots that are read at once: what they take in float32 is small beside the workspace."""
@@ -109,19 +112,6 @@ class QuantisedStore(DenseStore):
 
     def _coder(self, name: str) -> Coder:
         return self.form.keys if name == "keys" else self.form.values
-
-    def plan(  # type: ignore[override]  # of a form, not of a class
-        self,
-        slots: int,
-        rows: int,
-        kv_heads: int,
-        head_dim: int,
-        element_size: int,
-        columns: Sequence[torch.dtype] = (),
-        value_dim: int | None = None,
-    ) -> int:
-        unit = self.form.unit_bytes(head_dim, element_size, sum(dtype.itemsize for dtype in columns), value_dim)
-        return rows * kv_heads * (slots * unit + self.form.head_bytes(head_dim, element_size, value_dim))
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
         new = keys.shape[-2]
@@ -317,7 +307,7 @@ class QuantisedStore(DenseStore):
         super().trim()
         self.tensors.pop("lags", None)
 
-    def join(self, others: Sequence[DenseStore], room: int = 0) -> None:
+    def join(self, others: Sequence[Self], room: int = 0) -> None:
         super().join(others, room)
         self.tensors.pop("lags", None)
         if (following := self.tensors.get("following")) is not None:

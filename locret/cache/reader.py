@@ -22,7 +22,6 @@ from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import PROJECTIONS, Attended, Chunk, Projections, feature_widths
 from locret.backbone.instrument import instrumented
 from locret.cache.digest import extended
-from locret.cache.host import Asking
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
 from locret.cache.store import DenseStore
@@ -213,8 +212,15 @@ class Reader:
         self._view = layer.view(self.cache.next_position, self.projections[layer_idx])
         recalled = None
         if layer.host is not None and not (self._evicting and (layer.compact or not layer.host.lookup.reading)):
-            asking = Asking(query, scaling, nth, len(self.layers), self.answering, self._shared, ranks=self.cache.ranks)
-            recalled = layer.host.recalled(asking)
+            recalled = layer.host.recalled(
+                query,
+                scaling=scaling,
+                nth=nth,
+                layers=len(self.layers),
+                generating=self.answering,
+                shared=self._shared,
+                ranks=self.cache.ranks,
+            )
         if recalled is None:
             return self._by_pattern(layer_idx, layer, self._view)
         if query.shape[2] == 1 and isinstance(layer.store, DenseStore):

@@ -238,7 +238,7 @@ def form_of(policy: RetentionPolicy, nth: int, layers: int) -> Form | None:
     if policy.exact_bits:
         return None
     kinds = (*ROUNDINGS, Rotated) if policy.rounding.startswith(Rotated.name) else ROUNDINGS
-    rounding = registry.get("rounding", kinds, policy.rounding)
+    rounding: Token = registry.get("rounding", kinds, policy.rounding)
     if min(nth, layers - 1 - nth) < policy.exact_layers:
         return None
     # Values have no channels of their own: groups of a token (KIVI).

@@ -8,8 +8,7 @@ Everything is checked against the backbone and against itself, because a cache t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,39 +21,18 @@ from locret.cache.host import HostTier
 from locret.cache.layer import HOST
 from locret.cache.quantised import QuantisedStore
 from locret.cache.ragged import RaggedStore
-from locret.cache.rounding import Form
+from locret.cache.rounding import forms_of
 from locret.cache.sliding import SlidingLayer
 from locret.cache.states import STATES, States
 from locret.cache.store import COLUMNS, DenseStore
 from locret.cache.trail import TRAIL, Trail
 from locret.cache.units import DTYPES, FLOATS, NO_UNIT, POSITIONS, ROW_START, SCORES, Rule, Saved, Units
 from locret.heads.fingerprint import crc
+from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import spans_from
 
 MOST_TOKENS = 2**31 - 1
 """Positions, and ids of tokens, are int32."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reading:
-    """What the units of a file must agree with; what only a backbone or a scorer says is None without one."""
-
-    backbone: Backbone
-    ragged: bool
-    """Whether heads hold different numbers of units."""
-    vocab_size: int
-    columns: Mapping[str, str]
-    """Columns besides `scores` and `positions`, with dtypes as safetensors spells them."""
-    forms: Sequence[Form | None]
-    """How each full-attention layer holds its units."""
-    host_budget: int | str | None
-    """Of the policy."""
-    windows: Mapping[int, int] | None = None
-    """Newest queries that a layer's second tier remembers, where it does."""
-    states: StateShapes | None = None
-    """Shapes of the states of layers that carry any."""
-    neighbours: int | None = None
-    """Of the scorer."""
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -102,39 +80,51 @@ def _whole(value: Any, name: str, least: int, most: int) -> int:
     return value
 
 
-def rules_of(numbers: Mapping[str, Any], reading: Reading) -> dict[str, Rule]:
-    """Return what every tensor must be, where the counters are right."""
-    seen, last, bound = numbers["seen"], numbers["next_position"], reading.host_budget
+def rules_of(
+    numbers: Mapping[str, Any],
+    backbone: Backbone,
+    policy: RetentionPolicy,
+    vocab_size: int,
+    columns: Mapping[str, str],
+    windows: Mapping[int, int] | None = None,
+    states: StateShapes | None = None,
+    neighbours: int | None = None,
+) -> dict[str, Rule]:
+    """Return what every tensor must be, where the counters are right; what is None only a backbone or scorer says."""
+    seen, last, bound = numbers["seen"], numbers["next_position"], policy.host_budget
+    forms = forms_of(policy, len(backbone.layers))
     rules = {
         "rows.pad": Rule(("rows",), ("I64",), 0, seen - 1, needed=False),
         "rows._shift": Rule(("rows",), ("I64",), 0, last, needed=False),
-        "rows.last_tokens": Rule(("rows", 1), ("I64",), 0, reading.vocab_size - 1, needed=False),
+        "rows.last_tokens": Rule(("rows", 1), ("I64",), 0, vocab_size - 1, needed=False),
         "rows.digest": Rule(("rows",), ("I64",), needed=False),
         "rows._context": Rule(("rows", "newest", "hidden"), FLOATS, needed=False),
     }
-    columns = {name: DTYPES[dtype] for name, dtype in COLUMNS.items()} | dict(reading.columns)
-    for index, (counters, kind) in enumerate(zip(numbers["layers"], reading.backbone.kinds, strict=True)):
+    columns = {**{name: DTYPES[dtype] for name, dtype in COLUMNS.items()}, **columns}
+    for index, (counters, kind) in enumerate(zip(numbers["layers"], backbone.kinds, strict=True)):
         own: dict[str, type[Units]] = {"": SlidingLayer} if kind == SLIDING else {}
         if kind in (RECURRENT, BOTH):
             own[STATES] = States
         form = None
-        if index in reading.backbone.layers:
-            form = reading.forms[reading.backbone.layers.index(index)]
-            own |= {"": RaggedStore if reading.ragged else DenseStore if form is None else QuantisedStore}
+        if index in backbone.layers:
+            form = forms[backbone.layers.index(index)]
+            own |= {
+                "": RaggedStore if policy.head_budgets != "uniform" else DenseStore if form is None else QuantisedStore
+            }
             own |= {HOST: HostTier, TRAIL: Trail}
             most = min(seen - counters["fill"], bound if isinstance(bound, int) else seen if bound else 0)
             _whole(counters.get("host_fill", 0), f"host_fill of layer {index}", 0, most)
         saved = Saved(
             index=index,
-            shape=reading.backbone.shape(index),
+            shape=backbone.shape(index),
             counters=counters,
             seen=seen,
             next_position=last,
             columns=columns,
             form=form,
-            window=None if reading.windows is None else reading.windows.get(index, 0),
-            states=None if reading.states is None else {name: one[0] for name, one in reading.states[index].items()},
-            neighbours=reading.neighbours,
+            window=None if windows is None else windows.get(index, 0),
+            states=None if states is None else {name: one[0] for name, one in states[index].items()},
+            neighbours=neighbours,
         )
         for prefix, kind_of in own.items():
             rules |= {f"layers.{index}.{prefix}{name}": rule for name, rule in kind_of.schema(saved).items()}

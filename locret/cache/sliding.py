@@ -6,22 +6,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicSlidingWindowLayer
+from transformers.cache_utils import CacheLayerMixin
 
 from locret.backbone.attention import View
 from locret.cache.units import FLOATS, ROW_START, Rule, Saved, Units
 
 
-class SlidingLayer(Units, DynamicSlidingWindowLayer):  # type: ignore[misc]
-    """A sliding-window layer's own cache, one token longer than usual so that the newest token can be taken back."""
+class SlidingLayer(Units, CacheLayerMixin):
+    """The newest tokens of a layer: as many as its window, so that the newest of them can be taken back."""
 
-    keys: Tensor
-    values: Tensor
+    is_sliding = True
     rotated = False
 
-    def __init__(self, sliding_window: int) -> None:
-        super().__init__(sliding_window=sliding_window + 1)
+    def __init__(self, window: int) -> None:
+        # Not the base's __init__: it would set keys and values.
+        self.window, self.tensors, self.seen = window, {}, 0
         self._reach: View | None = None
 
     @classmethod
@@ -37,43 +38,30 @@ class SlidingLayer(Units, DynamicSlidingWindowLayer):  # type: ignore[misc]
         """What there is to be copied, joined and saved."""
         return {"": self}
 
-    @property  # type: ignore[override]
-    def tensors(self) -> dict[str, Tensor]:
-        """What is kept."""
-        return {"keys": self.keys, "values": self.values} if self.is_initialized else {}
-
-    @tensors.setter
-    def tensors(self, held: Mapping[str, Tensor]) -> None:
-        if held and not self.is_initialized:
-            self.lazy_initialization(held["keys"], held["values"])
-        if held:
-            self.keys, self.values = held["keys"], held["values"]
-
-    @property  # type: ignore[override]
-    def fill(self) -> int:
-        """Tokens that are kept."""
-        return self.keys.shape[2] if self.is_initialized else 0
-
-    @fill.setter
-    def fill(self, units: int) -> None:
-        """Do nothing: it follows from the tensors."""
+    @property
+    def is_initialized(self) -> bool:
+        """Whether anything has been read."""
+        return bool(self.tensors)
 
     @property
     def count(self) -> int:
-        """Tokens that were read."""
-        return int(self.cumulative_length)
+        return self.seen
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """Append and return all states in reach, as the base class does; keep no more memory than the window."""
-        keys, values = super().update(key_states, value_states)
-        self._reach = View(keys, values, self.row_start)
-        dropped = keys.shape[-2] - self.keys.shape[-2]
-        if dropped > 1:
-            # The base class keeps views, which hold the whole chunk's states alive.
-            self.keys, self.values = self.keys.clone(), self.values.clone()
+        """Append and return all states in reach; keep no more memory than the window."""
+        new = {"keys": key_states, "values": value_states}
+        reach = {
+            name: torch.cat([*([self.tensors[name]] if self.tensors else ()), one], -2) for name, one in new.items()
+        }
+        self._reach = View(reach["keys"], reach["values"], self.row_start)
+        dropped = max(reach["keys"].shape[2] - self.window, 0)
+        kept = {name: states[:, :, dropped:] for name, states in reach.items()}
+        # A view holds the whole chunk's states alive.
+        self.tensors = {name: states.clone() for name, states in kept.items()} if dropped > 1 else kept
+        self.seen, self.fill = self.seen + key_states.shape[2], self.tensors["keys"].shape[2]
         if self.row_start is not None:
             self.row_start = (self.row_start - dropped).clamp_min(0)
-        return keys, values
+        return reach["keys"], reach["values"]
 
     def view(self, *, again: bool = False) -> View:
         """Return all states in reach of the pass that `update` was called for, once, or as long as there is more."""
@@ -82,24 +70,37 @@ class SlidingLayer(Units, DynamicSlidingWindowLayer):  # type: ignore[misc]
         return reach
 
     def take_back(self) -> None:
-        """Forget the newest token."""
-        self.keys, self.values = self.keys[:, :, :-1], self.values[:, :, :-1]
-        self.cumulative_length -= 1
+        self.seen, self.fill = self.seen - 1, self.fill - 1
+        self.tensors = {name: held[:, :, :-1] for name, held in self.tensors.items()}
 
     def trim(self) -> None:
         empty = 0 if self.row_start is None else int(self.row_start[0])
-        self.keys, self.values, self.row_start = self.keys[:, :, empty:], self.values[:, :, empty:], None
+        self.row_start, self.fill = None, self.fill - empty
+        self.tensors = {name: held[:, :, empty:] for name, held in self.tensors.items()}
 
     def load(self, tensors: Mapping[str, Tensor], fill: int) -> None:
         """See `Units`; `fill` is how many tokens were read."""
-        super().load(tensors, fill)
-        self.cumulative_length = fill
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams."""
-        self.select_rows(beam_idx)
+        super().load(tensors, tensors["keys"].shape[2])
+        self.seen = fill
 
     @property
     def nbytes(self) -> int:
-        """Bytes held; the states are views of the last forward's tensors, so their storage counts."""
+        """Bytes held; the states may be views, so their storage counts."""
         return sum(tensor.untyped_storage().nbytes() for tensor in self.tensors.values())
+
+    # The contract of transformers.
+
+    def lazy_initialization(self, *_: object, **__: object) -> None:
+        """Do nothing: `update` makes the tensors."""
+
+    def get_seq_length(self) -> int:
+        """Tokens that were read."""
+        return self.seen
+
+    def get_max_length(self) -> int:
+        """Tokens that are kept."""
+        return self.window + 1
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Sizes that a (tokens x slots) mask would have, and where it begins."""
+        return min(self.seen, self.window) + query_length, max(self.seen - self.window, 0)

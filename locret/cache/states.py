@@ -24,10 +24,10 @@ STATES = "states."
 """What the names of states' tensors begin with among those of their layer, in a file."""
 
 # A private name of transformers, the same in 5.17 and 5.23.
-_Base: Any = cache_utils.LinearAttentionLayer  # type: ignore[attr-defined]
+_Base: Any = cache_utils.LinearAttentionLayer
 
 
-class States(Units, _Base):  # type: ignore[misc]
+class States(Units, _Base):
     """The states of one layer, and what they were before the newest token, which may be taken back."""
 
     once, counter = None, "marked"
@@ -45,7 +45,7 @@ class States(Units, _Base):  # type: ignore[misc]
         held = {CONV: self.conv_states, SCAN: self.recurrent_states}
         return {f"{kind}.{n}": t for kind, states in held.items() for n, t in states.items() if t is not None}
 
-    @property  # type: ignore[override]
+    @property
     def tensors(self) -> dict[str, Tensor]:
         """All of it."""
         return {**self.now, **{f"{BEFORE}.{name}": tensor for name, tensor in (self.before or {}).items()}}
@@ -154,10 +154,6 @@ class States(Units, _Base):  # type: ignore[misc]
         """See `Units`; `fill` says whether the newest token may be taken back."""
         self.before = {} if fill else None
         self.tensors = dict(tensors)
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams."""
-        self.select_rows(beam_idx)
 
 
 class EmptyLayer:

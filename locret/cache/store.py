@@ -31,7 +31,6 @@ from locret.cache.units import (
     Workspace,
 )
 from locret.lookups.base import Keys
-from locret.policy.budget import unit_bytes
 from locret.policy.selectors import Kept, KeptPerHead
 
 if TYPE_CHECKING:
@@ -141,22 +140,6 @@ class Store(Units, ABC):
         """Scores, positions and what else a scorer declares."""
         return {name: self.tensors[name] for name in self.dtypes}
 
-    # -- memory -------------------------------------------------------------------------------------------------------
-
-    @staticmethod
-    def plan(
-        slots: int,
-        rows: int,
-        kv_heads: int,
-        head_dim: int,
-        element_size: int,
-        columns: Sequence[torch.dtype] = (),
-        value_dim: int | None = None,
-    ) -> int:
-        """Return the bytes of a store of so many slots, before any is made; columns are those a scorer declares."""
-        beside = sum(dtype.itemsize for dtype in columns)
-        return rows * kv_heads * slots * unit_bytes(head_dim, element_size, beside, value_dim)
-
     def reserve(self, capacity: int) -> None:
         """Make room for `capacity` slots now (or at the first append); never shrinks."""
         if capacity > self.capacity:
@@ -193,8 +176,6 @@ class Store(Units, ABC):
     def key_numbers(self) -> int:
         """Numbers of one row's keys, or values: what a plan grants the workspace, per row; 0 where it is never idle."""
         return max(self.keys[0].numel(), self.values[0].numel())
-
-    # -- units --------------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
@@ -424,8 +405,6 @@ class DenseStore(Store):
         """Return what another store holds as this one would hold it."""
         return {name: buffer[:, :, : store.fill] for name, buffer in store.buffers.items()}
 
-    # -- a second tier ------------------------------------------------------------------------------------------------
-
     def lag_like(self, fast: DenseStore) -> None:
         """Let positions of rows lag behind those of the longest as in another tier; only codes know of that."""
 
@@ -496,8 +475,6 @@ class DenseStore(Store):
         for buffer in self.buffers.values():
             for head, order_S in zip(buffer.flatten(0, 1), order.flatten(0, 1), strict=True):
                 head[: self.fill] = head[order_S]
-
-    # -- captured steps -----------------------------------------------------------------------------------------------
 
     def open_slots(self, new: int) -> Slots:
         """Return the buffers up to `new` slots behind the units or a few more, those slots filled with zeros."""

@@ -47,7 +47,7 @@ _STATES = re.compile(r"(\.|_)(keys|values|queries|features)$|\.conv\.\d+$|^rows\
 """What the backbone computes in its own dtype, unless it is held in codes."""
 
 
-class Whole(Cache):  # type: ignore[misc]
+class Whole(Cache):
     """What a cache holds of the texts that it has read, whatever was chosen to stay."""
 
     model: Any
@@ -85,6 +85,8 @@ class Whole(Cache):  # type: ignore[misc]
     """Spans that stay whatever their scores, of each row or of all rows alike; see `RetentionCache.protect`."""
     suspect: Tensor | None = None
     """Whether a scorer may have returned NaN or infinity; looked at where the cache is used next."""
+    watch: Any = None
+    """What looks at the attention of the answer in progress, if anybody wants to know."""
     _account: Account
     _interrupted = False
     _peak = 0
@@ -140,8 +142,6 @@ class Whole(Cache):  # type: ignore[misc]
         yield
         self._interrupted = False
 
-    # -- what transformers, and the modules that own states, ask for ----------------------------------------------
-
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens read so far, padding included: what `generate` need not feed again."""
         return self.seen
@@ -191,23 +191,13 @@ class Whole(Cache):  # type: ignore[misc]
             )
         return self.reader
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the beams of a beam search."""
-        self.select_rows(beam_idx)
-
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row, as `generate` does with its inputs for beams and several answers."""
         self.select_rows(torch.arange(self.rows).repeat_interleave(repeats))
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep the given rows."""
-        self.select_rows(indices)
-
     def crop(self, *_: Any, **__: Any) -> None:
         """Refuse: an evicted unit cannot come back, so speculative tokens cannot be taken back."""
         raise ValueError(f"a RetentionCache cannot be cropped: {ASSISTED}")
-
-    # -- rows, copies and files ---------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
     def copy(self) -> Self:
@@ -259,6 +249,8 @@ class Whole(Cache):  # type: ignore[misc]
         with self._changed_whole():
             self.keep_rows(rows)
 
+    reorder_cache = batch_select_indices = select_rows
+
     def keep_rows(self, rows: Tensor) -> None:
         """Do what `select_rows` says, between the chunks of a read too."""
         for _, _, holder in self.holders():
@@ -269,16 +261,18 @@ class Whole(Cache):  # type: ignore[misc]
     def take_rows(self, rows: Tensor | None = None) -> Self:
         """Return some rows, or all, as a cache of their own, between the chunks of a read too."""
         twin = copy.copy(self)
-        twin.reader, twin.workspace, twin._account = None, Workspace(), copy.copy(self._account)
+        twin.reader, twin.watch, twin.workspace, twin._account = None, None, Workspace(), copy.copy(self._account)
         twin.layers, twin.carriers, twin.trails = [], {}, {}
         for index, layer in enumerate(self.layers):  # one after the other: only one layer is held twice as a whole
             twin.layers.append(layer.copy(twin.workspace))
-            for ours, theirs in ((twin.carriers, self.carriers), (twin.trails, self.trails)):
-                if index in theirs:
-                    ours[index] = theirs[index].copy(twin.workspace)  # type: ignore[index]
-            for at, _, holder in twin.holders() if rows is not None else ():
-                if at == index:
-                    holder.select_rows(rows)
+            if index in self.carriers:
+                twin.carriers[index] = self.carriers[index].copy(twin.workspace)
+            if index in self.trails:
+                twin.trails[index] = self.trails[index].copy(twin.workspace)
+            if rows is not None:
+                for at, _, holder in twin.holders():
+                    if at == index:
+                        holder.select_rows(rows)
         twin._show_states()
         if rows is not None:
             twin._interrupted = False
@@ -351,7 +345,7 @@ class Whole(Cache):  # type: ignore[misc]
         """Let layers that slide know how many tokens were read, padding included."""
         for layer in self.layers:
             if isinstance(layer, SlidingLayer):
-                layer.cumulative_length = self.seen
+                layer.seen = self.seen
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Return tensors and numbers that say everything, for `load`."""

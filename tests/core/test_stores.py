@@ -17,7 +17,7 @@ from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import Rotary
 from locret.cache.layers import STORES
 from locret.cache.store import POSITIONS, SCORES, DenseStore, Store, Workspace
-from locret.policy.budget import cache_bytes
+from locret.policy.budget import cache_bytes, unit_bytes
 from locret.policy.selectors import KeptOverHeads, KeptPerHead, OverHeads, PerHead, Stay
 from locret.scorers import Chunk, Rated, Scorer
 
@@ -143,10 +143,10 @@ def test_bytes_are_the_planned_ones(kind: str) -> None:
         filled.store.reserve(slots)
         assert filled.store.nbytes == 0
         filled.append(1)
-        assert filled.store.nbytes == type(filled.store).plan(slots, 3, HEADS, DIM, 4, [torch.int16])
+        assert filled.store.nbytes == 3 * HEADS * slots * unit_bytes(DIM, 4, 2)
         filled.store.reserve(slots + 5)
         filled.store.shrink(slots)
-        assert filled.store.nbytes == type(filled.store).plan(slots, 3, HEADS, DIM, 4, [torch.int16])
+        assert filled.store.nbytes == 3 * HEADS * slots * unit_bytes(DIM, 4, 2)
 
 
 # -- a store in a cache -----------------------------------------------------------------------------------------------
