@@ -54,7 +54,7 @@ class Blocks(Units):
     @property
     def counts(self) -> list[int]:
         """Blocks of each row."""
-        return self.tensors["counts"].tolist() if self.tensors else []  # type: ignore[no-any-return]
+        return self.tensors["counts"].tolist() if self.tensors else []
 
     @property
     def fill(self) -> int:
