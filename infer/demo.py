@@ -54,7 +54,7 @@ class DemoOptions:
     keep: float = 25.0
     """Share of the text's tokens that stays in every KV head, in percent."""
     output: str = "runs/demo"
-    """Folder for the drawn text, kept.html; that of an earlier demonstration is replaced."""
+    """Folder for the drawn text, kept.html and kept.png; those of an earlier demonstration are replaced."""
     threads: int | None = None
     """CPU threads; those that PyTorch takes if none."""
     json: bool = False
@@ -90,6 +90,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     from locret import LongContextModel, shipped
     from locret.conversation.evidence import policy_of_share
     from locret.infer import kept_page
+    from locret.pictures import can_draw
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)
@@ -117,10 +118,12 @@ def command(argv: Sequence[str] | None = None) -> int:
             f"{name}: {held:,.0f} of {context.cache.seen:,} units per KV head, "
             f"{context.memory().actual / 2**20:.1f} MiB, read in {seconds:.0f} s{said}\n"
         )
-    page, share = Path(options.output, "kept.html"), kept_page.share_of_heads(found["retaining heads"][0].cache)
+    share = kept_page.share_of_heads(found["retaining heads"][0].cache)
     note = f"{options.keep:g} % of the units. The darker a word, the more of the heads hold it."
     pieces = kept_page.marked(words, share, lm.tokenizer, lm.template)
-    kept_page.write(page, pieces, f"What heads kept of {Path(path).name}", note)
+    drawn = ["kept.html", "kept.png"] if can_draw("kept.png") else ["kept.html"]
+    for name in drawn:
+        kept_page.write(Path(options.output, name), pieces, f"What heads kept of {Path(path).name}", note)
     if options.json:
         rows = {
             name: {"bytes": context.memory().actual, "right": right, "answers": answers}
@@ -132,7 +135,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         print(f"\n{question}")
         for name, (_, _, answers, _) in found.items():
             print(f"  {name:<16} {answers[question]}")
-    print(f"\nthe text with what heads kept of it: {page}")
+    print(f"\nthe text with what heads kept of it: {', '.join(drawn)} in {options.output}")
     return 0
 
 

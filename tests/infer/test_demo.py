@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ def test_three_ways_of_reading_answer_and_the_text_is_drawn(demo: Callable[..., 
     assert rows["retaining heads"]["bytes"] == rows["newest only"]["bytes"] < rows["everything"]["bytes"] / 5
     page = (tmp_path / "demo" / "kept.html").read_text()
     assert page.count("<span") > 1000
+    if find_spec("matplotlib"):
+        assert (tmp_path / "demo" / "kept.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
