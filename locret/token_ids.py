@@ -188,13 +188,9 @@ class Stream:
 def _piece(item: Any) -> list[int]:
     """Return the ids of a piece."""
     try:
-        if isinstance(item, str | bytes | Mapping):
+        ids = torch.as_tensor(None if isinstance(item, str | bytes | Mapping) else item)
+        if ids.numel() and ids.dtype not in _WHOLE:
             raise TypeError
-        ids = torch.as_tensor(item)
-        if not ids.numel():
-            return []
-        if ids.dtype not in _WHOLE:
-            raise TypeError
+        return ids.flatten().tolist()
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise ValueError(f"input_ids yields {item!r}, which is not a token id; yield ids, or lists of ids") from None
-    return ids.flatten().tolist()

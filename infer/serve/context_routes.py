@@ -30,7 +30,7 @@ from starlette.concurrency import run_in_threadpool
 
 from locret.infer.serve.gate import STALL
 from locret.infer.serve.index import Entry
-from locret.infer.serve.kept import mean_shares, positions_of
+from locret.infer.serve.jobs import mean_shares, positions_of
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.schemas import Body

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import safe_open
+from torch import Tensor
 
 from locret.chunked_prefill import prefill
 from locret.conversation.document import Document, read_text
-from locret.infer.serve.kept import mean_shares
 from locret.infer.serve.memory import Room
 from locret.infer.serve.refusal import fault_of, one_line
 from locret.infer.serve.turns import Turn, Turns
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from locret.conversation.context import Context
     from locret.conversation.model import LongContextModel
 
+COLUMNS = 50
+"""Stretches of a text for which is said how much of them is kept."""
 _SHOWN = 0.25
 """Seconds, at least, between two counts of what is kept."""
 
@@ -177,3 +180,23 @@ def _between_turns(blocks: Iterator[list[int]], turn: Turn) -> Iterator[list[int
         if block is None:
             return
         yield block
+
+
+def positions_of(path: Path) -> list[Tensor]:
+    """Return for each layer the (K, U) positions in the text of the units that a saved context holds."""
+    with safe_open(path, framework="pt") as file:
+        names = sorted(
+            (name for name in file.keys() if name.endswith(".positions")),  # noqa: SIM118
+            key=lambda name: int(name.split(".")[1]),
+        )
+        return [file.get_tensor(name)[0] for name in names]
+
+
+def mean_shares(positions: list[Tensor], tokens: int) -> tuple[float, ...]:
+    """Return for equal stretches of a text which share of each is kept, 0 to 1, as the mean over all heads."""
+    columns, found = min(COLUMNS, tokens), []
+    for head in (head for layer in positions for head in layer):
+        held = head[(head >= 0) & (head < tokens)].long()
+        found.append(torch.bincount(held * columns // tokens, minlength=columns))
+    shares = (torch.stack(found) * (columns / tokens)).clamp(max=1).mean(0)
+    return tuple(round(share, 4) for share in shares.tolist())

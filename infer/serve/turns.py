@@ -50,7 +50,9 @@ class Turns:
         finally:
             turn.let_go()
 
-    def giving_way(self, submit: Callable[..., Callable[[], None]], on_token: Callable[[Written], Any]) -> Any:
+    def giving_way(
+        self, submit: Callable[..., Callable[[], None]], on_token: Callable[[Written], Any]
+    ) -> Callable[[], None]:
         """Begin an answer, and let the readers know of it and of each of its tokens; return what cancels it."""
         answer = object()
         self._note(answer, False)
@@ -64,7 +66,12 @@ class Turns:
         except BaseException:
             self._note(answer, None)
             raise
-        return lambda: (cancel(), self._note(answer, None))
+
+        def cancelled() -> None:
+            cancel()
+            self._note(answer, None)
+
+        return cancelled
 
     def _note(self, answer: object, stepped: bool | None) -> None:
         """Take note of an answer: it was asked for, has one more token, or (None) has ended."""

@@ -40,6 +40,10 @@ class Chosen(ABC):
         """Refuse the options."""
         raise ValueError(f"{self.kind} {self.name}: {why}") from None
 
+    def check_file(self) -> None:
+        """Read the file that an option names, if one does, to refuse it before a backbone is loaded."""
+        return
+
     def check_effect(self, needed: str, *options: str) -> None:
         """Refuse options that are not at their defaults where nothing reads them without the setting `needed`."""
         for option in options:

@@ -21,31 +21,25 @@ _PLAIN_SCALARS = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.
 
 
 def read(name: str) -> dict[str, Any]:
-    """Return what a recipe says.
-
-    Args:
-        name: The file; those that locret came with are found in every folder.
-    """
+    """Return what a recipe says: a file of the user's, else one that locret came with, in every folder."""
     try:
-        path = Path(os.path.expanduser(shipped.find(name)))
-        if path.is_dir():
-            raise ValueError("it is a folder; name a YAML file")
-        with path.open("rb") as file:
-            content = file.read(_LARGEST_BYTES + 1)
+        content = Path(os.path.expanduser(shipped.find(name))).read_bytes()
         if len(content) > _LARGEST_BYTES:
             raise ValueError("it is larger than 1 MiB, which no recipe is")
         found = load(content.decode())
+        if not isinstance(found, Mapping):
+            raise ValueError("it does not hold options; write one per line, such as budget: 1024")
+        return dict(found)
     except UnicodeDecodeError:
         raise ValueError(f"--config {name}: it is not UTF-8 text") from None
+    except IsADirectoryError:
+        raise ValueError(f"--config {name}: it is a folder; name a YAML file") from None
     except OSError as error:
         near = nearest(name, shipped.recipes()) if isinstance(error, FileNotFoundError) else []
         advice = f"did you mean {' or '.join(near)}?" if near else "name a YAML file"
         raise ValueError(f"--config {name}: {(error.strerror or str(error)).lower()}; {advice}") from None
     except ValueError as error:
         raise ValueError(f"--config {name}: {error}") from None
-    if not isinstance(found, Mapping):
-        raise ValueError(f"--config {name}: it does not hold options; write one per line, such as budget: 1024")
-    return dict(found)
 
 
 def load(text: str) -> Any:

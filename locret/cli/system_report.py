@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from locret._version import __version__
+from locret.cli import recipes
 from locret.cli.command import parse_options, print_json, run
 
 _PACKAGES = (
-    *("torch", "transformers", "accelerate", "datasets", "huggingface_hub", "peft", "safetensors", "tokenizers"),
-    *("lm_eval", "matplotlib", "flash_attn", "deepspeed"),
-    *("fastapi", "uvicorn", "vllm", "llama_cpp_python", "gguf"),
+    "torch transformers accelerate datasets huggingface_hub peft safetensors tokenizers lm_eval matplotlib flash_attn "
+    "deepspeed fastapi uvicorn vllm llama_cpp_python gguf"
 )
 
 
@@ -28,38 +29,32 @@ class ReportOptions:
 
 def report() -> dict[str, Any]:
     """Return versions, devices and what of the environment commands look at."""
-    import torch
+    import torch  # for the report alone
 
-    from locret._version import __version__
     from locret.environment import source_commit
 
     found: dict[str, Any] = {"locret": __version__, "commit": source_commit(), "python": platform.python_version()}
     found["platform"] = platform.platform()
-    for name in _PACKAGES:
+    for name in _PACKAGES.split():
         try:
             found[name] = version(name)
         except PackageNotFoundError:
             found[name] = None
     found["cpus"], found["cpu_threads"] = os.cpu_count(), torch.get_num_threads()
-    found["cuda"] = torch.version.cuda
+    found["cuda"], found["mps"] = torch.version.cuda, torch.backends.mps.is_available()
     found["gpus"] = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    found["mps"] = torch.backends.mps.is_available()
     names = [name for name in os.environ if name.startswith(("HF_", "ACCELERATE_", "CUDA_VISIBLE", "OMP_NUM"))]
     # Of a secret only that it is set.
-    found["environment"] = {n: "(set)" if "TOKEN" in n else os.environ[n] for n in sorted(names)}
-    return found
+    return {**found, "environment": {n: "(set)" if "TOKEN" in n else os.environ[n] for n in sorted(names)}}
 
 
 def command(argv: Sequence[str] | None = None) -> int:
     """Print the report; return 0."""
     (options,), _ = parse_options("locret env", "Show versions and devices.", [ReportOptions], argv)
-    found = report()
     if options.json:
-        print_json(found)
-        return 0
-    from locret.cli import recipes
-
-    print(recipes.dump(found), end="")
+        print_json(report())
+    else:
+        print(recipes.dump(report()), end="")
     return 0
 
 

@@ -77,7 +77,8 @@ class ContextFolder:
         self._by_lead = {listed.ids[:LEAD]: listed for listed in self._files.values() if listed.ids}
 
     def _listed(self, path: Path) -> Listed:
-        stamp, ids = (0, 0), ()
+        stamp: Stamp = (0, 0)
+        ids: tuple[int, ...] = ()
         try:
             stamp, prefix = stamp_of(path), Prefix.from_file(path)
             if prefix.units < LEAD:

@@ -211,10 +211,6 @@ def _record(prefix: Prefix, layout: Layout, name: str, size: int) -> dict[str, A
         "units": prefix.units,
         "tokens": prefix.tokens,
         "digest": prefix.digest.hex(),
-        "layers": len(prefix.keys),
-        "kv_heads": prefix.keys[0].shape[1],
-        "head_dim": prefix.keys[0].shape[2],
-        "state_version": STATE_VERSION,
         "server": [
             *("--ctx-size", str(context)),
             *slots,

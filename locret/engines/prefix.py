@@ -62,7 +62,7 @@ class Prefix:
             tuple(getattr(layer, name)[0].transpose(0, 1).contiguous() for layer in exported.layers)
             for name in ("keys", "values")
         )
-        vocab_size = int(cache.model.config.get_text_config().vocab_size)  # type: ignore[union-attr, operator]
+        vocab_size = int(cache.model.config.get_text_config().vocab_size)
         rotary = rotary_parameters(find_decoder(cache.model))
         return cls(keys, values, vocab_size, cache.seen, cache.backbone.model_type, rotary)
 

@@ -200,9 +200,9 @@ def _attend(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = torch.empty_like(query)
     for span, own in step.alone:
-        seen = (rows.index_select(0, own).transpose(0, 1)[None] for rows in (keys, values))
+        seen_keys, seen_values = (rows.index_select(0, own).transpose(0, 1)[None] for rows in (keys, values))
         options: dict[str, Any] = {"scaling": scaling, "memo": step.memo, "softcap": softcap, "sinks": s_aux}
-        out[:, :, span] = attend(query[:, :, span], View(*seen), **options)
+        out[:, :, span] = attend(query[:, :, span], View(seen_keys, seen_values), **options)
     for group in step.groups:
         out[0, :, group.tokens] = _attend_together(query[0], keys, values, group, scaling, softcap, s_aux).to(out)
     return out.transpose(1, 2).contiguous(), None

@@ -60,15 +60,6 @@ class Merger(Chosen):
 
     kind: ClassVar[str] = "merge"
 
-    def check_file(self) -> None:
-        """Read what the options name, to refuse it before a backbone is loaded.
-
-        Raises:
-            ValueError: If it is not what it should be.
-            OSError: If it cannot be read.
-        """
-        return
-
     def prepare(self, model: nn.Module) -> Any:
         """Return what `fold` needs of a backbone; nothing by default.
 

@@ -32,15 +32,6 @@ class PrefillAttention(Chosen):
         """Queries of a block, which see the same slots."""
         return ROWS
 
-    def check_file(self) -> None:
-        """Read what the options name, to refuse it before a backbone is loaded.
-
-        Raises:
-            ValueError: If it is not what it should be.
-            OSError: If it cannot be read.
-        """
-        return
-
     def by_head(self, backbone: Backbone) -> Sequence[Sequence[PrefillAttention]]:
         """Return the pattern of every layer and query head.
 

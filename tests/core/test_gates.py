@@ -224,18 +224,6 @@ def test_options_and_places_that_are_none_are_refused(tmp_path: Path) -> None:
                 HeadsConfig.from_json({**whole, "gate": {**whole["gate"], name: value}}, "config.json")
 
 
-def test_a_window_is_a_part_of_the_budget_unless_it_was_asked_for(tmp_path: Path) -> None:
-    model = build("qwen3")
-    gate_folders.write("kvzap-linear", tmp_path, model.config)
-    scorer = scorers.get("kvzap", path=str(tmp_path))
-    assert [scorer.recent(budget) for budget in (24, 512, 1024)] == [6, 128, 128]
-    with pytest.raises(ValueError, match="scorer kvzap: window=20 and sinks=4 leave nothing of budget=24"):
-        RetentionCache(model, scorers.get("kvzap", path=str(tmp_path), window=20, sinks=4), POLICY)
-    cache = RetentionCache(model, scorers.get("kvzap", path=str(tmp_path), window=12, sinks=3), POLICY)
-    prefill(model, prompt(90), cache)
-    assert all({0, 1, 2, *range(74, 86)} <= set(head.tolist()) for head in cache.kept_positions(0)[0])
-
-
 def test_a_gate_is_read_once_again_when_it_was_replaced_and_follows_its_backbone(tmp_path: Path) -> None:
     model = build("qwen3")
     gate_folders.write("kvzap-linear", tmp_path, model.config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import resource
@@ -301,18 +300,3 @@ def test_places_of_published_weights_that_are_none_are_named(tmp_path: Path) -> 
         mutations.put(tmp_path / "two", name, b"")
     with pytest.raises(ValueError, match=r"has several \.bin files \(a\.bin, b\.bin\); name one of them"):
         RetainingHeads.from_official(tmp_path / "two", CONFIG)
-
-
-@settings(max_examples=60)
-@given(data=st.data())
-def test_damaged_published_weights_are_refused_or_work(tmp_path_factory: Any, data: st.DataObject) -> None:
-    folder = tmp_path_factory.getbasetemp() / "official"
-    shutil.rmtree(folder, ignore_errors=True)
-    if data.draw(st.booleans()):
-        mutations.put(folder, "heads.safetensors", mutations.safetensors_of(data.draw, published(), {}))
-    else:
-        buffer = io.BytesIO()
-        torch.save(mutations.tensors_of(data.draw, published()), buffer)
-        content = mutations.bytes_of(data.draw, buffer.getvalue()) if data.draw(st.booleans()) else buffer.getvalue()
-        mutations.put(folder, "heads.bin", content)
-    mutations.loaded_or_refused(lambda: RetainingHeads.from_official(folder, CONFIG))

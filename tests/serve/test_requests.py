@@ -14,7 +14,7 @@ from locret.cache.cache_file import read_saved
 from locret.conversation.document import encode, leading_special_ids
 from locret.conversation.turns import Message, render
 from locret.infer.serve.index import Entry
-from locret.infer.serve.kept import positions_of
+from locret.infer.serve.jobs import positions_of
 from locret.infer.serve.library import Library
 from locret.infer.serve.prompts import Prompt, Prompts
 from locret.infer.serve.refusal import Refusal
