@@ -138,7 +138,7 @@ def _picture(file: str | Path, dark: Marked, title: str, note: str) -> None:
     for number, line in enumerate(shown):
         for column, piece, share in line:
             place = ((0.25 + column * _LETTER) / width, 1 - _LINE * (number + 6) / height)
-            font = {"fontsize": _SIZE, "family": "DejaVu Sans Mono", "color": f"{1 - share:.3f}"}
-            figure.text(*place, piece.replace("$", r"\$"), **font)
+            text, grey = piece.replace("$", r"\$"), f"{1 - share:.3f}"
+            figure.text(*place, text, fontsize=_SIZE, family="DejaVu Sans Mono", color=grey)
     with written_whole(Path(file), parents=True) as fresh:
         FigureCanvasAgg(figure).print_figure(str(fresh), dpi=130, format="png")

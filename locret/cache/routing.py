@@ -37,4 +37,4 @@ def route(ours: type[Cache]) -> None:
         # Answering is above this room, which only hands a call on.
         return import_module("locret.generation").generate(self, prompt or None, cache=cache, **options)
 
-    GenerationMixin.generate = generate  # type: ignore[method-assign]
+    GenerationMixin.generate = generate
