@@ -11,15 +11,11 @@ import errno
 import json
 import mmap
 import re
-import shutil
-import tempfile
-import zipfile
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 SUFFIXES = (".json", ".jsonl")
@@ -99,30 +95,6 @@ class JsonRows(Sequence[Mapping[str, Any]]):
         return _entry(index, file, file, (start, end), self._max_row_bytes)
 
 
-def stream_entries(files: Sequence[str | Path], *, max_row_bytes: int = MAX_ROW_BYTES) -> Iterator[Entry]:
-    """Yield the rows of files one after the other, with no index of them; each is to be read before the next is taken.
-
-    Args:
-        files: Paths; `archive.zip!a/b.jsonl` is a file inside an archive, a `.parquet` file is read as a table.
-        max_row_bytes: Longer rows are unreadable.
-
-    Raises:
-        ValueError: If a file is empty, or no archive or table although its name says so.
-        OSError: If one cannot be read.
-    """
-    number = 0
-    for named in map(str, files):
-        if named.endswith(".parquet"):
-            for row in _table(named):
-                yield Entry(number, placed(named, number), lambda row=row: row)  # type: ignore[misc]
-                number += 1
-            continue
-        with _on_disk(named) as file:
-            for span in spans(file, named):
-                yield _entry(number, named, file, span, max_row_bytes)
-                number += 1
-
-
 def placed(named: str, number: int) -> str:
     """Return what names a row of a file or data set."""
     return f"{named}: row {number} (counted from 0)"
@@ -142,37 +114,11 @@ def one_sentence(named: str, way_out: str) -> Iterator[None]:
         raise
     except Exception as error:
         cause = error.__cause__ or error
-        # A damaged offset of an archive is an invalid argument; the errors of Arrow have no number.
-        if isinstance(cause, FileNotFoundError) or getattr(cause, "errno", None) not in (None, errno.EINVAL):
+        # A damaged offset of an archive is an invalid argument; the errors of Arrow, and of datasets, have no number.
+        if getattr(cause, "errno", None) not in (None, errno.EINVAL):
             raise OSError(f"{named} cannot be read ({cause}); check its path and permissions") from None
         reason = " ".join(str(cause).split())[:300] or type(cause).__name__
         raise ValueError(f"{named} cannot be read ({reason}); {way_out}") from None
-
-
-@contextmanager
-def _on_disk(named: str) -> Iterator[str]:
-    """Give the path of a file, or of a copy of a member of an archive, which can be searched as it cannot inside."""
-    archive, _, member = named.partition("!")
-    if not member:
-        yield named
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / Path(member).name
-        with (
-            one_sentence(named, "check that it is the published archive, or fetch it again"),
-            zipfile.ZipFile(archive) as files,
-            files.open(member) as packed,
-            copy.open("wb") as unpacked,
-        ):
-            shutil.copyfileobj(packed, unpacked)
-        yield str(copy)
-
-
-def _table(path: str) -> Iterator[dict[str, Any]]:
-    import datasets
-
-    with one_sentence(path, "fetch it again"):
-        yield from datasets.load_dataset("parquet", data_files=path, split="train", streaming=True)
 
 
 def spans(file: str, named: str = "") -> Iterator[tuple[int, int]]:

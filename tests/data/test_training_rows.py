@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret.conversation.turns import Message
-from locret.data.training.json_rows import BadRow, JsonRows, stream_entries
+from locret.data.training.json_rows import BadRow, JsonRows
 from locret.data.training.rows import REQUEST, Row, detect_schema, read_row, reconstruction
 from locret.data.training.sources import ALIASES, load_rows
 
@@ -52,7 +51,7 @@ def test_a_file_gives_what_json_gives_however_it_is_written(
     else:
         text = json.dumps(rows, indent=2 if form == "indented" else None, ensure_ascii=False)
         path.write_text(text, encoding="utf-8-sig" if form == "marked" else "utf-8")
-    assert list(JsonRows([str(path)])) == rows == [entry.load() for entry in stream_entries([path])]
+    assert list(JsonRows([str(path)])) == rows
 
 
 @pytest.mark.parametrize(
@@ -74,15 +73,7 @@ def test_a_row_that_cannot_be_read_stops_only_itself(
     (tmp_path / name).write_bytes(content)
     rows = JsonRows([str(tmp_path / name)], max_row_bytes=100)
     assert [outcome(rows.entry(index)) for index in range(len(rows))] == expected
-    assert list(map(outcome, stream_entries([tmp_path / name], max_row_bytes=100))) == expected
     assert rows.entry(1).where == f"{tmp_path / name}: row 1 (counted from 0)"
-
-
-def archive() -> bytes:
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as files:
-        files.writestr("data/rows.jsonl", "\n".join(map(json.dumps, ROWS)))
-    return buffer.getvalue()
 
 
 def table() -> bytes:
@@ -97,14 +88,13 @@ def table() -> bytes:
 FILES = {
     "rows.jsonl": lambda: "\n".join(map(json.dumps, ROWS)).encode(),
     "rows.json": lambda: json.dumps(ROWS, indent=1).encode(),
-    "rows.zip": archive,
     "rows.parquet": table,
 }
 
 
 def read(path: Path) -> list[Any]:
-    named = f"{path}!data/rows.jsonl" if path.suffix == ".zip" else path
-    return [outcome(entry) for entry in stream_entries([named])]
+    rows = JsonRows([str(path)]) if path.suffix != ".parquet" else load_rows(str(path))
+    return [rows[index] for index in range(len(rows))]
 
 
 @settings(max_examples=60)
@@ -115,8 +105,7 @@ def test_damaged_files_of_rows_are_refused_in_one_sentence_or_read(tmp_path_fact
     assert read(mutations.put(folder, name, FILES[name]())) == ROWS
     path = mutations.put(folder, f"x{name}", mutations.bytes_of(data.draw, FILES[name]()))
     mutations.loaded_or_refused(lambda: read(path))
-    if path.suffix != ".zip":
-        mutations.loaded_or_refused(lambda: len(load_rows(str(path))))
+    mutations.loaded_or_refused(lambda: len(load_rows(str(path))))
 
 
 # -- data sets -------------------------------------------------------------------------------------------------------
