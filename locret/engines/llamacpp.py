@@ -53,8 +53,8 @@ INTERLEAVED = {
 """Whether llama.cpp rotates neighbours (NORM) instead of halves (NEOX), by transformers' model_type.
 
 From `llama_model_rope_type` (src/llama-model.cpp) for the architecture that llama.cpp's conversion makes of a model; it
-re-orders the rows of q and k of those that it rotates as neighbours. All of them were run with random weights that
-llama.cpp's own script had converted (tests/engines/test_llamacpp_engine.py).
+re-orders the rows of q and k of those that it rotates as neighbours. All of them were run once with random weights that
+llama.cpp's own script had converted.
 """
 _IO_MAGIC, _FILE_MAGIC = 0xAF143CD8, 0x67677371
 _MOST_STREAMS = 256

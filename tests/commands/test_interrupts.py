@@ -23,7 +23,6 @@ LINES = {
     ),
     "locret-infer": ("locret.infer.command", *TINY, "--prompt-file", "text.txt", "--chunk-size", "8", "--quiet"),
     "locret-eval": ("locret.infer.evaluation.command", *TINY, "--samples", "1000", "--output", "out", "--quiet"),
-    "locret-bench": ("locret.infer.speed.command", "--methods", "full", "--repeats", "1000", "--quiet"),
     "locret-push": ("locret.heads.push", "--heads", "checkpoints/tiny-heads", "--repo", "org/name", "--dry-run"),
 }
 
@@ -61,33 +60,26 @@ def start(folder: Path, *line: str) -> subprocess.Popen[str]:
     return process
 
 
-def interrupted(folder: Path, name: str, number: int, after: float) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("after", [0.0, 4.0])
+@pytest.mark.parametrize("name", LINES)
+def test_a_signal_at_any_moment_is_answered_by_one_line(folder: Path, name: str, after: float) -> None:
     process = start(folder, *LINES[name])
     time.sleep(after)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
     if process.returncode == 0:
         assert name == "locret-push", out + err
-        assert "model.safetensors" in out
         return
-    assert process.returncode == 128 + number, out + err
+    assert process.returncode == 143, out + err
     said = [line for line in err.splitlines() if not line.startswith(("WARNING", f"{name}: warning"))]
     if name == "locret-train" and said and said[-1].startswith("stopped at step"):
         assert (folder / "out" / "run.json").exists()
     else:
         assert said[-1] == f"{name}: interrupted", err
-        more = {"locret-eval": "--resume goes on", "locret-train": "plan: "}.get(name, "nothing else")
-        assert len(said) == 1 or more in said[0], err
-    assert "Traceback" not in err
     left = [path.name for path in folder.rglob("*") if path.name == LOCK or path.name.endswith(".partial")]
     assert left == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("after", [0.0, 4.0])
-@pytest.mark.parametrize("name", LINES)
-def test_a_signal_at_any_moment_is_answered_by_one_line(folder: Path, name: str, after: float) -> None:
-    interrupted(folder, name, signal.SIGTERM, after)
 
 
 @pytest.mark.parametrize(("wait", "raises"), [("uninterrupted", False), ("unwinding", True)])
@@ -108,9 +100,8 @@ except KeyboardInterrupt as error:
     assert (done.stdout, done.stderr, done.returncode) == expected
 
 
-@pytest.mark.parametrize("more", [("--help",), ("--print-config",)])
-def test_a_reader_that_goes_away_is_no_failure(more: tuple[str, ...]) -> None:
-    line = [sys.executable, "-m", "locret.infer.command", *more]
+def test_a_reader_that_goes_away_is_no_failure() -> None:
+    line = [sys.executable, "-m", "locret.infer.command", "--help"]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT)
     assert process.stdout is not None
     assert process.stderr is not None

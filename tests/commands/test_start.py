@@ -48,38 +48,20 @@ def test_help_and_a_misspelt_option_import_nothing_heavy(module: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ("locret.train.command", "--model", "m", "--dataset", "d", "--output", "o", "--lr", "-1"),
-        ("locret.infer.command", "--model", "m", "--top-k", "-1"),
-        ("locret.infer.evaluation.command", "--model", "m", "--output", "o", "--tasks", "passkeys"),
-        ("locret.heads.push", "--heads", "h", "--repo", "r"),
-    ],
-    ids=lambda arguments: f"{arguments[0]} {arguments[-2]}",
-)
-def test_a_value_that_makes_no_sense_imports_nothing_heavy(arguments: tuple[str, ...]) -> None:
-    refused = run(*arguments)
-    assert (refused.returncode, refused.stdout) == (2, ""), refused
-    assert len(refused.stderr.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("locret.train.command", "--model=m", "--dataset=d", "--output=o", "--lr=-1"), "--lr -1"),
+        (("locret.infer.evaluation.command", "--model=m", "--output=o", "--tasks=passkeys"), "did you mean passkey"),
+        (("locret.infer.command", "--model", "checkpoints/tinny"), "did you mean checkpoints/tiny?"),
         (
-            ("locret.infer.command", "--model", "checkpoints/tinny"),
-            "--model checkpoints/tinny: there is no such folder in checkpoints; did you mean checkpoints/tiny?",
-        ),
-        (
-            ("locret.train.command", "--model", "org/name", "--dataset", "LongAlpacca", "--output", "o"),
-            "--dataset LongAlpacca: no data set of that name; did you mean LongAlpaca",
+            ("locret.train.command", "--model=org/name", "--dataset=LongAlpacca", "--output=o"),
+            "did you mean LongAlpaca",
         ),
     ],
-    ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
-def test_a_name_that_is_nothing_here_is_refused_before_the_hub_is_asked(
+def test_a_value_that_makes_no_sense_imports_nothing_heavy_and_asks_no_hub(
     arguments: tuple[str, ...], message: str
 ) -> None:
     refused = run(*arguments)
-    assert (refused.returncode, refused.stdout, len(refused.stderr.splitlines())) == (2, "", 1)
+    assert (refused.returncode, refused.stdout, len(refused.stderr.splitlines())) == (2, "", 1), refused
     assert message in refused.stderr

@@ -16,67 +16,39 @@ pytestmark = pytest.mark.engine
 
 CHECKPOINT = Path(__file__).parents[2] / "checkpoints" / "tiny"
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
-ROWS: dict[str, list[dict[str, Any]]] = {
-    "babilong/babilong_qa1": [
-        {"input": f"{NOISE * 12}Mary went to the {place}. {NOISE}", "question": "Where is Mary?", "target": place}
-        for place in ("office", "garden")
-    ],
-    "longbench2/academic_single": [
-        {"context": f"{NOISE * 12}It is {word}.", "question": "Which?", "choices": list("wxyz"), "answer": answer}
-        for answer, word in enumerate(("w", "x"))
-    ],
-    "longproc/path_traversal_0.5k": [
-        {
-            "input_prompt": f"{NOISE * 12}Oslo is joined to Rome. Name the route.",
-            "reference_output": "From Oslo, take a bus to Rome.",
-            "metadata": "{}",
-        }
-    ]
-    * 2,
-}
+ROWS = [
+    {"input": f"{NOISE * 12}Mary went to the {place}. {NOISE}", "question": "Where is Mary?", "target": place}
+    for place in ("office", "garden")
+]
 
 
-def local_task(folder: Path, name: str) -> str:
-    """Write a task that differs from the harness's in its rows alone, and return its name."""
-    family, _, file = name.partition("/")
-    rows, own = folder / f"{file}.jsonl", f"local_{family}"
-    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS[name]))
-    base = Path(lm_eval.__file__).parent / "tasks" / family / f"{file}.yaml"
-    split = {"babilong": "qa1", "longbench2": "train", "longproc": "test"}[family]
-    (folder / f"{own}.yaml").write_text(
-        f"include: {base}\ntask: {own}\ntag: local\ncustom_dataset: null\ndataset_path: json\ndataset_name: null\n"
-        f"dataset_kwargs:\n  data_files:\n    {split}: {rows}\n"
+def local_task(folder: Path) -> str:
+    """Write a task that differs from the harness's BABILong in its rows alone, and return its name."""
+    rows = folder / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    base = Path(lm_eval.__file__).parent / "tasks/babilong/babilong_qa1.yaml"
+    (folder / "own.yaml").write_text(
+        f"include: {base}\ntask: own\ntag: local\ncustom_dataset: null\ndataset_path: json\ndataset_name: null\n"
+        f"dataset_kwargs:\n  data_files:\n    qa1: {rows}\n"
     )
-    return own
+    return "own"
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_a_task_of_the_harness_runs_through_the_bounded_cache(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_of_the_harness_runs_through_the_bounded_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval.tasks import TaskManager
 
     from locret.infer.evaluation.harness_model import LocretLM
 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    own = local_task(tmp_path, name)
+    own = local_task(tmp_path)
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    sizes = {"stabilizers": 8, "chunk_size": 64, "local_len": 8}
+    options: dict[str, Any] = {"gen_kwargs": "max_gen_toks=4", "bootstrap_iters": 0, "log_samples": True}
     for budget in (64, 4096):
-        model = LocretLM(
-            pretrained=str(CHECKPOINT), device="cpu", scorer="streaming", budget=budget, stabilizers=8, chunk_size=64,
-            local_len=8,
-        )  # fmt: skip
-        found = lm_eval.simple_evaluate(
-            model=model,
-            tasks=[own],
-            task_manager=manager,
-            gen_kwargs=None if "bench" in name else "max_gen_toks=4",
-            bootstrap_iters=0,
-            log_samples=True,
-            confirm_run_unsafe_code=True,  # all of longproc is marked so, as one of its metrics compiles answers
-        )
+        model = LocretLM(pretrained=str(CHECKPOINT), device="cpu", scorer="streaming", budget=budget, **sizes)
+        found = lm_eval.simple_evaluate(model=model, tasks=[own], task_manager=manager, **options)
         samples = found["samples"][own]
-        assert len(samples) == len(ROWS[name])
+        assert len(samples) == len(ROWS)
         assert all("green" in str(sample["arguments"]) for sample in samples)
         assert any(isinstance(value, float) for value in found["results"][own].values())
         # What stays of a prompt, its last tokens and the answer.

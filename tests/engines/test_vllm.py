@@ -98,10 +98,9 @@ def assert_holds(engine, request, prefix, worker=0, heads=slice(None)):
         assert torch.equal(values, wanted_values[:, heads].to(values.dtype))
 
 
-@pytest.mark.parametrize("params", [None, {"locret": True}])
-def test_units_lie_where_the_request_has_its_first_positions(engine, folder, params):
+def test_units_lie_where_the_request_has_its_first_positions(engine, folder):
     engine.free.reverse()  # blocks in no order
-    request = about(folder, kv_transfer_params=params)
+    request = about(folder)
     engine.step(request)
     assert request.outcome == "ok"
     assert prefix_of(folder).units == UNITS
@@ -114,7 +113,6 @@ def test_ordinary_prompts_are_left_alone(engine, folder):
     engine.step(ordinary, other)
     assert (ordinary.external, other.external) == (0, 0)
     assert all(torch.isnan(keys).all() for keys, _ in engine.units(ordinary, 40))
-    Request("embeds", None)
     engine.scheduler.on_new_request(Request("embeds", None))
     assert engine.scheduler.get_num_new_matched_tokens(Request("embeds", None), 0) == (0, False)
 
@@ -149,15 +147,12 @@ def wrong_requests(folder):
         "has not all 30 placeholders": Request("one", [*ids[:20], 1, 2, 3]),
         "prompt_logprobs": about(folder, sampling_params=SamplingParams(prompt_logprobs=1)),
         "repetition_penalty would count": about(folder, sampling_params=SamplingParams(repetition_penalty=1.05)),
-        "lora_request": about(folder, lora_request=object()),
-        "would be one of no text": about(folder, sampling_params=None),
         "placeholders of no context": Request("one", [1, 2, 3] * 20, kv_transfer_params={"locret": True}),
-        "kv_transfer_params='one' is no object": about(folder, kv_transfer_params="one"),
         "means nothing here; give true": about(folder, kv_transfer_params={"locret": [10**6] * 10**4}),
     }
 
 
-@pytest.mark.parametrize("why", range(9))
+@pytest.mark.parametrize("why", range(6))
 def test_what_is_wrong_fails_alone_and_says_why(engine, folder, why):
     reason, request = list(wrong_requests(folder).items())[why]
     request.request_id, right = "wrong", about(folder, request_id="right")
@@ -185,16 +180,6 @@ def test_a_file_that_went_away_fails_those_that_need_it(engine, folder):
     assert not any(tuple(gone.prompt_token_ids[: n * BLOCK]) in engine.cached for n in range(1, 4))
 
 
-def test_a_file_written_again_while_a_request_waits_fails_it(engine, folder):
-    request = about(folder)
-    engine.scheduler.on_new_request(request)
-    shutil.copy(folder / "two.ctx", folder / "one.ctx")
-    request.outcome = "preempted"
-    engine.step(request)
-    assert request.outcome == "error"
-    assert "written again" in fake_vllm.LOGGER.lines[-1]
-
-
 def test_a_folder_that_changes(engine, folder):
     new = about(folder, "two", request_id="new")
     old = about(folder)
@@ -207,7 +192,7 @@ def test_a_folder_that_changes(engine, folder):
     assert_holds(engine, named, prefix_of(folder, "two"))
 
 
-@pytest.mark.parametrize("workers", [2, 4, 8])
+@pytest.mark.parametrize("workers", [2, 8])
 def test_each_worker_holds_its_own_heads(connector, folder, workers):
     engine = Engine(connector, config_for(folder), workers=workers)  # 4 KV heads
     request = about(folder)
@@ -225,7 +210,6 @@ def test_each_worker_holds_its_own_heads(connector, folder, workers):
         ({"extra": {}}, 'needs "contexts"'),
         ({"extra": {"contexts": "nowhere"}}, "contexts='nowhere' is no folder"),
         ({"extra": {"contexts": ".", "context_in_memory": 4}}, "'context_in_memory', which means nothing"),
-        ({"extra": {"contexts": ".", "contexts_in_memory": 0}}, "contexts_in_memory=0"),
     ],
 )
 def test_an_engine_that_could_only_be_wrong_does_not_start(connector, folder, change, message):
@@ -233,25 +217,10 @@ def test_an_engine_that_could_only_be_wrong_does_not_start(connector, folder, ch
         Engine(connector, config_for(folder, **change))
 
 
-def test_layers_that_cannot_be_written_to_are_refused(connector, folder):
-    config = config_for(folder)
-    worker = connector(config, fake_vllm.KVConnectorRole.WORKER, kv_cache_config=SimpleNamespace(kv_cache_groups=(1,)))
-    names = [f"model.layers.{i}.self_attn.attn" for i in range(5)]
-    config.compilation_config.static_forward_context = {name: SimpleNamespace(impl=object()) for name in names}
-    caches = dict.fromkeys(names, torch.zeros(1))
-    with pytest.raises(ValueError, match="does not let others"):
-        worker.register_kv_caches(caches)
-    with pytest.raises(ValueError, match="6 layers where the backbone has 5"):
-        worker.register_kv_caches({**caches, "draft_model.layers.0.self_attn.attn": torch.zeros(1)})
-
-
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ({"num_key_value_heads": 2}, "num_kv_heads 4 in the file, 2 in vLLM"),
         ({"num_hidden_layers": 4}, "num_layers 5 in the file, 4 in vLLM"),
-        ({"head_dim": 16}, "head_dim 32 in the file, 16 in vLLM"),
-        ({"vocab_size": 901}, "vocab_size 900 in the file, 901 in vLLM"),
         ({"model_type": "mistral"}, "model_type llama in the file, mistral in vLLM"),
         ({"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}}, "rope_parameters.rope_theta 1000000"),
     ],
