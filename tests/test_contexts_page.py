@@ -26,6 +26,5 @@ def test_the_python_of_the_page_runs_in_two_processes_worth_of_names(
     exec(compile(later, "docs/contexts.md", "exec"), {"LongContextModel": names["LongContextModel"]})
     assert capsys.readouterr().out == "The pass key is 43600.\n" * 2
     exec(compile(together, "docs/contexts.md", "exec"), {"lm": names["lm"]})
-    out = capsys.readouterr().out
-    assert out.count("The pass key is 43600.") >= 3
-    assert "The special magic number for Dallas is: 4155567." in out
+    key, number = "The pass key is 43600.\n", "The special magic number for Dallas is: 4155567.\n"
+    assert capsys.readouterr().out == key + number + key
