@@ -132,9 +132,9 @@ _OWN: dict[str, dict[str, Any]] = {
 """Corrections of single families."""
 
 
-def tiny_config(model_type: str) -> PreTrainedConfig:
+def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
     """Return a config of the family with tiny sizes and its own structure: kinds of layers, experts, norms."""
-    return _shrunk(CONFIG_MAPPING[model_type], _OWN.get(model_type, {}))
+    return _shrunk(CONFIG_MAPPING[model_type], {**_OWN.get(model_type, {}), **changes})
 
 
 def _shrunk(kind: Any, own: dict[str, Any]) -> Any:

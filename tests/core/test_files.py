@@ -19,9 +19,8 @@ def held(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("there", [False, True])
-def test_what_ends_the_writing_early_leaves_all_as_it_was(tmp_path: Path, error: type[BaseException], there: bool):
+def test_what_ends_the_writing_early_leaves_all_as_it_was(tmp_path: Path, there: bool) -> None:
     file, folder = tmp_path / "file.txt", tmp_path / "folder"
     if there:
         write_text(file, "old")
@@ -31,10 +30,10 @@ def test_what_ends_the_writing_early_leaves_all_as_it_was(tmp_path: Path, error:
         with written_whole(target) as fresh:
             (fresh / inside).parent.mkdir(exist_ok=True)
             (fresh / inside).write_text("half")
-            raise error
+            raise KeyboardInterrupt
 
     for target, inside in ((file, ""), (folder, "file.txt")):
-        with pytest.raises(error):
+        with pytest.raises(KeyboardInterrupt):
             interrupted(target, inside)
     assert held(tmp_path) == (["file.txt", "folder"] if there else [])
     if there:
@@ -53,16 +52,12 @@ def test_a_folder_that_is_there_keeps_its_other_files_and_changes_the_last_one_l
         for name in ("a", "z"):
             (fresh / name).write_text("new")
     assert moved == ["z", "a"]
-    assert {path.name: path.read_text() for path in (tmp_path / "folder").iterdir()} == {
-        "notes": "old",
-        "a": "new",
-        "z": "new",
-    }
+    texts = {path.name: path.read_text() for path in (tmp_path / "folder").iterdir()}
+    assert texts == {"notes": "old", "a": "new", "z": "new"}
 
 
-@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
-def test_the_umask_decides_who_may_read(tmp_path: Path, mask: int) -> None:
-    before = os.umask(mask)
+def test_the_umask_decides_who_may_read(tmp_path: Path) -> None:
+    before = os.umask(0o027)
     try:
         with written_whole(tmp_path / "a") as fresh:
             save_file({"a": torch.zeros(2)}, fresh)  # writes for the owner alone
@@ -73,14 +68,6 @@ def test_the_umask_decides_who_may_read(tmp_path: Path, mask: int) -> None:
 
 
 def test_what_the_system_refuses_is_one_sentence_of_the_same_kind(tmp_path: Path, monkeypatch) -> None:
-    missing = f"there is no folder {tmp_path / 'no'}; make it, or choose another"
-    there = "it is a folder; choose another folder or make room"
-    for target, reason in ((tmp_path / "no" / "a", missing), (tmp_path, there)):
-        with pytest.raises(OSError, match=f"cannot write {target}: {reason}"):
-            write_text(target, "")
-    with pytest.raises(OSError, match="cannot write /dev/null: it is a device"):
-        write_text("/dev/null", "")
-
     def full(*_: object, **__: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 

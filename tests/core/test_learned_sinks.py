@@ -29,7 +29,7 @@ def with_sinks(query: torch.Tensor, view: View, **options: Any) -> torch.Tensor:
     return attend(query, view, scaling=0.3, memo=MaskMemo(), sinks=SINKS, **options)
 
 
-@pytest.mark.parametrize(("new", "slots"), [(1, 1), (1, 37), (5, 5), (7, 41), (300, 333)])
+@pytest.mark.parametrize(("new", "slots"), [(1, 37), (300, 333)])
 def test_plain_attention_equals_the_oracle(new: int, slots: int) -> None:
     query, key, value = tensors(new, slots)
     out = with_sinks(query, View(key, value))
@@ -48,15 +48,14 @@ def test_heads_with_different_numbers_of_units_keep_their_own_sinks() -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-@pytest.mark.parametrize("heads", [2, 4])
-def test_recalled_units_share_one_softmax_with_the_sink(shared: bool, heads: int) -> None:
+def test_recalled_units_share_one_softmax_with_the_sink(shared: bool) -> None:
     query, key, value = tensors(5, 20)
     g = torch.Generator().manual_seed(1)
-    keys, values = (torch.randn(1, heads, 1 if shared else 5, 7, 8, generator=g) for _ in range(2))
+    keys, values = (torch.randn(1, 2, 1 if shared else 5, 7, 8, generator=g) for _ in range(2))
     out = with_sinks(query, View(key, value, recalled=Recalled(keys, values, None)))
     for n in range(4):
         for i in range(5):
-            far, of = n // (4 // heads), 0 if shared else i
+            far, of = n // 2, 0 if shared else i
             seen = 20 - 5 + i + 1
             all_keys = torch.cat([keys[0, far, of], key[0, n // 2, :seen]])[None]
             all_values = torch.cat([values[0, far, of], value[0, n // 2, :seen]])[None]
@@ -79,16 +78,13 @@ def test_scorers_read_attention_of_which_the_sink_has_its_share() -> None:
     assert (sunk.sum(-1) < 7).all()
 
 
-@pytest.mark.parametrize("kind", ["logit", "log_attention"])
-def test_labels_of_gpt_oss_equal_the_oracle(kind: str) -> None:
+def test_labels_of_gpt_oss_equal_the_oracle() -> None:
     model, ids, found = build("gpt-oss"), prompt(40), {}
 
     def on_layer(chunk: Attended) -> None:
         assert chunk.learned_sinks is not None
-        ours = layer_labels(chunk, 30, kind, False)
-        theirs = reference.labels(
-            chunk.query[0], chunk.key[0], 30, 30, chunk.scaling, kind, chunk.learned_sinks.detach()
-        )
+        ours, sinks = layer_labels(chunk, 30, "log_attention", False), chunk.learned_sinks.detach()
+        theirs = reference.labels(chunk.query[0], chunk.key[0], 30, 30, chunk.scaling, "log_attention", sinks)
         found[chunk.layer_idx] = (ours - theirs).abs().max().item()
 
     observe(model, ids, on_layer)
