@@ -178,7 +178,9 @@ class OptimizerOptions:
                 "never reach --lr; lower it, or leave it out"
             )
         if not all(0 <= beta < 1 for beta in self.betas):
-            raise ValueError(f"--betas {list(self.betas)}: a decay rate is outside 0 to 1; use such as [0.9, 0.95]")
+            raise ValueError(
+                f"--betas {self.betas[0]:g},{self.betas[1]:g}: a decay rate is outside 0 to 1; use such as 0.9,0.95"
+            )
 
     @property
     def warmup(self) -> int:

@@ -314,7 +314,8 @@ def _read(option: Option, given: Given) -> Any:
             value = values.read(value, option.kind, text=text)
     except values.WrongType as error:
         default = option.default
-        example = "" if default in (MISSING, None, "") or is_dataclass(default) else f"; give one such as {default}"
+        said = ",".join(map(str, default)) if isinstance(default, list | tuple) else default
+        example = "" if default in (MISSING, None, "") or is_dataclass(default) else f"; give one such as {said}"
         raise ValueError(f"{given} is not {error}{'' if 'one of' in str(error) else example}") from None
     except ValueError as error:
         raise ValueError(f"{given.name}: {error}") from None
