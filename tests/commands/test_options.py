@@ -231,19 +231,6 @@ def test_every_command_has_version_help_and_completion(name: str) -> None:
     assert asked(name, "--print-completion", "fish")[0] == 2
 
 
-def test_a_command_of_several_words_has_version_help_and_completion_of_all() -> None:
-    from locret import __version__
-
-    assert asked("context", "--version")[1] == f"locret-context {__version__}\n"
-    assert asked("context", "--help")[1] == asked("context")[1]
-    for shell in help_text.SHELLS:
-        script = asked("context", "--print-completion", shell)[1]
-        assert all(word in script for word in CONTEXT_COMMANDS)
-        assert shell == "tcsh" or all(flag in script for flag in ("--shares", "--base-model"))
-    assert asked("context", "--print-completion", "fish")[0] == 2
-    assert "did you mean shrink?" in asked("context", "shrnk")[2]
-
-
 def test_names_of_other_tools_work_as_flags_and_keys_and_each_is_of_use_to_a_command(tmp_path: Path) -> None:
     things, chosen = parse("--cache_budget", "7")
     assert (things.budget, "budget" in chosen) == (7, True)

@@ -109,17 +109,6 @@ def test_a_framed_document_reads_like_the_row_it_would_be(template, question):
     assert expected.count(tokenizer.bos_token_id) == (template != "chat")
 
 
-def test_a_system_message_stands_before_the_document():
-    before, after = Transcript(make_tokenizer(), "chat", "Be kind.").around("Who?")
-    assert before == "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n"
-    assert after == "\n\nWho?<|im_end|>\n<|im_start|>assistant\n"
-
-
-def test_leading_special_ids_are_those_the_tokenizer_adds():
-    assert leading_special_ids(make_tokenizer()) == [1]
-    assert leading_special_ids(make_tokenizer(bos=False)) == []
-
-
 def test_a_template_without_a_system_role_says_so_and_the_message_opens_the_users_turn():
     tokenizer, turns = make_tokenizer(LLAMA2), [Message("system", "Be kind."), Message("user", "Who?")]
     with pytest.raises(ValueError, match=r"refuses turns of system, user \(no system role\); use original"):

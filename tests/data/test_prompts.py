@@ -10,7 +10,7 @@ from bench_cases import SHARED, entries, golden, word_tokenizer
 
 from locret.data import tasks
 from locret.data.tasks import Sample
-from locret.data.tasks.prompts import build_prompt, cut_middle, cut_words
+from locret.data.tasks.prompts import build_prompt, cut_middle
 from locret.data.tasks.rows import open_rows
 
 PLAIN = [(family, form) for family in ("infinitebench", "longbench") for form in golden(family)]
@@ -128,18 +128,6 @@ def test_questions_are_put_step_by_step_as_omnikvs_script_puts_them() -> None:
     assert tasks.get("multistep/2stage", style="yi").max_new_tokens == 50
 
 
-def test_the_game_tells_only_the_past() -> None:
-    assert items_of("sirllm/rock", [{"user_choice": letter} for letter in "BCA"])[0].turns == (
-        "USER: Let's play a game of Rock-Paper-Scissors. Choose one option from: (A) rock (B) paper (C) scissors. "
-        "\n\nASSISTANT: ",
-        *(
-            f"USER: I chose [{move}]. Analyze my preferences to maximize your winning rate and proceed to the next "
-            "round. Choices: (A) rock (B) paper (C) scissors. You choose:\n\nASSISTANT: "
-            for move in ("paper", "scissors")
-        ),
-    )
-
-
 REAL = golden("digests")
 
 
@@ -224,27 +212,3 @@ def test_only_the_document_of_a_leval_prompt_is_cut_by_words() -> None:
 def test_the_middle_is_cut_to_half_the_limit_at_each_end(length, limit, kept) -> None:
     tokens = list(range(length))
     assert cut_middle(tokens, limit) == tokens[: (kept + 1) // 2] + tokens[length - kept // 2 :]
-
-
-def test_words_are_cut_by_250_at_a_time() -> None:
-    document = " ".join(["a"] * 3000)
-    assert len(cut_words(document, 2000, lambda text: 2 * len(text.split())).split()) == 1000
-    assert len(cut_words(document, 2000, lambda text: len(text.split()) + 1).split()) == 1750
-    assert cut_words(document, 3000, lambda text: len(text.split())) == document
-
-
-def test_what_cannot_be_cut_or_framed_says_why() -> None:
-    bare, record = word_tokenizer(), golden("leval")["tpo"]["records"][:1]
-    bare.chat_template = None
-    (item, *_), official = items_of("leval/tpo", record), tasks.get("leval/tpo", prompt_style="official")
-    for call, message in (
-        (lambda: cut_middle([1, 2, 3], 1), "limit=1 leaves no tokens of the prompt"),
-        (
-            lambda: cut_words("x" * 100, 8, len),
-            "100 characters has too few spaces to be cut by words to limit=8 tokens",
-        ),
-        (lambda: build_prompt(official, item, word_tokenizer()), "official is known for Llama-3 and Phi-3 tokenizers"),
-        (lambda: build_prompt(tasks.get("leval/tpo"), item, bare), "template=chat is what the tokenizer does not have"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()

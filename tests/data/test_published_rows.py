@@ -8,7 +8,7 @@ import zipfile
 from io import BytesIO
 
 import pytest
-from bench_cases import SHARED, entries, golden, write_lines
+from bench_cases import entries, golden, write_lines
 from hub_server import Repo
 
 from locret.data import tasks
@@ -67,14 +67,10 @@ def test_samples_are_taken_evenly_and_the_name_says_how_many(tmp_path) -> None:
 BAD = [
     (b'{"context": "a \xff"}', "is no intact file of rows"),
     (b'{"context": ', "is no intact file of rows"),
-    (b"[" * 100_000, "is no intact file of rows"),
     (b'["a"]', "is of type list where an object is needed"),
-    ({**GOOD, "context": " \n"}, "has an empty field 'context'"),
     ({**GOOD, "context": 3}, "has a field 'context' of type int where text is needed"),
     ({"input": "q", "answers": ["a"]}, "has no field 'context' (it has input, answers)"),
     ({**GOOD, "answers": []}, "has an empty field 'answers'"),
-    ({**GOOD, "answers": ["a", ""]}, "has an empty field 'answers'"),
-    ({**GOOD, "answers": ["a", {"b": 1}]}, "has a field 'answers' with a dict where text or a number is needed"),
     ({**GOOD, "dataset": "hotpotqa"}, "says 'hotpotqa' in field 'dataset' where 'qasper' is read"),
 ]
 
@@ -96,27 +92,19 @@ LOOGLE, BABI, V2 = (
 TURNS, TURN = golden("scbench")["kv"]["records"][0], golden("scbench")["kv"]["records"][0]["multi_turns"][0]
 FIELDS = [
     ("infinitebench/code_debug", {**CHOICE, "answer": ["e"]}, "has ['e'] in field 'answer', which is not one of"),
-    ("infinitebench/code_debug", {**CHOICE, "options": ["b"]}, "has 1 entries in field 'options' where 4"),
     ("infinitebench/code_run", {**CHOICE, "answer": [7], "input": "f(1)"}, "names no call such as func_1(2) in field"),
     ("infinitebench/math_find", {**CHOICE, "answer": [7], "input": "What?"}, 'does not say "The ... of" in field'),
     ("infinitebench/math_calc", {**CHOICE, "answer": [1, "x"]}, "in field 'answer' where a number is needed"),
     ("longbench/passage_retrieval_en", GOOD, "holds 'an answer' in field 'answers' where 'Paragraph 12' is right"),
-    ("longbench/trec", GOOD, "has an empty field 'all_classes', and the metric looks for classes"),
     ("leval/tpo", {**EXAM, "outputs": ["a"]}, "has 2 instructions and 1 outputs where it needs as many"),
     ("leval/sci_fi", EXAM, "holds 'a' in field 'outputs' without its [fact: ...] part"),
     ("babilong/qa1", {**BABI, "target": "moon"}, "holds 'moon' in field 'target' where bathroom, bedroom, garden"),
     ("loogle/longdep_qa", {**LOOGLE, "answer": None}, "has a field 'answer' of type NoneType where text is needed"),
-    ("loogle/shortdep_cloze", {**LOOGLE, "answer": "['a']"}, "where masks and their entities are needed"),
     ("longbench_v2/all", {**V2, "answer": "E"}, "holds 'E' in field 'answer' where A or B or C or D is right"),
-    ("scbench/kv", {**TURNS, "multi_turns": ["a"]}, "has no list of questions in field 'multi_turns'"),
     ("scbench/kv", {**TURNS, "multi_turns": [{"input": "a"}]}, "has no field 'answer'"),
     ("scbench/mf", TURNS, "has no list of numbers in field 'context'"),
-    ("scbench/mf", {"context": [1], "multi_turns": [{"input": "?", "answer": 4}]}, 'does not say "The ... is"'),
-    ("scbench/choice_eng", TURNS, "has no field 'options'"),
-    ("scbench/repoqa", {**TURNS, "multi_turns": [{**TURN, "name": "f"}]}, "has no field 'repo'"),
     ("scbench/summary_with_needles", TURNS, "has no field 'task'"),
     ("sirllm/rock", {"user_choice": "D"}, "holds 'D' in field 'user_choice' where A or B or C is right"),
-    ("ruler/vt", {"input": "x"}, "has no field 'answer_prefix'"),
 ]
 
 
@@ -175,38 +163,3 @@ def test_what_the_hub_does_not_have_is_named(hub) -> None:
     hub.repos[f"datasets/{task.repo}"] = Repo(commits={task.revision: {}}, branches={})
     with pytest.raises(ValueError, match=r"has no LEval/Exam/tpo.jsonl at .*, the rows of leval/tpo; give --data-dir"):
         open_rows(task)
-
-
-def test_without_the_network_a_local_copy_is_asked_for() -> None:
-    with pytest.raises(OSError, match="HF_HUB_OFFLINE is set; unset it, or give a local data set|was not reached"):
-        open_rows(QASPER)
-
-
-def test_real_files_give_exactly_their_rows_and_fields(shared) -> None:
-    data = shared / "data"
-    roots = [data, data / "infinitebench_generated", data / "derived/infinitebench", data / "derived/leval"]
-    found = 0
-    for name in [name for family in ("infinitebench", "leval", "longbench") for name in tasks.names(family)]:
-        try:
-            rows = open_rows(tasks.get(name), [str(root) for root in roots])
-        except NoSamples:
-            continue
-        found += 1
-        items = list(rows.items())
-        with open(rows.path, encoding="utf-8") as stream:
-            records = [json.loads(line) for line in stream]
-        assert len({item.id for item in items}) == len(items)
-        if name.startswith("leval/"):
-            asked = [
-                row["input"] for row in records if row["evaluation"] in ("exam", "f1", "rouge") for _ in row["outputs"]
-            ]
-            assert [item.document for item in items if not item.plain] == asked
-        else:
-            assert [item.document for item in items] == [r["context"].replace("$$MASK$$", "**MASK**") for r in records]
-    assert found == 40
-    for path in sorted(SHARED.glob("ruler_generated/**/validation.jsonl")):
-        task = tasks.get(f"ruler/{path.parent.name}")
-        for row in read_rows(str(path)):
-            (one,) = task.read(row)
-            assert (one.content, one.lead) == (row.fields["input"], row.fields["answer_prefix"])
-            assert task.score(one.reply, one) == 1

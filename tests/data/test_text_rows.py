@@ -65,9 +65,7 @@ def test_what_is_for_evaluation_is_never_in_a_row(folder: Path) -> None:
     ("more", "message"),
     [
         (["--leave-out", "novels/tset.txt"], "--leave-out novels/tset.txt is not a file of --texts"),
-        (["--until", "0"], "--until 0.0 is not a share of a file; give more than 0, up to 1"),
         (["--characters", "many"], "--characters many is not a range of 200 or more; give such as 1600-7000"),
-        (["--rows", "0"], "--rows 0 is too small; give 1 or more"),
         (["--texts", "nowhere"], "--texts nowhere is not a folder"),
         (["--questions", "bad.jsonl"], "bad.jsonl:1 is not an object with context, question and answer"),
     ],
@@ -80,10 +78,3 @@ def test_what_makes_no_sense_is_refused(
         Path("bad.jsonl").write_text(line + "\n")
         with pytest.raises(ValueError, match=message):
             made(folder, *more)
-
-
-def test_marks_of_restructured_text_do_not_hide_an_answer() -> None:
-    piece = "   awaitable\n      An object that can be used in an :keyword:`await` expression.\n   Or a :term:`task`."
-    asked = [{"question": "What?", "answer": "An object that can be used in an await expression."}]
-    assert text_rows.people_asked(piece, asked) == asked
-    assert text_rows.people_asked(piece, [{"question": "What?", "answer": ".."}]) == []

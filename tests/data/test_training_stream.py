@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 from embedded import tiny_tokenizer
 
-from locret.data.training.stream import PLACES, TrainingStream, load_rows
+from locret.data.training.stream import PLACES, TrainingStream
 
 TOKENIZER = tiny_tokenizer()
 ROWS = [{"prompt": "the house " * (index + 1), "answer": "Oslo"} for index in range(7)]
@@ -115,36 +114,10 @@ def test_rows_outside_the_wanted_lengths_are_no_bad_rows() -> None:
     assert stream.report.counts == {f"shorter than --min-tokens {low}": 1, f"longer than --max-tokens {high}": 2}
 
 
-def test_columns_are_those_of_the_first_rows_together_even_if_some_are_bad(tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text('{\n{"instruction": "Who?"}\n{"instruction": "Who?", "output": "Me."}')
-    stream = stream_of(load_rows(str(tmp_path / "rows.jsonl")), skip_bad_rows=True)
-    assert stream.schema.name == "LongAlpaca"
-    assert rows_of(stream, 2) == [2, 2]
-    assert stream.report.counts == {"not JSON": 1, "no answer": 1}
-    (tmp_path / "bad.jsonl").write_text("{\n[")
-    with pytest.raises(ValueError, match=r"no row can be read; .*bad.jsonl: row 0 \(counted from 0\) is not a JSON"):
-        stream_of(load_rows(str(tmp_path / "bad.jsonl")))
-
-
-def test_text_of_a_table_that_is_not_utf8_is_a_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
-    offsets = pa.array([0, 9, 13, 17], pa.int32()).buffers()[1]
-    prompts = pa.StringArray.from_buffers(3, offsets, pa.py_buffer(b"the housecaf\xe9Oslo"))
-    pq.write_table(pa.table({"prompt": prompts, "answer": ["a", "b", "c"]}), tmp_path / "rows.parquet")
-    stream = stream_of(load_rows(str(tmp_path / "rows.parquet")), skip_bad_rows=True)
-    assert sorted(rows_of(stream, 2)) == [0, 2]
-    take(stream, 1)
-    assert stream.report.counts == {"invalid UTF-8": 1}
-
-
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
         ({"template": "alpaca"}, "template=alpaca is unknown; choose one of chat, original, none"),
-        ({"rank": 2, "world": 2}, "rank=2 is not a process of world=2"),
         ({"rows": []}, "there are no rows"),
         ({"rows": [{"body": "x"}]}, "columns 'body' fit no known schema"),
         ({"answers": "each"}, "are in the prompt/answer schema, with one answer each; write document and questions"),

@@ -1,6 +1,6 @@
 """What `test_sharding.py` starts in two processes: a sharded backbone beside a whole one.
 
-torchrun --standalone --nproc-per-node 2 tests/distributed/shard_checks.py fsdp [offload [folder]]
+torchrun --standalone --nproc-per-node 2 tests/distributed/shard_checks.py fsdp
 
 Every process measures, the first one prints a JSON object: name -> what each of them found.
 """
@@ -23,12 +23,11 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, pr
 from locret.backbone.adapters import input_device
 from locret.backbone.passes import in_step
 from locret.distributed.ranks import Ranks, joined
-from locret.heads.fingerprint import any_fingerprint, weight_fingerprint
+from locret.heads.fingerprint import weight_fingerprint
 from locret.loading import load_config, load_model
 from locret.loading.options import BackboneSource
 from locret.train.step import train_step
 
-FAMILIES, ADAPTED = ("llama", "gemma3", "qwen3-moe"), ("llama",)
 MODEL, CPU = "checkpoints/tiny", torch.device("cpu")
 POLICY = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
 
@@ -54,9 +53,8 @@ def answered(model: nn.Module, heads: RetainingHeads, row: Tensor, new: int, **o
     return logits, [text.tolist(), kept, cache.memory().to_dict(), cache.seen]
 
 
-def measure(own: Ranks, whole: nn.Module, model: nn.Module) -> dict[str, Any]:
+def measure(own: Ranks, whole: nn.Module, model: nn.Module, heads: RetainingHeads) -> dict[str, Any]:
     """Return differences between the backbones, which are to be 0.0 or True."""
-    heads = RetainingHeads.from_pretrained("checkpoints/tiny-heads", allow_other_base=True)
     row = ids(own, 300 + 256 * own.rank)
 
     def apart(function: Callable[[nn.Module], Tensor]) -> float:
@@ -69,39 +67,29 @@ def measure(own: Ranks, whole: nn.Module, model: nn.Module) -> dict[str, Any]:
     with in_step(model):  # only one process has something to read
         found["alone"] = own.is_main or answered(model, heads, row, 5)[1] == answered(whole, heads, row, 5)[1]
     found["fingerprint"] = weight_fingerprint(model) == weight_fingerprint(whole)
-    found["any_fingerprint"] = any_fingerprint(model) == any_fingerprint(whole)
     found["device"] = input_device(model) == CPU
     found["share"] = held(model) / sum(weight.numel() for weight in whole.parameters())
     return found
 
 
-def families_alike(own: Ranks, shard: str) -> dict[str, bool]:
-    """Return for some families whether a sharded backbone reads and writes what a whole one does, with an adapter too.
+def adapted_alike(own: Ranks, shard: str, heads: RetainingHeads) -> bool:
+    """Return whether a sharded backbone with an adapter reads and writes what a whole one does.
 
     Products must not depend on where a weight lies (MKL_CBWR=COMPATIBLE): what was gathered lies elsewhere.
     """
-    sys.path.insert(0, str(Path(__file__).parents[1] / "core"))
-    import families
+    adapter = f"{own.gather(tempfile.mkdtemp())[0]}/adapter"
+    if own.is_main:
+        write_adapter(Path(MODEL), adapter)
+    own.gather(None)
+    (logits, one), (others, other) = (
+        answered(loaded(adapter=adapter, shard=shard), heads, ids(own, 200), 5) for shard in (None, shard)
+    )
+    return bool(torch.equal(logits, others)) and one == other
 
-    folder, found = Path(own.gather(tempfile.mkdtemp())[0]), {}
-    row = ids(own, 100 + 60 * own.rank) % 150
-    for name in FAMILIES if shard == "fsdp" else FAMILIES[:1]:
-        adapter = str(folder / f"{name}-adapter") if name in ADAPTED else None
-        if own.is_main:
-            families.build(name).save_pretrained(folder / name)
-            if adapter is not None:
-                write_adapter(folder / name, adapter)
-        own.gather(None)
-        read = [
-            load_model(source, load_config(source), CPU, torch.float32)
-            for source in (
-                BackboneSource(model=str(folder / name), adapter=adapter, dtype="float32", shard=one)  # type: ignore[arg-type]
-                for one in (None, shard)
-            )
-        ]
-        (logits, one), (others, other) = (written(model, row, 3 + own.rank) for model in read)
-        found[f"family {name}"] = bool(torch.equal(logits, others)) and one == other
-    return found
+
+def loaded(**options: Any) -> Any:
+    source = BackboneSource(model=MODEL, dtype="float32", **options)
+    return load_model(source, load_config(source), CPU, torch.float32)
 
 
 def write_adapter(backbone: Path, adapter: str) -> None:
@@ -111,15 +99,6 @@ def write_adapter(backbone: Path, adapter: str) -> None:
     torch.manual_seed(3)
     config = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     get_peft_model(AutoModelForCausalLM.from_pretrained(backbone), config).save_pretrained(adapter)
-
-
-def written(model: nn.Module, row: Tensor, new: int) -> tuple[Tensor, Any]:
-    policy = RetentionPolicy(budget=40, chunk_size=32, stabilizers=4, local_len=8)
-    cache = RetentionCache(model, "snapkv", policy)
-    return prefill(model, row, cache), (
-        generate(model, cache=cache, max_new_tokens=new).tolist(),
-        any_fingerprint(model),
-    )
 
 
 def held(model: nn.Module) -> int:
@@ -133,16 +112,12 @@ def held(model: nn.Module) -> int:
     return count
 
 
-def main(shard: str, offload: str | None = None, folder: str | None = None) -> None:
+def main(shard: str) -> None:
     torch.set_num_threads(1)
     with joined("shard_checks") as own:
-        source = BackboneSource(
-            model=MODEL, dtype="float32", shard=shard, shard_offload=offload, shard_offload_dir=folder
-        )
-        plain = BackboneSource(model=MODEL, dtype="float32")
-        whole = load_model(plain, load_config(plain), CPU, torch.float32)
-        model = load_model(source, load_config(source), CPU, torch.float32)
-        found = own.gather(measure(own, whole, model) | families_alike(own, shard))
+        heads = RetainingHeads.from_pretrained("checkpoints/tiny-heads", allow_other_base=True)
+        whole, model = loaded(), loaded(shard=shard)
+        found = own.gather(measure(own, whole, model, heads) | {"adapter": adapted_alike(own, shard, heads)})
         if own.is_main:
             sys.stdout.write(json.dumps({name: [one[name] for one in found] for name in found[0]}) + "\n")
 

@@ -1,26 +1,21 @@
-"""One of several processes that share a backbone by tensor parallelism; test_tensor_parallel.py starts them.
+"""One of the processes that share a backbone by tensor parallelism, which test_tensor_parallel.py starts.
 
-    torchrun --standalone --nproc-per-node N tensor_parallel_worker.py FOLDER CHECK...
+    torchrun --standalone --nproc-per-node 2 tensor_parallel_worker.py FOLDER
 
-Each check compares with the whole backbone, which every process has beside its part, and returns plain data. The first
-process writes what all processes returned to FOLDER/N.json.
+Each check compares with the whole backbone, which every process has beside its part, and returns plain data.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import families
-import safetensors.torch
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config
+from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
@@ -29,15 +24,12 @@ from locret import (
     RetentionCache,
     RetentionPolicy,
     generate,
-    load_cache,
     lookups,
     prefill,
     prefill_attention,
-    save_cache,
     scorers,
 )
-from locret.backbone.adapters import describe, ranks_of
-from locret.distributed.shard import load_split
+from locret.backbone.adapters import ranks_of
 from locret.labels import answer_labels
 from locret.mergers.kernels import MergingKernels
 
@@ -110,18 +102,12 @@ def same_units(whole: RetentionCache, part: RetentionCache) -> bool:
 # -- the checks -------------------------------------------------------------------------------------------------------
 
 
-BLOCKS = {"scorer": "streaming", "budget": 128, "stabilizers": 0, "local_len": 1}
 METHODS: dict[str, dict[str, Any]] = {
-    "heads": {},
-    "heads, at the end": {"when": "prompt_end"},
     "heads, bounded answer": {"decode_budget": 40, "decode_interval": 4},
-    "heads, adaptive memory": {"memory": "adaptive"},
     "heads, decremental": {"memory": "sqrt", "decremental": True, "min_chunk": 16},
     "heads, 8 bits": {"key_bits": 8, "value_bits": 8, "exact_recent": 8},
     "heads, adaptive heads": {"head_budgets": "adaptive"},
-    "heads, bounded host": {"host_budget": 64, "recall": 8},
-    "infllm": {**BLOCKS, "recall_by": "infllm"},
-    "infllm, per head": {**BLOCKS, "recall_by": "infllm:per_head=true"},
+    "infllm": {"scorer": "streaming", "budget": 128, "stabilizers": 0, "local_len": 1, "recall_by": "infllm"},
 }
 
 
@@ -142,10 +128,6 @@ def walk(both: Both) -> Any:
         cases[f"scorer {name}"] = {"scorer": name}
     for name in sorted({*lookups.names()} - {"infllm"}):
         cases[f"lookup {name}"] = {"host_budget": "all", "recall": 16, "recall_by": name}
-    reading = {"positions": "original", "budget": 1, "stabilizers": 0, "local_len": 1, "host_budget": "all"}
-    reading["scorer"] = "streaming:sinks=0"
-    cases["omnikv, sparse reading"] = {**reading, "recall": 32, "recall_by": "omnikv:prefill=1"}
-    cases["quest, its paper's"] = {**reading, "recall": 32, "recall_by": "quest:page=8"}
     cases["merger loco"] = {"merge": f"loco:kernels={FOLDER / 'kernels'}"}
     for name in prefill_attention.names():
         cases[f"attention {name}"] = {"prefill_attention": SPARSE.get(name, name)}
@@ -166,7 +148,7 @@ def _of_case(both: Both, case: dict[str, Any]) -> dict[str, Any]:
     return both.compare(None if name in (None, "retaining_heads") else scorers.get(name), **case)
 
 
-FAMILIES = ("llama-mha", "qwen3-moe", "gemma3", "phi3", "qwen3-next")
+FAMILIES = ("qwen3-moe", "gemma3", "phi3")
 
 
 def backbones(both: Both) -> Any:
@@ -183,118 +165,30 @@ def backbones(both: Both) -> Any:
     return found
 
 
-def files(both: Both) -> Any:
-    """Save and load between different numbers of processes."""
-    found: dict[str, Any] = {}
-    number = dist.get_world_size()
-    for name, extra in SAVED.items():
-        policy = RetentionPolicy(**{**POLICY, **extra})
-        caches = [RetentionCache(model, both.heads, policy) for model in (both.whole, both.part)]
-        for model, cache in zip((both.whole, both.part), caches, strict=True):
-            prefill(model, both.ids, cache)
-        paths = [FOLDER / f"{name}-{count}.ctx" for count in (1, number)]
-        save_cache(caches[1], paths[1])
-        if dist.get_rank() == 0:
-            save_cache(caches[0], paths[0])
-        dist.barrier()
-        tensors = [safetensors.torch.load_file(path) for path in paths]
-        far = {
-            key: float(
-                ((tensors[0][key].double() - tensors[1][key].double()) / (1 + tensors[0][key].abs())).abs().max()
-            )
-            for key in tensors[0]
-            if tensors[0][key].numel()
-        }
-        found[name] = {
-            "names": sorted(tensors[0]) == sorted(tensors[1]),
-            "positions": max(far[key] for key in far if "positions" in key or "rows." in key),
-            "units": max(far[key] for key in far if "positions" not in key and "rows." not in key),
-            "headers": _header_of(paths[0]) == _header_of(paths[1]),
-            "answers": [
-                generate(model, cache=load_cache(path, model, both.heads), max_new_tokens=NEW).tolist()
-                for model in (both.whole, both.part)
-                for path in sorted(FOLDER.glob(f"{name}-*.ctx"))
-            ],
-        }
-    return found
-
-
-SAVED: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "codes": {"key_bits": 8, "value_bits": 8, "exact_recent": 8},
-    "tiers": {"host_budget": "all", "recall": 8, "recall_by": "omnikv:selector=exp,window=8"},
-}
-
-
-def _header_of(path: Path) -> dict[str, Any]:
-    with safetensors.safe_open(path, framework="pt") as file:
-        return dict(json.loads(file.metadata()["state"]))
-
-
-def refusals(both: Both) -> Any:
-    """Give what cannot be; every process must hear of it."""
-    found = {}
-    broken = RetainingHeads.from_pretrained(HEADS, allow_other_base=True)
+def broken(both: Both) -> Any:
+    """Read with heads whose last process alone finds numbers that are none; every process must hear of it."""
+    heads = RetainingHeads.from_pretrained(HEADS, allow_other_base=True)
     with torch.no_grad():
-        broken[2].fc2.weight[-1] = torch.nan  # of the last process alone
-    if dist.get_rank() == 0:
-        families.build("llama-mqa", vocab_size=200).save_pretrained(FOLDER / "llama-mqa")
-    dist.barrier()
-
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Strange(scorers.Scorer):
-        name = "strange"
-
-        def score(self, chunk: Any) -> torch.Tensor:
-            raise AssertionError
-
-    policy = RetentionPolicy(**POLICY)
-    tries: dict[str, Callable[[], Any]] = {
-        "broken heads": lambda: prefill(both.part, both.ids, RetentionCache(both.part, broken, policy)),
-        "unknown scorer": lambda: RetentionCache(both.part, Strange(), policy),
-        "no folder": lambda: save_cache(_read(both), FOLDER / "none" / "book.ctx"),
-        "one KV head": lambda: load_split(AutoConfig.from_pretrained(FOLDER / "llama-mqa"), _unread),
-        "one KV head, loaded": lambda: describe(load(FOLDER / "llama-mqa", split=True)),
-        "no plan": lambda: load_split(GPT2Config(), _unread),
-    }
-    for name, act in tries.items():
-        try:
-            found[name] = repr(act())
-        except (ValueError, OSError) as error:
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
-
-
-def _read(both: Both) -> RetentionCache:
-    cache = RetentionCache(both.part, "streaming", RetentionPolicy(**POLICY))
-    prefill(both.part, both.ids[:, :40], cache)
-    return cache
-
-
-def _unread(**_: Any) -> Any:
-    raise AssertionError("the weights were asked for")
-
-
-CHECKS: dict[str, Callable[[Both], Any]] = {check.__name__: check for check in (walk, backbones, files, refusals)}
+        heads[2].fc2.weight[-1] = torch.nan
+    try:
+        return repr(prefill(both.part, both.ids, RetentionCache(both.part, heads, RetentionPolicy(**POLICY))))
+    except ValueError as error:
+        return str(error)
 
 
 def main() -> None:
-    """Run the checks that the command names."""
+    """Run the checks, and write what each process found."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     both, results = Both(), {}
-    for name in sys.argv[2:]:
-        try:
-            own = CHECKS[name](both)
-        except Exception:  # reported by the test of this check
-            own = {"error": traceback.format_exc()}
+    for check in (walk, backbones, broken):
         everywhere: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everywhere, own)
-        results[name] = everywhere
+        dist.all_gather_object(everywhere, check(both))
+        results[check.__name__] = everywhere
     if dist.get_rank() == 0:
-        (FOLDER / f"{dist.get_world_size()}.json").write_text(json.dumps(results))
+        (FOLDER / "found.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.slow
 MODEL = ("--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads")
 TRAIN, EVAL, INFER = "locret.train.command", "locret.infer.evaluation.command", "locret.infer.command"
+CONTEXT = "locret.infer.context_command"
 TIMES = ("prefill_seconds", "decode_seconds")
 
 
@@ -55,20 +56,7 @@ def test_parts_of_a_backbone_do_what_the_whole_does(shard: str) -> None:
 
 
 def test_training_leaves_the_heads_of_one_process(rows: Path, tmp_path: Path) -> None:
-    line = (
-        TRAIN,
-        *MODEL[:2],
-        "--dataset",
-        rows,
-        "--steps",
-        3,
-        "--warmup-steps",
-        1,
-        "--hidden-dim",
-        16,
-        "--log-every",
-        1,
-    )
+    line = (TRAIN, *MODEL[:2], "--dataset", rows, "--steps=3", "--warmup-steps=1", "--hidden-dim=16", "--log-every=1")
     line = (*line, "--eval-rows", 3, "--eval-every", 2, "--policy.budget=48", "--policy.chunk_size=64")  # an odd number
     alone(*line, "--gradient-accumulation", 2, "--output", tmp_path / "one")
     done("-m", *line, "--shard", "fsdp", "--output", tmp_path / "two")
@@ -92,20 +80,20 @@ def test_an_evaluation_an_answer_and_a_context_are_those_of_one_process(shard: s
         different = {key for key in {*ours, *theirs} if ours.get(key) != theirs.get(key)}
         assert different == ({"cache_bytes", "peak_bytes", "kv_ranks"} if shard == "tp" else set())
         assert shard == "fsdp" or ours["cache_bytes"] == 2 * theirs["cache_bytes"]
+    text_options = ("--prompt-file", text, "--budget", 64, "--chunk-size", 128, "--device", "cpu")
     ask: tuple[Any, ...] = (INFER, *MODEL, "--question", "What is the pass key?", "--max-new-tokens", 12)
-    ask = (*ask, "--device", "cpu")
-    read = (*ask, "--prompt-file", text, "--budget", 64, "--chunk-size", 128)
-    saved = [tmp_path / "one.ctx", tmp_path / "two.ctx"] if shard == "tp" else [None, None]
-    more = [("--save-context", path) if path else () for path in saved]
-    assert alone(*read, *more[0]) == done("-m", *read, *more[1], "--shard", shard)
+    assert alone(*ask, *text_options) == done("-m", *ask, *text_options, "--shard", shard)
     if shard == "tp":
+        saved = [tmp_path / "one.ctx", tmp_path / "two.ctx"]
+        read = (CONTEXT, "read", *MODEL, *text_options, "--output")
+        alone(*read, saved[0])
+        done("-m", *read, saved[1], "--shard", shard)
         asked = [alone(*ask, "--context", path) for path in saved]
         assert asked[0] == asked[1] == done("-m", *ask, "--context", saved[0], "--shard", shard)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_that_dies_ends_the_other_with_one_sentence(victim: int, rows: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
+def test_a_process_that_dies_ends_the_other_with_one_sentence(rows: Path, tmp_path: Path) -> None:
+    out, victim = tmp_path / "out", 1
     line = ("-m", TRAIN, *MODEL[:2], "--dataset", rows, "--output", out, "--steps", 10000, "--hidden-dim", 16)
     running = start(*line, "--warmup-steps", 1, "--log-every", 1, "--shard", "fsdp")
     try:
@@ -116,9 +104,7 @@ def test_a_process_that_dies_ends_the_other_with_one_sentence(victim: int, rows:
         assert log.stat().st_size
         children = [one for one in psutil.Process(running.pid).children() if TRAIN in one.cmdline()]
         os.kill({one.environ()["RANK"]: one for one in children}[str(victim)].pid, signal.SIGKILL)
-        killed = time.monotonic()
         code, _, err = finish(running, 60)
-        assert time.monotonic() - killed < 60
         assert code != 0
         said = f"locret-train: process {victim} of 2 has ended early; --resume goes on from the last checkpoint"
         # Where torchrun sees the death before the other process waits for the dead one, it ends that one, which leaves
@@ -130,7 +116,7 @@ def test_a_process_that_dies_ends_the_other_with_one_sentence(victim: int, rows:
         running.terminate()
 
 
-def test_what_cannot_be_is_one_sentence(rows: Path, tmp_path: Path, text: Path) -> None:
+def test_processes_with_different_options_are_one_sentence(rows: Path, tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
         "import os, sys\nfrom locret.cli.command import run\nfrom locret.train.command import command\n"
@@ -141,9 +127,3 @@ def test_what_cannot_be_is_one_sentence(rows: Path, tmp_path: Path, text: Path) 
     assert code != 0
     assert err.count("--alpha is 0.0 in process 0 and 0.1 in process 1; start all processes with the same options") == 1
     assert not (tmp_path / "out").exists()
-    ask = ("-m", INFER, *MODEL, "--prompt-file", text, "--question", "?", "--budget", 128)
-    code, out, err = finish(start(*ask, "--head-budgets", "adaptive", "--shard", "tp"))
-    assert (code != 0, out) == (True, "")
-    said = [line for line in err.splitlines() if line.startswith("locret-infer: ")]
-    assert said
-    assert all("head" in line and "adaptive" in line for line in said)

@@ -21,32 +21,16 @@ REFUSED = {
 """All that cannot be shared; the rest of every registry keeps the units of one process."""
 
 
-def launch(folder: Path, processes: int, *checks: str) -> dict[str, list[Any]]:
-    """Run checks in so many processes, and return what each of them found, by check."""
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Run the checks in two processes, and return what each of them found, by check."""
+    folder = tmp_path_factory.mktemp("tensor_parallel")
     # Nothing here is equal to the last bit, and products that would be (MKL_CBWR=COMPATIBLE) are rounded more.
-    running = start(WORKER, folder, *checks, processes=processes, PYTHONPATH=MODULES, MKL_CBWR="")
+    running = start(WORKER, folder, PYTHONPATH=MODULES, MKL_CBWR="")
     code, _, err = finish(running, 280)
     assert code == 0, err[-3000:]
-    found: dict[str, list[Any]] = json.loads((folder / f"{processes}.json").read_text())
+    found: dict[str, list[Any]] = json.loads((folder / "found.json").read_text())
     return found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tensor_parallel")
-
-
-@pytest.fixture(scope="module")
-def two(folder: Path) -> dict[str, list[Any]]:
-    checks = ("walk", "backbones", "files", "refusals")
-    return launch(folder, 2, *checks)
-
-
-def of(found: dict[str, list[Any]], check: str) -> list[Any]:
-    """Return what every process found; what a check could not end with is shown."""
-    for own in found[check]:
-        assert "error" not in own, own["error"]
-    return found[check]
 
 
 def check_same(name: str, same: dict[str, Any]) -> None:
@@ -58,7 +42,7 @@ def check_same(name: str, same: dict[str, Any]) -> None:
 
 
 def test_methods_keep_the_units_of_one_process_or_are_refused(two: dict[str, list[Any]]) -> None:
-    for own in of(two, "walk"):
+    for own in two["walk"]:
         assert {name for name, same in own.items() if "refused" in same} == {*REFUSED}
         for name, same in own.items():
             if name in REFUSED:
@@ -71,32 +55,13 @@ def test_methods_keep_the_units_of_one_process_or_are_refused(two: dict[str, lis
 
 
 def test_families_agree(two: dict[str, list[Any]]) -> None:
-    for own in of(two, "backbones"):
+    for own in two["backbones"]:
         whole = {name for name, same in own.items() if not same["split"]}
         assert whole == {"phi3"}, "its plan brings q, k and v together again"
         for name, same in own.items():
             check_same(name, same)
-            own_bytes, all_bytes = same["bytes"][0] * (1 if name in whole else 2), same["bytes"][2]
-            assert own_bytes == all_bytes or (own_bytes > all_bytes and name == "qwen3-next"), "states are not shared"
+            assert same["bytes"][0] * (1 if name in whole else 2) == same["bytes"][2]
 
 
-def test_files_do_not_depend_on_the_number_of_processes(two: dict[str, list[Any]]) -> None:
-    for own in of(two, "files"):
-        for name, same in own.items():
-            assert same["names"], name
-            assert same["headers"], name
-            assert same["positions"] == 0, name
-            assert same["units"] < CLOSE, name
-            assert len(same["answers"]) == 4
-            assert all(answer == same["answers"][0] for answer in same["answers"]), name
-
-
-def test_every_process_hears_of_a_refusal(two: dict[str, list[Any]]) -> None:
-    for own in of(two, "refusals"):
-        assert own["broken heads"].startswith("ValueError: scorer retaining_heads returned scores that are NaN")
-        assert "scorer strange does not say that it can rate the KV heads" in own["unknown scorer"]
-        assert "cannot write" in own["no folder"]
-        for name in ("one KV head", "one KV head, loaded"):
-            assert "2 processes cannot share the KV heads of llama equally" in own[name]
-            assert own[name].endswith("it has 1; use --shard fsdp")
-        assert own["no plan"].endswith("of gpt2 (base_model_tp_plan); use --shard fsdp")
+def test_every_process_hears_of_what_one_alone_finds(two: dict[str, list[Any]]) -> None:
+    assert all(said.startswith("scorer retaining_heads returned scores that are NaN") for said in two["broken"])

@@ -53,27 +53,3 @@ def test_a_task_of_the_harness_runs_through_the_bounded_cache(tmp_path: Path, mo
         assert any(isinstance(value, float) for value in found["results"][own].values())
         # What stays of a prompt, its last tokens and the answer.
         assert (model.peak_units <= 64 + 8 + 4) == (budget == 64)
-
-
-def test_its_ruler_finds_a_needle_among_noise_in_64_units() -> None:
-    pytest.importorskip("wonderwords", reason="its RULER needs wonderwords (pip install 'lm_eval[ruler]')")
-    pytest.importorskip("nltk", reason="its RULER needs nltk (pip install 'lm_eval[ruler]')")
-    from lm_eval.tasks import TaskManager
-
-    from locret.infer.evaluation.harness_model import LocretLM
-
-    heads = str(CHECKPOINT.parent / "tiny-heads")
-    model = LocretLM(
-        pretrained=str(CHECKPOINT), device="cpu", heads=heads, budget=64, stabilizers=8, chunk_size=128, local_len=16
-    )
-    found = lm_eval.simple_evaluate(
-        model=model,
-        tasks=["niah_single_1"],
-        task_manager=TaskManager(metadata={"max_seq_lengths": [512], "pretrained": str(CHECKPOINT)}),
-        gen_kwargs="max_gen_toks=24",
-        apply_chat_template=True,
-        limit=3,
-        bootstrap_iters=0,
-    )
-    assert found["results"]["niah_single_1"]["512,none"] == 1.0
-    assert model.peak_units <= 64 + 16 + 24

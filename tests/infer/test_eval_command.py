@@ -9,15 +9,13 @@ from typing import Any
 
 import pytest
 import yaml
-from eval_runs import TIMES, cells, finish, records, results, start
+from eval_runs import TIMES, cells, records, results
 from published_cases import published
 
 from locret import RetentionPolicy
 from locret.base.files import locked
 from locret.data import tasks
-from locret.distributed.ranks import Ranks
 from locret.infer.evaluation import figures, output_folder
-from locret.infer.evaluation.plan import Case, texts_of
 from locret.infer.evaluation.records import PART, SampleLog, key
 
 SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--threads", 1, "--figures", "none")
@@ -207,22 +205,6 @@ def test_pictures_show_curves_and_where_needles_were_found(evaluate: Any, tmp_pa
     assert (lengths, scores[1], scores[9], scores[5]) == ([400], [100.0], [50.0], [None])
 
 
-# --- several processes ---
-
-
-@pytest.mark.slow
-def test_two_processes_write_what_one_writes(backbone: Path, heads: Path, tmp_path: Path) -> None:
-    line = ("--model", backbone, "--heads", heads, "--methods", "full,locret", *TWO, "--samples", 3)
-    for number in (1, 2):
-        code, table, err = finish(start(number, *line, "--output", tmp_path / str(number)))
-        assert code == 0, err
-        assert table.count("| method |") == 1
-    assert records(tmp_path / "1") == records(tmp_path / "2")
-    assert cells(tmp_path / "1") == cells(tmp_path / "2")
-    code, _, err = finish(start(2, *line, "--output", tmp_path / "1"))
-    assert err.count("holds this evaluation already; --resume goes on, --overwrite starts again") == 1
-
-
 def record(index: int) -> dict[str, Any]:
     return {
         **{"task": "passkey", "version": 1, "tokens": 300, "index": index, "score": 1.0, "method": "random"},
@@ -232,10 +214,7 @@ def record(index: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_merging_keeps_one_of_each_and_the_order_of_one_process(
-    interrupted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_merging_keeps_one_of_each_and_the_order_of_one_process(tmp_path: Path) -> None:
     order = {key(record(index)): index for index in range(5)}
     for rank, indices in ((0, (3, 0)), (1, (4, 1)), (2, (1, 2, 0))):
         log = SampleLog(tmp_path, rank)
@@ -243,31 +222,12 @@ def test_merging_keeps_one_of_each_and_the_order_of_one_process(
             log.append(record(index))
     with (tmp_path / PART.format(2)).open("a") as file:
         file.write('{"task": "pass')  # cut off when its process was killed
-    if interrupted:
-
-        def stop(self: Path, missing_ok: bool = False) -> None:
-            raise KeyboardInterrupt
-
-        main = SampleLog(tmp_path)
-        main.load()
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "unlink", stop)
-            with pytest.raises(KeyboardInterrupt):
-                main.merge(order)
     main = SampleLog(tmp_path)
     main.load()
     main.merge(order)
     assert [one["index"] for one in records(tmp_path)] == [0, 1, 2, 3, 4]
     assert [{k: v for k, v in one.items() if k not in TIMES} for one in main.records] == records(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["samples.jsonl"]
-
-
-def test_shares_of_processes_are_whole_texts_all_of_them_and_disjoint() -> None:
-    task = tasks.get("passkey")
-    places = texts_of([Case(None, task, n, n, 300, 0, question=q) for n in range(5) for q in range(2)])  # type: ignore[arg-type]
-    shares = [Ranks(rank, 3).under("fsdp").share(places) for rank in range(3)]
-    assert sorted(len(share) for share in shares) == [1, 2, 2]
-    assert sorted(text[0].number for share in shares for text in share) == [0, 1, 2, 3, 4]
 
 
 def test_rows_of_a_file_are_asked_as_the_protocol_says_and_never_mixed(evaluate: Any, tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,6 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
 from locret.data import tasks
 from locret.data.tasks import Sample
 from locret.data.tasks.prompts import build_prompt
-from locret.data.tasks.published import infinitebench
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Wanted
 from locret.infer.evaluation import answering, methods, runner
@@ -194,31 +191,3 @@ def test_protocols_are_on_record_and_in_the_table_and_an_interrupted_run_goes_on
     assert 0 < len(records(tmp_path / "out")) < len(found)
     assert evaluate(*line, "--output", tmp_path / "out", "--resume")[0] == 0
     assert records(tmp_path / "out") == found
-
-
-def test_no_task_of_infinitebench_that_may_be_asked_later_says_its_question_first() -> None:
-    said = set()
-    for task in infinitebench.TASKS:
-        heads = set()
-        for called, sought in (("func_1(2)", "largest"), ("func_2(2)", "smallest")):
-            row = {"context": "1 2 3", "input": f"What is {called}? The {sought} number of it.", "options": [*"abcd"]}
-            asks = "a" if task.form in ("longbook_choice_eng", "code_debug") else "7"
-            (sample,) = task.read(Row(0, "row", {**row, "answer": [asks]}))
-            heads.add(sample.content[: sample.span[0]])
-        assert task.asks_first == (len(heads) > 1), task.name
-        said |= {task.form} if task.asks_first else set()
-    assert said == {"math_find", "code_run"}
-
-
-def test_a_template_that_rewrites_questions_is_refused_before_the_oracle_reads(
-    backbone: Path, tmp_path: Path, evaluate: Callable[..., Any]
-) -> None:
-    other = shutil.copytree(backbone, tmp_path / "other")
-    template = other / "chat_template.jinja"
-    text = template.read_text()
-    assert "message['content']" in text
-    template.write_text(text.replace("message['content']", "message['content'].replace('?', '.')"))
-    line = ("--methods", "oracle", "--protocol", "agnostic", "--tasks", "passkey", "--lengths", 400, "--samples", 1)
-    code, _, err = evaluate(*line, *SMALL, "--output", tmp_path / "out", model=other)
-    assert code == 2
-    assert "the question of niah/passkey 0 is not found in its prompt" in err

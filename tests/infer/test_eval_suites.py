@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from published_cases import published
 
 from locret.data import tasks
 from locret.data.tasks import Sample
-from locret.data.tasks.published import suites
 from locret.data.tasks.task import MadeSamples
-from locret.infer.evaluation import report, suite_report
+from locret.infer.evaluation import report
 
 pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
 QUICK = ("--max-new-tokens", 4, "--budget", 64, "--chunk-size", 128, "--stabilizers", 16, "--local-len", 8)
@@ -72,30 +70,6 @@ def test_generated_benchmarks_have_a_row_per_length_and_leave_out_what_cannot_be
     assert "Left out: niah/needle cannot be made at 150 tokens" in table
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "folders", "missing"),
-    [
-        ("infinitebench", ("infinitebench_generated", "derived"), 0),
-        ("leval-locret", ("leval", "derived/leval"), 0),
-        ("longbench", ("longbench",), 13),
-        ("twostage", ("twostage",), 0),
-    ],
-)
-def test_suites_run_over_extracts_of_the_published_data(
-    name: str, folders: tuple[str, ...], missing: int, evaluate: Any, shared: Path, tmp_path: Path
-) -> None:
-    pytest.importorskip("jieba", reason="Chinese F1 needs locret[eval]")
-    data = ",".join(str(shared / "data" / folder) for folder in folders)
-    line = ("--suite", name, "--methods", "streaming", "--data-dir", data, "--samples", 1, "--output", tmp_path / "out")
-    code, _, err = evaluate(*line, "--max-prompt", 384)
-    assert code == 0, err
-    found = results(tmp_path / "out")["suite"]
-    assert len(found["missing"]) == missing
-    scores = {task for task, score in found["rows"][0]["scores"].items() if score is not None and 0 <= score <= 100}
-    assert scores == set(suites.get(name).tasks) - set(found["missing"])
-
-
 USUAL = {
     **{"tokens": 100, "method": "full", "budget": None, "chunk_size": None, "stabilizers": None, "item": "0"},
     **dict.fromkeys(("prompt_tokens", "prefill_seconds", "generated_tokens", "decode_seconds"), 1),
@@ -138,23 +112,3 @@ def test_rouge_of_a_task_is_the_geometric_mean_of_three_means() -> None:
     assert own["score"] == pytest.approx(100 * ((5 / 8) * (1 / 3) * (5 / 8)) ** (1 / 3), abs=1e-3)
     assert own["task"] == "leval/meeting_summ (2 of 156)"
     assert own["standard_error"] is None
-
-
-def test_the_error_of_an_average_of_groups_weighs_its_tasks() -> None:
-    suite = suites.Suite(name="s", title="", tasks=("f/x", "f/y", "f/z"), groups=(("f/x", "f/y"), ("f/z",)))
-    cells = [
-        {**USUAL, "set": f"f/{n}", "task": f"f/{n}", "score": 50.0, "standard_error": 4.0, "host_bytes": 1024}
-        for n in "xyz"
-    ]
-    settings = {
-        "model": "m",
-        "dtype": "float32",
-        "tasks": {one: {"limit_from": "none", "data": [], "shortened": False} for one in suite.tasks},
-    }
-    found = suite_report.results(suite, cells, {}, settings, published=False)
-    (row,) = found["rows"]
-    assert row["average_standard_error"] == pytest.approx(math.sqrt(1 + 1 + 4), abs=1e-3)
-    assert not row["partial"]
-    assert "| full | all | 50.00 ± 4.00 | 50.00 ± 4.00 | 50.00 ± 4.00 | 50.00 ± 2.45 | 1 B | 1 KiB |" in (
-        suite_report.table(found)
-    )

@@ -17,7 +17,6 @@ from locret.data import tasks
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.task import Wanted
 from locret.infer.evaluation import harness
-from locret.infer.evaluation.eval_options import BudgetOptions
 
 POLICY = {"budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8}
 AMPLE = {"budget": 1000, "chunk_size": 64, "stabilizers": 0, "local_len": 8}
@@ -105,12 +104,7 @@ def test_tasks_ask_and_score_as_locret_eval_does(backbone: Path, tmp_path: Path,
     ("metadata", "message"),
     [
         ({"lengths": ["long"]}, "--lengths .*long.* is not possible"),
-        ({"samples": 0}, "--samples 0 is not possible"),
         ({"task_options": {"multykey": {"keys": 12}}}, 'task "multykey" is unknown; did you mean multikey'),
-        (
-            {"task_options": {"niah/passkey": {"chit": 1}}},
-            'task niah/passkey: it has no option "chit"; did you mean chat',
-        ),
         ({"pretrained": None}, "nothing says which tokenizer measures the prompts"),
     ],
 )
@@ -151,36 +145,6 @@ def test_scores_with_ample_budget_are_the_plain_models(backbone: Path) -> None:
 
 
 @NEEDED
-def test_text_scores_with_ample_budget_are_the_plain_models(backbone: Path) -> None:
-    lm, text = locret_lm(backbone, **AMPLE), "We go from Oslo to Rome again . " * 30
-    ids = [lm.prefix_token_id, *lm.tok_encode(text, add_special_tokens=False)]
-    assert len(ids) > 2 * AMPLE["chunk_size"]
-    with torch.no_grad():
-        logs = plain(backbone)(torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-    expected = logs.gather(1, torch.tensor(ids[1:])[:, None]).sum().item()
-    (value,) = lm.loglikelihood_rolling([asked("loglikelihood_rolling", text)], True)
-    assert value == pytest.approx(expected, abs=1e-2)
-
-
-@NEEDED
-def test_text_scores_follow_growing_memory_shrinking_chunks_and_the_budget(backbone: Path, heads: Path) -> None:
-    text = "We go from Oslo to Rome again . The pass key is 48213 . " * 30
-    policies = [
-        POLICY,
-        {**POLICY, "memory": "linear"},
-        {**POLICY, "memory": "square"},
-        {**POLICY, "memory": "linear", "decremental": True, "min_chunk": 8},
-        {**POLICY, "layer_budgets": "pyramid"},
-        {**POLICY, "budget": 128},
-    ]
-    found = []
-    for policy in policies:
-        lm = locret_lm(backbone, heads=str(heads), **policy)
-        found += lm.loglikelihood_rolling([asked("loglikelihood_rolling", text)], True)
-    assert len({round(value, 3) for value in found}) == len(policies)
-
-
-@NEEDED
 @pytest.mark.parametrize("length", [20, 200])
 def test_cache_is_bounded_whatever_is_asked(backbone: Path, heads: Path, length: int) -> None:
     lm, text = locret_lm(backbone, heads=str(heads), **POLICY), "We go from Oslo to Rome again . " * length
@@ -188,13 +152,6 @@ def test_cache_is_bounded_whatever_is_asked(backbone: Path, heads: Path, length:
     lm.loglikelihood([asked("loglikelihood", text, " It is so ."), asked("loglikelihood", text, " No .")], True)
     lm.loglikelihood_rolling([asked("loglikelihood_rolling", text)], True)
     assert POLICY["budget"] <= lm.peak_units <= POLICY["budget"] + POLICY["local_len"] + 4
-
-
-@NEEDED
-@pytest.mark.parametrize("own", [{}, {"budget": 16}, {"budget": 256}, {"budget": 40, "stabilizers": 30}])
-def test_settings_become_the_policy_of_locret_eval(backbone: Path, heads: Path, own: dict[str, int]) -> None:
-    lm = locret_lm(backbone, heads=str(heads), **own)
-    assert [lm.policy] == [one.policy(1) for one in BudgetOptions(**own).allotments(own, lm.scorer.config.policy)]
 
 
 @NEEDED

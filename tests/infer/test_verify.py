@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,6 @@ def test_no_family_raises_a_false_alarm(number: int, family: str) -> None:
     "changes",
     [
         {"head_budgets": "adaptive"},
-        {"head_budgets": "shares", "head_shares": (0.05, 0.05, 0.1, 0.1, 0.3, 0.4)},
-        {"layer_budgets": "pyramid"},
-        {"memory": "adaptive"},
         {"when": "prompt_end"},
         {"positions": "original"},
         {"key_bits": 8, "value_bits": 4},
@@ -70,20 +66,6 @@ def test_the_embedded_pair_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(shown) == ["ok", "rows", *facts]
 
 
-def test_a_mode_that_a_backbone_cannot_have_is_a_row_and_no_failure() -> None:
-    """Hunyuan changes keys after their rotation, so they cannot be turned to their ranks."""
-    model = random_model(tiny_config("hunyuan_v1_dense"))
-    policy = RetentionPolicy(budget=24, chunk_size=12, stabilizers=6, local_len=4)
-    original = replace(policy, positions="original")
-    report = verify(model, "snapkv", original, tokens=88, only=("full-budget", "eviction"))
-    assert report.ok, report.table()
-    refused = [row for row in report.rows if row.status == "refused"]
-    assert [row.check for row in refused] == ["full-budget", "eviction"]
-    assert all("cannot be repeated at another rank" in row.why for row in refused)
-    with pytest.raises(ValueError, match="use positions=.original"):
-        verify(model, "snapkv", policy, tokens=88)
-
-
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -92,7 +74,6 @@ def test_a_mode_that_a_backbone_cannot_have_is_a_row_and_no_failure() -> None:
         (["--output", "record"], 'locret-verify "--output" was retired'),
         (["--only", "bytess"], "--only bytess: there is no such check; did you mean bytes"),
         (["--budget", "1000", "--tokens", "512"], "--tokens 512 is too short to evict anything with --budget 1000"),
-        (["--text-file", "setup.cfg", "--tokens", "100000"], "positions|longer one"),
     ],
     ids=str,
 )
@@ -108,9 +89,3 @@ def test_checks_are_listed_and_planned(capsys: pytest.CaptureFixture[str]) -> No
     plan = json.loads(capsys.readouterr().out)
     assert (plan["checks"], plan["tokens"], plan["policy"]["budget"]) == (["bytes"], 1024, 256)
     assert plan["planned_cache_bytes"] == 2224128
-
-
-def test_a_text_file_gives_the_tokens(capsys: pytest.CaptureFixture[str]) -> None:
-    line = ["--text-file", "recipes/infer/pass_key.txt", "--quick", "--only", "bytes", "--quiet"]
-    assert command.command([*TINY, *line]) == 0
-    assert "| bytes |" in capsys.readouterr().out

@@ -5,7 +5,6 @@ The environments see the dependencies of the running one and hold a locret of th
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
@@ -38,7 +37,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], Path]:
     """Return a function that builds the wheel of a source tree."""
-    _need("pip", "setuptools")
+    pytest.importorskip("setuptools", reason="nothing can be built")
 
     def build_wheel(source: Path) -> Path:
         folder = tmp_path_factory.mktemp("dist")
@@ -64,7 +63,6 @@ def pythons(clone: Path, wheel: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def _environment(folder: Path, source: list[str | Path]) -> Path:
-    _need("venv")
     venv.EnvBuilder(with_pip=False, symlinks=os.name != "nt").create(folder)
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     (site,) = [path for path in folder.rglob("site-packages") if path.parent.parent in (folder, folder / "lib")]
@@ -73,12 +71,6 @@ def _environment(folder: Path, source: list[str | Path]) -> Path:
     if source:
         _run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", *OFFLINE, *source)
     return python
-
-
-def _need(*modules: str) -> None:
-    for name in modules:
-        if importlib.util.find_spec(name) is None:
-            pytest.skip(f"this Python has no {name}, so nothing can be built or installed")
 
 
 def _run(*words: str | Path) -> None:

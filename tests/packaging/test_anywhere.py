@@ -53,11 +53,6 @@ class Anywhere:
         return done.stdout
 
 
-@pytest.fixture(params=[(install, place) for install in INSTALLS for place in PLACES], ids="-".join)
-def combination(request: pytest.FixtureRequest) -> tuple[str, str]:
-    return request.param  # type: ignore[no-any-return]
-
-
 @pytest.fixture
 def anywhere(combination: tuple[str, str], pythons: dict[str, Path], clone: Path, tmp_path: Path) -> Anywhere:
     install, place = combination
@@ -65,6 +60,10 @@ def anywhere(combination: tuple[str, str], pythons: dict[str, Path], clone: Path
     return Anywhere(pythons[install], folder, clone if install == "checkout" and place != "inside" else None)
 
 
+COMBINATIONS = [(install, place) for install in INSTALLS for place in PLACES]
+
+
+@pytest.mark.parametrize("combination", COMBINATIONS, ids="-".join)
 def test_every_install_works_in_every_folder(
     anywhere: Anywhere, combination: tuple[str, str], clone: Path, tmp_path: Path
 ) -> None:
@@ -88,24 +87,8 @@ def _readme_example(readme: Path, folder: Path) -> str:
     return str(block.replace('"limits.ctx"', repr(str(folder / "limits.ctx"))))
 
 
-PLUGIN = """
-from dataclasses import dataclass
-from typing import ClassVar
-
-from locret.scorers import Scorer
-
-
-@dataclass(frozen=True, kw_only=True)
-class Longest(Scorer):
-    name: ClassVar[str] = "longest"
-
-    def score(self, chunk):
-        return chunk.value[:, :, -chunk.new_tokens :].float().norm(dim=-1)
-"""
-
-
 @pytest.mark.parametrize("combination", [("wheel", "elsewhere")], ids="-".join)
-def test_a_wheel_alone_reads_saves_talks_and_compares_a_scorer_of_ones_own(anywhere: Anywhere, tmp_path: Path) -> None:
+def test_a_wheel_alone_reads_saves_and_talks(anywhere: Anywhere) -> None:
     code = """
 from locret import LongContextModel
 lm = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads")
@@ -117,8 +100,3 @@ print(lm.load("book.ctx").ask("What is the pass key?"))
     question = "What is the pass key?\n"
     talked = anywhere.run("locret-chat", *pair, "--prompt-file", "recipes/infer/pass_key.txt", typed=3 * question)
     assert talked.count("The pass key is 43600.") == 3
-    (tmp_path / "mine.py").write_text(PLUGIN)
-    small = ["--tasks", "passkey", "--lengths", 512, "--budget", 64, "--samples", 1, "--figures", "none", "--quiet"]
-    anywhere.run("locret-eval", *pair, "--methods", "full,mine.py:Longest,locret", *small, "--output", "out")
-    table = (tmp_path / "out" / "results.md").read_text()
-    assert all(f"| {method} |" in table for method in ("full", "mine.py:Longest", "locret"))

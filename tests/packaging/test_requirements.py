@@ -43,17 +43,10 @@ def imported(folder: Path) -> dict[str, str]:
     return found
 
 
-def test_what_the_server_imports_comes_with_its_extra() -> None:
-    installed = required(None) | required("serve")
-    assert {name: path for name, path in imported(ROOT / "infer" / "serve").items() if name not in installed} == {}
-
-
-def test_what_the_package_imports_is_a_requirement_or_an_extra() -> None:
+def test_what_is_imported_comes_with_the_package_or_an_extra_and_the_server_with_its_own() -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    installed = required(None).union(*(required(extra) for extra in setup["options.extras_require"]))
-    found = {
-        name: path for room in ("locret", "train", "infer", "data") for name, path in imported(ROOT / room).items()
-    }
-    assert {name: path for name, path in found.items() if name not in installed | COMPARED} == {}
-    assert {"torch", "safetensors", "fastapi"} <= set(found)
+    every = required(None).union(*(required(extra) for extra in setup["options.extras_require"])) | COMPARED
+    rooms = [*((ROOT / room, every) for room in ("locret", "train", "infer", "data"))]
+    for folder, installed in (*rooms, (ROOT / "infer/serve", required(None) | required("serve"))):
+        assert {name: path for name, path in imported(folder).items() if name not in installed} == {}

@@ -5,15 +5,12 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from allocations import peak_bytes
 from running import until
 
 from locret import LongContextModel, RetentionPolicy
-from locret.engines.prefix import Prefix
 from locret.engines.transformers import Written
 from locret.infer.serve.library import Library
 from locret.infer.serve.memory import Room
@@ -93,31 +90,6 @@ def test_a_chunk_gives_way_until_every_answer_has_begun_and_one_went_on() -> Non
     assert not thread.is_alive()
 
 
-def test_readers_know_of_answers_and_of_each_of_their_tokens() -> None:
-    turns, told, written = Turns(), list[Any](), list[Written]()
-
-    def submit(on_token: Any) -> Callable[[], None]:
-        told.append(on_token)
-        return lambda: told.append("cancelled")
-
-    def refuse(on_token: Any) -> Callable[[], None]:
-        raise ValueError("no")
-
-    cancel = turns.giving_way(submit, written.append)
-    assert list(turns._answers.values()) == [False]
-    told[-1](Written(5))
-    assert list(turns._answers.values()) == [True]
-    told[-1](Written(6, "length"))
-    assert not turns._answers
-    assert [one.token for one in written] == [5, 6]
-    cancel()
-    turns.giving_way(submit, written.append)()
-    told[-2](Written(7))  # a token that was under way when it was cancelled
-    with pytest.raises(ValueError, match="no"):
-        turns.giving_way(refuse, written.append)
-    assert (told[1], turns._answers) == ("cancelled", {})
-
-
 # -- bytes that jobs share --------------------------------------------------------------------------------------------
 
 
@@ -154,9 +126,7 @@ def test_the_parts_of_a_plan_are_all_of_it(serving: LongContextModel) -> None:
 
 
 def test_memory_that_is_too_small_is_refused_with_what_is_needed(serving: LongContextModel) -> None:
-    with pytest.raises(
-        ValueError, match=r"--kv-memory 1MiB is too small: 2 readers of .* give as much, or lower"
-    ) as caught:
+    with pytest.raises(ValueError, match=r"--kv-memory 1MiB is too small: 2 readers of .* give as much") as caught:
         MemoryPlan.of(serving, "1MiB")
     needed = int(str(caught.value).split(" take ")[1].split(" bytes")[0].replace(",", ""))
     assert MemoryPlan.of(serving, needed).kv_memory == needed
@@ -183,25 +153,6 @@ def test_what_cannot_be_served_is_refused_before_anything_is_read(
     lm = LongContextModel(serving.model, serving.tokenizer, serving.scorer, policy)
     with pytest.raises(ValueError, match=message):
         MemoryPlan.of(lm, "1GiB")
-
-
-def test_moving_and_joining_contexts_take_what_was_planned(
-    serving: LongContextModel, book: str, tmp_path: Path
-) -> None:
-    from locret import compose
-    from locret.infer.serve.library import _COPIES
-
-    plan = MemoryPlan.of(serving, 24 * MIB)
-    context, path = serving.read(book + "\n", progress=False), tmp_path / "a.ctx"
-    assert peak_bytes(lambda: context.save(path)) <= plan.moving
-    size = path.stat().st_size
-    loaded = plan.units * plan.unit
-    assert peak_bytes(lambda: Prefix.from_file(path)) <= plan.moving + loaded
-    assert peak_bytes(lambda: serving.load(path)) <= plan.moving + plan.reader
-    for budget in (None, 32):
-        joined = peak_bytes(lambda budget=budget: compose([serving.load(path) for _ in range(4)], budget))
-        assert joined <= _COPIES * 4 * size + plan.working
-    assert peak_bytes(lambda: serving.load(path).shrink(16)) <= _COPIES * size
 
 
 def test_texts_side_by_side_stay_within_the_plan_and_go_on_together(library: Library, book: str) -> None:

@@ -10,9 +10,6 @@ import pytest
 from running import FILLER, never
 
 from locret import LongContextModel
-from locret.cache.cache_file import read_saved
-from locret.conversation.document import encode, leading_special_ids
-from locret.conversation.turns import Message, render
 from locret.infer.serve.index import Entry
 from locret.infer.serve.jobs import positions_of
 from locret.infer.serve.library import Library
@@ -90,32 +87,15 @@ def test_arguments_of_calls_are_objects_where_they_are_json(prompts: Prompts, ar
     assert "tool: rain" in text
 
 
-@pytest.mark.parametrize("template", ["chat", "none", "original"])
-def test_other_templates_are_those_of_the_toolkit_and_write_no_tools(
-    serving: LongContextModel, library: Library, template: str
-) -> None:
-    lm = LongContextModel(serving.model, serving.tokenizer, serving.scorer, serving.policy, template=template)
-    with pytest.raises(Refusal, match="tools have no effect"):
-        drafted(Prompts(lm, library), [user("hi")], tools=[TOOL])
-    turns = [("system", "be kind"), ("user", "hi"), ("assistant", "ho"), ("user", "hi hi")]
-    given = [{"role": role, "content": text} for role, text in turns]
-    expected = encode(lm.tokenizer, render(lm.tokenizer, [Message(*turn) for turn in turns], template))
-    special = [] if template == "chat" else leading_special_ids(lm.tokenizer)
-    assert drafted(Prompts(lm, library), given).ids == [*special, *expected]
-
-
 # -- what is protected ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("protect", "message"),
     [
-        ("sytem", "protect='sytem' names nothing to protect"),
         ("document", "finds no turn of that role here; there are system, user, assistant, tool"),
-        ("message:9", "is none of 5 messages"),
         ("tokens:9-99999", "outside of the prompt"),
         ("tool", "spans need .* most of them for message 3, tool .* but budget=64 holds 64"),
-        ("each=0.5", "raise budget, or protect less"),
     ],
 )
 def test_what_cannot_be_protected_is_refused(prompts: Prompts, protect: str, message: str) -> None:
@@ -151,15 +131,3 @@ def test_uploads_protect(library: Library, read: Read, serving: LongContextModel
             library.read("other", library.upload("other"), protect=[name])
     with pytest.raises(Refusal, match="protect comes too late for context book"):
         drafted(Prompts(serving, library), [user("What is green?")], context="book", protect=["system"])
-
-
-@pytest.mark.parametrize(("protect", "budget"), [(["document"], None), (["document=0.5"], 40), ([], 40)])
-def test_what_follows_a_protected_document_is_no_part_of_it(
-    library: Library, read: Read, serving: LongContextModel, protect: list[str], budget: int | None
-) -> None:
-    read(library, "book", "The pass key is 71432. " + FILLER * (9 if budget else 0), protect=protect)
-    prompts = Prompts(serving, library)
-    settled = prompts.settled(drafted(prompts, [user(FILLER * 9)], context="book", budget=budget), never)
-    assert settled.holder is not None
-    spans = read_saved(settled.holder.path).state.get("protected")
-    assert [end is not None for _, end, *_ in (spans[0] if spans else ())] == [True] * len(protect)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import configparser
 import contextlib
 import io
 import json
@@ -12,7 +11,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import yaml
 from running import ROOT
 
 from locret.infer.serve import command, context_routes, openai_routes, page, watching
@@ -39,24 +37,6 @@ def test_the_examples_answer(process: tuple[str, Path, object], monkeypatch: pyt
         exec(compile(block("python", "import OpenAI").replace(ADDRESS, url), "docs/server.md", "exec"), {})
     first, second = out.getvalue().strip().splitlines()
     assert first == second == "The pass key is 43600."
-
-
-def parses(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        command.command([*words, "--print_config"])
-    assert end.value.code in (0, None), capsys.readouterr().err
-
-
-def test_the_unit_and_the_compose_file_start_the_server(capsys: pytest.CaptureFixture[str]) -> None:
-    unit = configparser.ConfigParser(strict=False)
-    unit.optionxform = str  # type: ignore[assignment, method-assign]
-    unit.read_string(block("ini", "[Service]"))
-    program, *words = shlex.split(unit["Service"]["ExecStart"])
-    assert program.endswith("/locret-serve")
-    parses(words, capsys)
-    service = yaml.safe_load(block("yaml", "services:"))["services"]["locret"]
-    _, _, line = shlex.split(service["command"])
-    parses(shlex.split(line.partition("exec locret-serve")[2]), capsys)
 
 
 def test_options_and_routes_of_the_page_exist(capsys: pytest.CaptureFixture[str]) -> None:

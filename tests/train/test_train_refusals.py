@@ -14,31 +14,20 @@ from training_cases import refused, train, train_arguments, write_backbone
 from locret.base.files import locked, visible
 
 OPTIONS = [
-    (["--alpha=-1"], "alpha=-1.0 is too small; it must be 0 or more"),
-    (["--temperature=2"], "--temperature 2.0 changes nothing here; add --objective ranking"),
     (["--streaming"], 'option "--streaming" was retired; release 0.1.0'),
     (["--steps=0"], "--steps 0 is too small; it must be more than 0"),
-    (["--steps=" + "9" * 30], "is not a whole number of 64 bits"),
     (["--warmup-steps=6"], "--warmup-steps 6 is not below --steps 6, so the learning rate would never reach"),
     (["--betas=0.9,1.5"], "--betas 0.9,1.5: a decay rate is outside 0 to 1; use such as 0.9,0.95"),
     (["--hidden-dim=100000000000"], "--hidden-dim makes heads of"),
     (["--eval-every=2"], "--eval-every 2 evaluates on held-out rows, and there are none; give --eval-rows 8"),
     (["--eval-rows=6"], "--eval-rows 6 leaves nothing to train on"),
-    (["--eval-rows=0", "--eval-every=5"], "--eval-every 5 changes nothing with --eval-rows 0"),
     (["--label-kind=softmax"], 'label kind "softmax" is unknown; did you mean logit or log_attention or kvzip_plus?'),
-    (["--learning-rat=1"], "--learning-rat is unknown"),
-    (["--dataset="], "--dataset is missing; give LongAlpaca or another set"),
     (["--model=no/such/model"], "--model no/such/model: there is no such folder; give"),
     (["--max-tokens=10"], "no row can be trained on (6 longer than --max-tokens 10); choose another data set"),
-    (["--min-tokens=10", "--max-tokens=9"], "--min-tokens 10 is above --max-tokens 9; no row fits"),
-    (["--answers=each", "--label-source=reconstruction"], "--answers each changes nothing with --label-source"),
     (["--answers=each"], "are in the LongAlpaca schema, with one answer each; write document and questions"),
-    (["--adapter=no/such/adapter"], "--adapter no/such/adapter cannot be put on --model"),
     (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
     (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint or a run"),
-    (["--resume", "--overwrite"], "--resume and --overwrite contradict each other; drop one of them"),
     (["--report-to=tensorbord"], "--report-to tensorbord is unknown; choose tensorboard"),
-    (["--push-to-hub=org/heads"], 'option "--push-to-hub" was retired; release 0.1.0'),
 ]
 
 
@@ -51,55 +40,16 @@ def test_a_bad_option_is_one_sentence_and_leaves_nothing(
     assert not (tmp_path / "run").exists()
 
 
-SETTINGS = [
-    ({"ACCELERATE_USE_DEEPSPEED": "true"}, "launch without it, and add --shard zero3 to spread"),
-    ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, "says that several processes were asked for, but"),
-]
-
-
-@pytest.mark.parametrize(("given", "expected"), SETTINGS, ids=[" ".join(given) for given, _ in SETTINGS])
-def test_a_setting_of_the_launcher_that_does_something_else_here_is_refused(
-    paths: tuple[Path, Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    given: dict[str, str],
-    expected: str,
-) -> None:
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    code, message = refused(capsys, train_arguments(paths, tmp_path / "run"))
-    assert (code, expected in message) == (2, True), message
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("lr: .nan", "lr: nan in"),
-        ("alpha: -.inf", "alpha: -inf in"),
-        ("learning_rat: 1.0e-3", "learning_rat in"),
-    ],
-)
-def test_a_recipe_with_a_bad_line_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, expected: str
-) -> None:
-    (tmp_path / "recipe.yaml").write_text(f"model: a\ndataset: b\noutput: {tmp_path / 'run'}\n{line}\n")
-    code, message = refused(capsys, [f"--config={tmp_path / 'recipe.yaml'}"])
-    assert (code, expected in message) == (2, True), message
-
-
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "mamba"}, "no layer of mamba has softmax attention"),
         ({"model_type": "gpt2"}, "adds its positions to the hidden states"),
-        ({"model_type": "never-heard-of"}, "never-heard-of"),
         (None, "cannot be loaded"),
         ({"hidden_size": 2**17, "intermediate_size": 2**19, "num_hidden_layers": 400}, "choose a smaller backbone or"),
     ],
-    ids=["t5", "mamba", "gpt2", "unknown", "no weights", "too large"],
+    ids=["t5", "mamba", "gpt2", "no weights", "too large"],
 )
 def test_a_backbone_that_cannot_be_trained_on_is_refused_from_its_config(
     paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Any, expected: str

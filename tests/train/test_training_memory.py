@@ -72,10 +72,9 @@ def test_layers_add_nothing_but_gradients() -> None:
     [
         ({}, 64, 200, 0, torch.float32),
         ({}, 256, 200, 0, torch.bfloat16),
-        ({"num_key_value_heads": 8}, 64, 200, 0, torch.float32),
         (NARROW, 1024, 8, 3, torch.float32),
     ],
-    ids=["cpu-512", "wide heads, bfloat16", "no groups", "neighbours"],
+    ids=["cpu-512", "wide heads, bfloat16", "neighbours"],
 )
 def test_the_plan_is_what_a_row_takes(changes: Any, hidden_dim: int, answer: int, neighbours: int, dtype: Any) -> None:
     step = row(changes, hidden_dim, "log_attention", answer, neighbours=neighbours, dtype=dtype)
