@@ -91,15 +91,6 @@ def test_every_answer_labels_what_stands_before_it(kind: str, include_last: bool
     torch.testing.assert_close(cut, expected[0, :, :10], atol=1e-5, rtol=0)
 
 
-def test_labels_of_a_bfloat16_backbone_are_computed_in_float32() -> None:
-    model = backbone().to(torch.bfloat16)
-    chunk = chunks_of(model, token_ids(40))[0]
-    expected = reference.labels(chunk.query[0].float(), chunk.key[0].float(), 30, 30, chunk.scaling, "logit")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual = layer_labels(chunk, 30, "logit", False)
-    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
-
-
 def test_a_label_kind_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match='label kind "attention" is unknown; did you mean log_attention'):
         answer_labels(backbone(), token_ids(4), token_ids(2), kind="attention")

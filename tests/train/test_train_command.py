@@ -21,7 +21,7 @@ from locret.labels.labels import answer_labels
 from locret.loading import load_config, load_model
 from locret.loading.options import BackboneSource
 from locret.train.command import command
-from locret.train.training_options import OptimizerOptions, default_output, parse
+from locret.train.training_options import OptimizerOptions, parse
 from locret.train.training_run import TrainingRun
 
 REPOSITORY = Path(__file__).parents[2]
@@ -81,18 +81,6 @@ def test_every_recipe_parses_and_the_papers_change_nothing_of_its_training(recip
     o = OptimizerOptions()
     assert (o.steps, o.lr, o.betas, o.warmup, o.clip, o.clip_limit) == (3000, 5e-4, (0.9, 0.95), 2000, "value", 0.5)
     assert usual_width(Phi3Config()) == 1024
-
-
-def test_flags_win_over_a_recipe_and_defaults_follow(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(f"model: {paths[0]}\ndataset: {paths[1]}\nsteps: 7\nlr: 1.0e-3\npolicy: {{budget: 3000}}\n")
-    assert command([f"--config={recipe}", f"--output={tmp_path / 'run'}", "--steps=9", "--dry-run", "--json"]) == 0
-    config = json.loads(capsys.readouterr().out)["config"]
-    assert (config["steps"], config["lr"], config["policy"]["budget"]) == (9, 1e-3, 3000)
-    assert [OptimizerOptions(steps=steps).warmup for steps in (1, 40, 9000)] == [0, 26, 2000]
-    assert default_output("checkpoints/tiny/", "data/rows.jsonl") == "checkpoints/tiny-rows-heads"
 
 
 # -- what is trained and what is said of it --------------------------------------------------------------------------

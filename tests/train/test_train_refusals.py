@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -95,22 +94,3 @@ def test_a_folder_with_something_else_or_of_another_run_is_never_touched(
         code, message = refused(capsys, train_arguments(paths, tmp_path / "busy", *more))
         assert (code, f"is being written by process {os.getpid()} on" in message) == (2, True)
         assert visible(tmp_path / "busy") == (["run.json"] if more else [])
-
-
-def test_a_place_that_cannot_be_written_is_found_before_the_model_is_loaded(
-    paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "file").write_text("")
-    usage = shutil.disk_usage(tmp_path)._replace(free=2**20)
-    # The tests may run as root, whom no permission stops.
-    access, disk = "locret.train.run_folder.os.access", "locret.train.run_folder.shutil.disk_usage"
-    for name, patch, more, expected in [
-        ("file", (disk, lambda _: usage), [], "is a file; choose a folder"),
-        ("run", (access, lambda path, mode: path != tmp_path), ["--model=no/such"], f"no permission for {tmp_path};"),
-        ("run", (disk, lambda _: usage), ["--hidden-dim=4096"], "has 1 MiB free; make room or choose another folder"),
-    ]:
-        with monkeypatch.context() as patched:
-            patched.setattr(*patch)
-            code, message = refused(capsys, train_arguments(paths, tmp_path / name, *more))
-        assert (code, expected in message) == (2 if name == "file" else 1, True), message
-        assert not (tmp_path / "run").exists()
