@@ -24,9 +24,11 @@ from locret import (
     RetentionCache,
     RetentionPolicy,
     generate,
+    load_cache,
     lookups,
     prefill,
     prefill_attention,
+    save_cache,
     scorers,
 )
 from locret.backbone.adapters import ranks_of
@@ -165,6 +167,21 @@ def backbones(both: Both) -> Any:
     return found
 
 
+def files(both: Both) -> Any:
+    """Save in one process and in all of them, and answer from either file in both ways."""
+    policy = RetentionPolicy(**POLICY, host_budget="all", recall=8, recall_by="omnikv:selector=exp,window=8")
+    answers = []
+    for name, model in (("one", both.whole), ("all", both.part)):
+        path, cache = FOLDER / f"{name}.ctx", RetentionCache(model, both.heads, policy)
+        prefill(model, both.ids, cache)
+        if name == "all" or dist.get_rank() == 0:
+            save_cache(cache, path)
+        dist.barrier()
+        caches = [(one, load_cache(path, one, both.heads)) for one in (both.whole, both.part)]
+        answers += [generate(one, cache=held, max_new_tokens=NEW).tolist() for one, held in caches]
+    return answers
+
+
 def broken(both: Both) -> Any:
     """Read with heads whose last process alone finds numbers that are none; every process must hear of it."""
     heads = RetainingHeads.from_pretrained(HEADS, allow_other_base=True)
@@ -183,7 +200,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     both, results = Both(), {}
-    for check in (walk, backbones, broken):
+    for check in (walk, backbones, files, broken):
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, check(both))
         results[check.__name__] = everywhere

@@ -63,5 +63,9 @@ def test_families_agree(two: dict[str, list[Any]]) -> None:
             assert same["bytes"][0] * (1 if name in whole else 2) == same["bytes"][2]
 
 
+def test_a_file_answers_alike_however_many_processes_wrote_and_read_it(two: dict[str, list[Any]]) -> None:
+    assert all(answer == answers[0] for answers in two["files"] for answer in answers)
+
+
 def test_every_process_hears_of_what_one_alone_finds(two: dict[str, list[Any]]) -> None:
     assert all(said.startswith("scorer retaining_heads returned scores that are NaN") for said in two["broken"])
