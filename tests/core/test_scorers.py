@@ -1,13 +1,15 @@
-"""A contract that every registered scorer keeps."""
+"""A contract that every registered scorer keeps, its options and its guide."""
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import gate_folders
 import pytest
 import torch
-from families import build, prompt
+from families import build, padded, prompt
 from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, scorers
@@ -40,15 +42,6 @@ def policy_of(name: str, **changes: Any) -> RetentionPolicy:
     """Return a small policy with the positions of the scorer's paper."""
     positions = next(scorer.positions for scorer in scorers._SCORERS if scorer.name == name)
     return RetentionPolicy(**{**NUMBERS, "positions": positions, **changes})
-
-
-def padded(rows: list[Tensor]) -> tuple[Tensor, Tensor]:
-    width = max(row.shape[1] for row in rows)
-    ids, mask = torch.zeros(2, len(rows), width, dtype=torch.long)
-    for index, row in enumerate(rows):
-        ids[index, width - row.shape[1] :] = row[0]
-        mask[index, width - row.shape[1] :] = 1
-    return ids, mask
 
 
 @pytest.mark.parametrize("when", MOMENTS)
@@ -166,3 +159,54 @@ def test_scores_do_not_depend_on_chunks_or_neighbours_in_the_batch(name: str) ->
         scores.append(cache.kept_scores(2)[-1])
     torch.testing.assert_close(scores[0], scores[1], atol=1e-4, rtol=0)
     torch.testing.assert_close(scores[0], scores[2], atol=1e-4, rtol=0)
+
+
+# -- options ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("snapkv:kernel=1.5", "scorer snapkv: kernel=1.5 is not a whole number; give one such as 5"),
+        ("snapkv:kernel=4", "scorer snapkv: kernel=4 has no middle slot; choose an odd number"),
+        ("snapkv:kernel=1000000000001", "scorer snapkv: kernel=1000000000001 is too large"),
+        ("snapkv:pooling=median", 'scorer snapkv: pooling="median" is unknown; choose one of avg, max'),
+        ("snapkv:kernle=7", 'scorer snapkv: it has no option "kernle"; did you mean kernel?'),
+        ("streaming:sinks=-1", "scorer streaming: sinks=-1 is too small; it must be 0 or more"),
+        ("h2o:normalise=abc", "scorer h2o: normalise='abc' is not true or false"),
+        ("h2o:recent_share=2", "scorer h2o: recent_share=2 is not a share"),
+        ("nacl:proxy_share=nan", "scorer nacl: proxy_share=nan is not a finite number"),
+        ("nacl:random_share=0,seed=3", "scorer nacl: seed=3 has no effect without a random_share above 0"),
+        ("snapkv:kernel=1,pooling=max", "scorer snapkv: pooling=max has no effect without a kernel above 1; set that"),
+        ("sirllm:decay=0", "scorer sirllm: decay=0 is not above 0 and at most 1"),
+        ("sage_kv:sink_share=0.9,recent_share=0.2", "are more than the budget; lower one of them"),
+        ("oracle", "scorer oracle needs the labels of the true answer, which only locret-eval knows"),
+        ("retaining_heads", "scorer retaining_heads needs trained heads; give --heads FOLDER"),
+        ("snapkv+pyramid", "+pyramid is for the policy, not for the scorer; set layer_budgets=pyramid there"),
+    ],
+)
+def test_an_unfit_option_is_named_as_it_was_typed(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        scorers.get(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_options_are_given_in_any_of_three_ways() -> None:
+    expected = scorers.SnapKVScorer(kernel=7, pooling="max")
+    assert scorers.get("snapkv:kernel=7,pooling=max") == expected
+    assert scorers.get("snapkv", kernel=7, pooling="max") == expected
+    assert scorers.get({"snapkv": {"kernel": 7, "pooling": "max"}}) == expected
+    with pytest.raises(ValueError, match='"snapkv:kernel=7" has the option kernel already; give it once'):
+        scorers.get("snapkv:kernel=7", kernel=9)
+
+
+def test_the_example_of_the_guide_rates_units_and_answers_within_the_budget() -> None:
+    root = Path(__file__).parents[2]
+    guide, names = (root / "docs" / "scorers.md").read_text(), {"model": build("llama"), "ids": prompt(90)}
+    for block in re.findall(r"```python\n(.*?)```", guide, re.DOTALL):
+        exec(compile(block, "docs/scorers.md", "exec"), names | {"__name__": __name__}, names)
+    assert names["answer"].shape == (1, 98)
+    assert names["cache"].kept_positions(0).shape[-1] <= 64 + 8 + 8
+    paths = re.findall(r"`((?:locret|tests)/[\w./]+)`", guide)
+    assert len(paths) >= 4
+    assert [path for path in paths if not (root / path).exists()] == []
