@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,7 +27,6 @@ class WindowPress:
 
     compression_ratio: float = 0.0
     window_size: int = 8
-    rows: list[int] = field(default_factory=list)
 
     def score(
         self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any
@@ -46,29 +45,6 @@ class WindowPress:
         return torch.nn.functional.pad(seen, (0, window), value=float(seen.max()) + 1)
 
 
-@dataclass
-class HiddenPress:
-    """Tokens with long hidden states stay: as many scores as new tokens."""
-
-    def score(
-        self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any
-    ) -> Tensor:
-        return hidden_states.norm(dim=-1)[:, None].expand(-1, keys.shape[1], -1)
-
-
-@dataclass
-class RatioPress:
-    """The last units of what is over the budget go: what is pruned depends on the ratio."""
-
-    compression_ratio: float = 0.0
-
-    def score(
-        self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any
-    ) -> Tensor:
-        kept = int(keys.shape[2] * (1 - self.compression_ratio))
-        return (torch.arange(keys.shape[2]) < kept).float().expand(keys.shape[:3])
-
-
 class NeedyPress(NormPress):
     """Asks for the weights of attention."""
 
@@ -84,16 +60,3 @@ class ChoosyPress(NormPress):
 
     def compress(self, *args: Any) -> Any:
         return args
-
-
-@dataclass
-class RotaryPress:
-    """Asks for rotations: scores are the angles at which the coming token will be rotated."""
-
-    def score(
-        self, module: Any, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Any, kwargs: Any
-    ) -> Tensor:
-        cos, _ = module.rotary_emb(keys, torch.tensor([[hidden_states.shape[1]]]))
-        assert module.config.num_hidden_layers == 3
-        assert isinstance(module, torch.nn.Module)
-        return cos[..., :1].expand(keys.shape[:3])

@@ -8,24 +8,24 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("locret", "data", "train", "infer")
 MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": ("locret",), "locret": ()}
 """The demonstration of infer uses the trainer too, as a process of its own."""
 STOREYS = (
-    (
-        "shipped",
-        "backbone_names",
-        "__main__",
-        "_version",
-        "environment",
-        "pictures",
-        "base",
-        "cli",
-        "publish_options",
-        "hub",
+    tuple(
+        [
+            "shipped",
+            "backbone_names",
+            "__main__",
+            "_version",
+            "environment",
+            "pictures",
+            "base",
+            "cli",
+            "publish_options",
+            "hub",
+        ]
     ),
     ("backbone",),
     ("prefill_attention", "lookups"),
@@ -105,19 +105,10 @@ def test_the_oracle_needs_only_torch() -> None:
     assert not foreign
 
 
-def test_importing_the_core_loads_nothing_heavy() -> None:
+def test_public_names_load_on_demand_nothing_heavy_before_and_no_module_hides_one() -> None:
     code = (
-        "import sys, locret; heavy = {'torch', 'datasets', 'peft', 'matplotlib', 'tensorboard'};"
-        "print(sorted(heavy & set(sys.modules)))"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert out.strip() == "[]"
-
-
-@pytest.mark.slow
-def test_public_names_load_on_demand_and_no_module_hides_one() -> None:
-    code = (
-        "import pkgutil, sys, locret; assert 'torch' not in sys.modules;"
+        "import pkgutil, sys, locret; heavy = {'torch', 'datasets', 'peft', 'matplotlib', 'tensorboard'};"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules);"
         "import locret.chunked_prefill, locret.cache.cache;"
         "modules = {m.name for m in pkgutil.iter_modules(locret.__path__[:1])};"
         "print(sorted(modules & set(locret.__all__)), [n for n in locret.__all__ if not hasattr(locret, n)])"

@@ -1,8 +1,7 @@
-"""Scores, kept units and layer budgets are those of kvpress, where both define the same; tests/peers/README.md."""
+"""Scores and kept units are those of kvpress, where both define the same; tests/peers/README.md."""
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from locret.policy.selectors import select_kept
 
 RECORD = Path(__file__).parents[1] / "peers" / "kvpress"
 GOLDEN = Path(__file__).parents[1] / "golden"
-ABOUT = json.loads((RECORD / "about.json").read_text())
 CASES = ["A_llama_gqa", "C_phi3_mha"]
 
 # Name of the record -> our scorer; what our score is multiplied by; how many of the newest and the first units kvpress
@@ -58,12 +56,6 @@ def rate_once(monkeypatch: pytest.MonkeyPatch, case: str, name: str, options: di
     return torch.stack(rated)
 
 
-def same_units(ours_LKS: Tensor, name: str, case: str, newest: int) -> None:
-    kept = load(case)[2][f"{name}.kept"].long()
-    protected = torch.arange(ours_LKS.shape[-1]) >= ours_LKS.shape[-1] - newest
-    assert torch.equal(select_kept(ours_LKS, kept.shape[-1], protected).sort(-1).values, kept)
-
-
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", SAME)
 def test_scores_and_kept_units_are_those_of_kvpress(monkeypatch: pytest.MonkeyPatch, name: str, case: str) -> None:
@@ -78,7 +70,9 @@ def test_scores_and_kept_units_are_those_of_kvpress(monkeypatch: pytest.MonkeyPa
     assert (theirs[..., theirs.shape[-1] - newest :] > above).all()
     assert (theirs[..., :first] > above).all()
     assert (ours[..., :first] == torch.inf).all()
-    same_units(ours, name, case, newest)
+    kept = load(case)[2][f"{name}.kept"].long()
+    protected = torch.arange(ours.shape[-1]) >= ours.shape[-1] - newest
+    assert torch.equal(select_kept(ours, kept.shape[-1], protected).sort(-1).values, kept)
 
 
 @pytest.mark.parametrize("name", ["snapkv", "snapkv_narrow", "tova"])
@@ -92,24 +86,3 @@ def test_a_prompt_read_in_chunks_ends_with_the_units_that_kvpress_keeps(name: st
     prefill(model, ids, cache)
     for layer in range(len(kept)):
         assert torch.equal(cache.kept_positions(layer)[0], kept[layer])
-
-
-def kind_of(pyramid: dict[str, Any]) -> str:
-    mean, layers = round(pyramid["tokens"] * (1 - pyramid["ratio"])), pyramid["layers"]
-    least, rest = divmod(mean, pyramid["beta"])
-    most = 2 * mean - least
-    if layers == 1:
-        return "single"
-    if pyramid["tokens"] < 2 * mean:
-        return "short"
-    if most >= pyramid["tokens"] - pyramid["window_size"]:
-        return "bound"
-    if least < pyramid["window_size"]:
-        return "narrow"
-    return "fraction" if rest or (most - least) % (layers - 1) else "exact"
-
-
-def pyramids(kind: str) -> list[dict[str, Any]]:
-    found = [pyramid for pyramid in ABOUT["pyramids"] if kind_of(pyramid) == kind]
-    assert found
-    return found

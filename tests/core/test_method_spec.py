@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from locret.base.method_spec import MODIFIERS, Change, MethodSpec, Modifier, parse, split
+from locret.base.method_spec import Change, parse, split
 
 
 @pytest.mark.parametrize(
@@ -17,13 +17,9 @@ from locret.base.method_spec import MODIFIERS, Change, MethodSpec, Modifier, par
     [
         ("snapkv", "snapkv", {}, ()),
         ("snapkv:kernel=7,pooling=max", "snapkv", {"kernel": 7, "pooling": "max"}, ()),
-        ("snapkv:window=32+prompt_end", "snapkv", {"window": 32}, ("prompt_end",)),
         ("locret+pyramid+linear", "locret", {}, ("pyramid", "linear")),
         ("nacl:proxy_share=1e-2,random_share=.5", "nacl", {"proxy_share": 0.01, "random_share": 0.5}, ()),
-        ("expected_attention:epsilon=1e+3+compact", "expected_attention", {"epsilon": 1000.0}, ("compact",)),
-        ("h2o:normalise=True", "h2o", {"normalise": True}, ()),
         ("sage_kv:k=none", "sage_kv", {"k": None}, ()),
-        ("some.package:Scorer", "some.package:Scorer", {}, ()),
         ("some.package:Scorer:power=2+pyramid", "some.package:Scorer", {"power": 2}, ("pyramid",)),
         ("locret+pyramid:pyramid_beta=10+linear", "locret", {}, ("pyramid:pyramid_beta=10", "linear")),
         (
@@ -45,41 +41,15 @@ def test_a_text_says_name_options_and_modifiers(
     assert (spec.name, spec.options, tuple(map(str, spec.modifiers))) == (name, options, modifiers)
 
 
-@pytest.mark.slow
-@given(
-    options=st.dictionaries(
-        st.from_regex(r"[a-z_]{1,8}", fullmatch=True),
-        st.none()
-        | st.booleans()
-        | st.integers()
-        | st.floats(allow_nan=False)
-        | st.from_regex(r"[a-z]+", fullmatch=True),
-        max_size=3,
-    ),
-    modifier=st.sampled_from(
-        [(), *((Modifier(one),) for one in MODIFIERS), (Modifier("pyramid", {"pyramid_beta": 3}),)]
-    ),
-)
-def test_what_is_recorded_is_read_back(options: dict[str, Any], modifier: tuple[Modifier, ...]) -> None:
-    options = {name: value for name, value in options.items() if value not in ("none", "null", "true", "false", "nan")}
-    spec = MethodSpec("snapkv", options, modifier)
-    again = parse(str(spec))
-    assert str(again) == str(spec)
-    if "inf" not in str(spec):
-        assert again == spec
-
-
 @pytest.mark.parametrize(
     ("methods", "expected"),
     [
         ("full,snapkv:kernel=7,pooling=max", ["full", "snapkv:kernel=7,pooling=max"]),
         ("h2o+pyramid:pyramid_beta=2,head_floor=1,full", ["h2o+pyramid:pyramid_beta=2,head_floor=1", "full"]),
-        ("h2o:reduce=max,normalise=true,full , full", ["h2o:reduce=max,normalise=true", "full"]),
         ("a.b:C:x=1,y=2,c.py:D", ["a.b:C:x=1,y=2", "c.py:D"]),
         ("retaining_heads:heads=a:b,locret", ["retaining_heads:heads=a:b", "locret"]),
         (["full", "snapkv:kernel=7", "pooling=max"], ["full", "snapkv:kernel=7,pooling=max"]),
         (["full", {"snapkv": {"kernel": 7}}], ["full", {"snapkv": {"kernel": 7}}]),
-        (" , ", []),
     ],
 )
 def test_commas_part_methods_but_not_the_options_of_one(methods: Any, expected: list[Any]) -> None:
@@ -90,35 +60,21 @@ def test_commas_part_methods_but_not_the_options_of_one(methods: Any, expected: 
     ("method", "sentence"),
     [
         ("snapkv:", 'method "snapkv:" is not NAME, NAME:OPTION=VALUE or MODULE:CLASS; write it like snapkv:kernel=7'),
-        ("", 'method "" is not NAME'),
-        ("kernel=7", 'method "kernel=7" is not NAME'),
         ("a:b:c", 'method "a:b:c" is not NAME'),
         ("snapkv:kernel=", '"kernel=" is not an option; write OPTION=VALUE, such as kernel=7'),
-        ("snapkv:kernel=7,", '"" is not an option'),
         ("snapkv:kernel=7,kernel=9", "has the option kernel twice; drop one of them"),
         ("locret+linear+sqrt", 'method "locret+linear+sqrt": +linear and +sqrt both set memory; drop one of them'),
-        ("locret+compact+original", "+compact and +original both set positions; drop one of them"),
-        ("locret+pyramid+pyramid", "+pyramid and +pyramid both set layer_budgets; drop one of them"),
-        ("locret+", "+ is unknown; did you mean +"),
         ("locret+pyrmid", "+pyrmid is unknown; did you mean +pyramid?"),
         (
             "snapkv+prompt_end:window=8",
             '"snapkv+prompt_end:window=8": +prompt_end has no option window (it has none); options of the method '
             "itself come before the plus, NAME:OPTION=VALUE+MODIFIER",
         ),
-        ("snapkv+pyramid:beta=8", "+pyramid has no option beta (its options are pyramid_beta);"),
         ("snapkv+pyramid:", "+pyramid: has no option after the colon; write +pyramid:OPTION=VALUE, or drop it"),
-        ("snapkv+pyramid:pyramid_beta", '"pyramid_beta" is not an option; write OPTION=VALUE'),
-        ("snapkv+pyramid:pyramid_beta=1,pyramid_beta=2", "has the option pyramid_beta twice; drop one of them"),
         ({"snapkv+pyramid:pyramid_beta=1": {"pyramid": {"pyramid_beta": 2}}}, "has the option pyramid_beta twice"),
-        ("snapkv+pyramid:layer_budgets=uniform", "+pyramid has no option layer_budgets"),
         ({"snapkv+pyramid": {"pyramid": {"beta": 2}}}, "+pyramid has no option beta"),
-        ({"snapkv+pyramid": {"pyramid": {7: 2}}}, "7=2 cannot be written after a colon"),
-        ({"snapkv+pyramid": {"pyramid": {"pyramid_beta": "1,2"}}}, "pyramid_beta='1,2' cannot be written after a"),
         ({"a": {}, "b": {}}, "is not one method with its options; write {snapkv: {kernel: 7}}"),
         ({"snapkv": 7}, 'method "snapkv" has 7 for options; write {snapkv: {kernel: 7}}'),
-        ({"snapkv:kernel=7": {"kernel": 9}}, "has the option kernel twice"),
-        ({"snapkv": {"kernel": [7]}}, "kernel=[7] cannot be written after a colon"),
         ({"retaining_heads": {"heads": "a,b"}}, "heads='a,b' cannot be written after a colon"),
         (7, "method 7 is neither a name nor a mapping"),
     ],
@@ -139,12 +95,7 @@ def test_a_modifier_passes_options_on_to_what_it_names(monkeypatch: pytest.Monke
     for text in ("a+4named:positions=pages,page=16", "a+4named:positions=pages:page=16"):
         assert str(parse(text)) == "a+4named:positions=pages,page=16"
         assert split(f"{text},top=3,full") == [f"{text},top=3", "full"]
-    assert parse("a+4named:positions=m:C:page=16,top=3").changes["positions"] == "m:C:page=16,top=3"
     assert parse({"a+4named": {"4named": {"positions": "pages:page=16"}}}).changes["positions"] == "pages:page=16"
-    with pytest.raises(
-        ValueError, match=re.escape('"a+4named:page=16": +4named has no option page (its options are m')
-    ):
-        parse("a+4named:page=16")
     with pytest.raises(ValueError, match="has the option page twice"):
         parse("a+4named:positions=pages:page=16,page=8")
 
