@@ -13,20 +13,18 @@ PACKAGES = ("locret", "data", "train", "infer")
 MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": ("locret",), "locret": ()}
 """The demonstration of infer uses the trainer too, as a process of its own."""
 STOREYS = (
-    tuple(
-        [
-            "shipped",
-            "backbone_names",
-            "__main__",
-            "_version",
-            "environment",
-            "pictures",
-            "base",
-            "cli",
-            "publish_options",
-            "hub",
-        ]
-    ),
+    (
+        "shipped",
+        "backbone_names",
+        "__main__",
+        "_version",
+        "environment",
+        "pictures",
+        "base",
+        "cli",
+        "publish_options",
+        "hub",
+    ),  # fmt: skip
     ("backbone",),
     ("prefill_attention", "lookups"),
     ("policy",),
