@@ -54,13 +54,17 @@ def compose(
     budget = None if budget is None else checked_budget(budget)
     check_together([context.cache for context in contexts])
     checked_shares(shares, len(contexts), budget)
-    parts, turns, distance = [], list[Turn](), 0
+    parts, turns, distance, read = [], list[Turn](), 0, contexts[0].talk.copy()
     for nth, context in enumerate(contexts):
         cache = context.cache.copy()
         feed_held_back(lm.model, cache)
+        skip = opening_tokens(context) if nth else 0
+        if nth:
+            read.ids = None if read.ids is None or context.talk.ids is None else read.ids + context.talk.ids[skip:]
         if nth < len(contexts) - 1 and (ids := context.talk.stream.copy().rest(SEPARATOR)):
             read_turn(lm.model, torch.tensor([ids]), cache)
-        parts.append(Part(cache, skip := opening_tokens(context) if nth else 0))
+            read.read(ids)
+        parts.append(Part(cache, skip))
         distance -= skip
         for turn in context.protection.turns or ():
             start, end = max(turn.start, skip), cache.seen if turn.end is None else turn.end
@@ -70,7 +74,7 @@ def compose(
     whole = joined(parts, budget, shares)
     known = all(context.protection.turns is not None for context in contexts)
     talk = replace(
-        contexts[0].talk.copy(),
+        read,
         stream=contexts[-1].talk.stream.copy(),
         name=" + ".join(context.name for context in contexts) if name is None else name,
         sources=tuple(source for context in contexts for source in context.sources),

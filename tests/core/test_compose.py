@@ -92,6 +92,7 @@ def test_the_first_layer_of_a_composed_context_is_that_of_one_read_of_both(lm: L
     apart = locret.compose(whole.read([FIRST, SECOND]))
     together = whole.read(FIRST.strip() + "\n\n" + SECOND.strip())
     assert apart.cache.seen == together.cache.seen
+    assert apart.talk.ids == together.talk.ids, "what options such as repetition_penalty look back at"
     ours, theirs = apart.to_dynamic_cache().layers[0], together.to_dynamic_cache().layers[0]
     torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=0)
     torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=0)
