@@ -403,8 +403,6 @@ def written(
     """
     if not messages or not all(isinstance(one, Mapping) and "role" in one for one in messages):
         raise ValueError("messages are no conversation; give a list of {'role': ..., 'content': ...}")
-    if not raw:
-        messages = [_as_text(tokenizer, one) for one in messages]
 
     def text(count: int, tools: Any, *, answers: bool = False) -> str:
         some = list(messages[:count])
@@ -419,6 +417,8 @@ def written(
     if tools and template != "chat":
         raise ValueError(f"tools have no effect with template={template}; leave them out, or use the chat template")
     try:
+        if not raw:
+            messages, tools = _as_text(tokenizer, list(messages)), _as_text(tokenizer, tools)
         whole = text(len(messages), tools, answers=True)
         without = text(len(messages), None, answers=True) if tools else None
     except Exception as error:  # whatever a stranger's template does
@@ -435,15 +435,13 @@ def written(
     return Conversation(ids, layout.turns(len(ids)) if places else ())
 
 
-def _as_text(tokenizer: PreTrainedTokenizerBase, message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message in which nothing of its content spells a special token: the template alone writes those."""
-    content = message.get("content")
-    if isinstance(content, str):
-        return {**message, "content": as_text(tokenizer, content)}
-    if not isinstance(content, (list, tuple)):
-        return message
-    parts = [{**one, "text": as_text(tokenizer, str(one["text"]))} if "text" in one else one for one in content]
-    return {**message, "content": parts}
+def _as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
+    """Return what a template is given, in which no text spells a special token: the template alone writes those."""
+    if isinstance(value, str):
+        return as_text(tokenizer, value)
+    if isinstance(value, Mapping):
+        return {_as_text(tokenizer, name): _as_text(tokenizer, one) for name, one in value.items()}
+    return [_as_text(tokenizer, one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
 def _starts(text: str, messages: Sequence[Mapping[str, Any]], beginning: Callable[[int], str]) -> list[int]:

@@ -15,6 +15,7 @@ import torch
 import locret
 from locret import Context, LongContextModel, RetentionPolicy
 from locret.conversation.document import open_document
+from locret.conversation.turns import written
 
 POLICY = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
 FACT = "The pass key is 71432. Remember it. 71432 is the pass key. "
@@ -275,6 +276,8 @@ def test_what_spells_a_special_token_is_text_wherever_a_user_writes_it(lm: LongC
     def made(source: Any, model: LongContextModel = lm) -> list[int]:
         return [one for block in model.tokens(open_document(source)) for one in block]
 
+    calling = copy.deepcopy(lm.tokenizer)
+    calling.chat_template = "{{ tools[0].what if tools }}{{ messages[0].calls[0].name + eos_token }}"
     context = lm.read(TEXT, system=plain)
     told = lm.read(TEXT, system=attack)
     ways: list[Callable[[str], Any]] = [
@@ -282,6 +285,7 @@ def test_what_spells_a_special_token_is_text_wherever_a_user_writes_it(lm: LongC
         lambda text: made(iter([TEXT, *text, TEXT])),  # cut within what it spells
         lambda text: context.question_ids(text)[0],
         lambda text: lm.prompt([{"role": "user", "content": text}]).ids,
+        lambda text: written(calling, "chat", [{"role": "user", "calls": [{"name": text}]}], [{"what": text}]).ids,
     ]
     for way in ways:
         assert count(way(attack)) == count(way(plain)) > 0
