@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from locret.backbone.adapters import find_decoder
+from locret.backbone.computation import different_computation
 from locret.backbone.rotary import long_factors
 from locret.base.fields import shown
 from locret.cache.cache import RetentionCache
@@ -142,6 +143,8 @@ def check_together(caches: Sequence[RetentionCache]) -> None:
             raise ValueError("one of the caches has read nothing, or is padded; give caches that have read one text")
         if find_decoder(cache.model) is not find_decoder(first.model):
             raise ValueError("they were read by two backbones; load them with one, if it has the same weights")
+        if found := different_computation(first.computation or {}, cache.computation or {}):
+            raise ValueError(f"they were read by a model that computed something else ({found}); read the texts alike")
         if cache.scorer.identity(cache.prepared) != first.scorer.identity(first.prepared):
             raise ValueError(
                 f"their units were rated by the scorers {first.scorer.name} and {cache.scorer.name}, with options of "
@@ -238,6 +241,7 @@ def _with_budget(cache: RetentionCache, budget: int) -> RetentionCache:
     whole = RetentionCache(cache.model, cache.scorer, policy, store=cache.store, disk=cache.disk)
     whole.check_room(cache.protected)
     whole.load(*cache.state())
+    whole.computation = cache.computation
     return whole
 
 

@@ -12,6 +12,7 @@ import torch
 from families import build, prompt
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret.cache.compose import Part, joined, shrunk
 
 IDS = prompt(60)
 ANSWER = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
@@ -55,11 +56,15 @@ def test_another_computation_is_refused_by_an_open_cache_and_by_a_file(change: s
     torch.manual_seed(0)
     model = make()
     cache = read(model)
+    smaller = shrunk(cache, 16)
     save_cache(cache, tmp_path / "read.safetensors")
     generate(model, cache=load_cache(tmp_path / "read.safetensors", model, "streaming"), **ANSWER)
     edit(model)
+    for one in (cache.copy(), smaller):
+        with pytest.raises(ValueError, match="computed something else"):
+            generate(model, cache=one, **ANSWER)
     with pytest.raises(ValueError, match="computed something else"):
-        generate(model, cache=cache.copy(), **ANSWER)
+        joined([Part(cache), Part(read(model))])
     with pytest.raises(ValueError, match="computes something else|other weights"):
         load_cache(tmp_path / "read.safetensors", model, "streaming")
 
