@@ -366,8 +366,9 @@ class PagedContexts:
         if prefix is None:
             return None
         if held is None:
+            # No pass that runs looks at them; if this fails, they are still free.
+            self._rows.write(self._rows.free[-prefix.units :], prefix.keys, prefix.values)
             held = self._held[digest] = _Held(self._rows.take(prefix.units))
-            self._rows.write(held.rows, prefix.keys, prefix.values)  # which no pass that runs looks at
         self._held.move_to_end(digest)
         held.users += 1
         return held

@@ -177,6 +177,19 @@ def test_contexts_that_are_asked_stay_and_the_oldest_others_go(model: Any, books
         assert other.tokens() == books[3].answer(ids(1, 0), 5)
 
 
+def test_a_context_that_was_not_taken_in_whole_is_taken_in_anew(
+    engine: PagedContexts, books: list[Read], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._rows, "write", fail)
+        with pytest.raises(MemoryError):
+            engine.submit(ids(6, 0), books[0].prefix, max_new_tokens=4, on_token=Answer())
+    assert answered(engine, [(books[0], ids(6, 0))])
+
+
 def test_a_cancelled_answer_says_nothing_more_and_gives_its_memory_back(engine: PagedContexts) -> None:
     answers = [Answer(stop_at=3), Answer(), Answer()]
     cancels = [engine.submit(ids(6, 0), max_new_tokens=100, on_token=answer, end_ids=[]) for answer in answers]
