@@ -227,7 +227,7 @@ class _Reading:
             raise ValueError(f"--methods {cell.method} needs trained heads; give --heads, or leave it out")
         else:
             chosen = self.heads
-        changes = {key: value for key, value in spec.changes.items() if key != "positions"}
+        changes = dict(spec.changes)
         if changes.get("host_budget"):
             changes |= {"host_budget": max(RECALLED, round(piece.tokens * TIER_SHARE / 100)), "recall": RECALLED}
         if changes.get("head_budgets") == "shares" and spec.name != HEADS:
