@@ -30,11 +30,13 @@ def record(output: Path) -> list[dict[str, Any]]:
 
 
 def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, capsys: Any) -> None:
-    methods = "full,nothing,locret,random:sinks=4,key_difference,oracle_agnostic"
+    methods = "full,nothing,locret,locret+original,random:sinks=4,key_difference,oracle_agnostic"
     assert run(tmp_path / "run", "--methods", methods, "--keep", "25", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     found = record(tmp_path / "run")
     asked = {(one["piece"], one["question"]): one["answer_tokens"] for one in found if one["method"] == "full"}
+    nats = {name: [one["nats"] for one in found if one["method"] == name] for name in ("locret", "locret+original")}
+    assert nats["locret"] != nats["locret+original"]
     for name in methods.split(","):
         own = [one for one in found if one["method"] == name]
         assert {(one["piece"], one["question"]): one["answer_tokens"] for one in own} == asked
