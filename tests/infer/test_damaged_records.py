@@ -55,7 +55,7 @@ def parsed(name: str, path: Path) -> Any:
     """Parse a recipe; the parser leaves with exit code 2 where a value is of another type."""
     try:
         if name == "infer":
-            return infer.parse(["--config", str(path)])
+            return parse_options("locret-infer", "Ask.", infer.OPTION_CLASSES, ["--config", str(path)])
         return parse_options("locret-train", "Train.", OPTION_CLASSES, ["--config", str(path)])
     except SystemExit as left:
         if left.code != 2:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 sys.path.append(str(Path(__file__).parents[1] / "core"))
@@ -66,10 +67,9 @@ def test_a_gate_of_another_backbone_is_refused_before_weights_are_loaded(
     specs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = Path(specs[0].partition("path=")[2]) / "config.json"
-    (tmp_path / "model.safetensors").write_bytes((file.parent / "model.safetensors").read_bytes())
-    (tmp_path / "config.json").write_text(json.dumps({**json.loads(file.read_text()), "input_dim": 4096}))
+    weights = {name: one[..., :-1].contiguous() for name, one in load_file(file.parent / "model.safetensors").items()}
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(file.read_text())
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("weights were loaded"))
-    with pytest.raises(
-        ValueError, match="scorer kvzap: .* has input_dim=4096, but .* hidden size; take the KVzap model"
-    ):
+    with pytest.raises(ValueError, match="scorer kvzap: "):
         infer(["--model", TINY, "--scorer", f"kvzap:path={tmp_path}", "--prompt-file", TEXT, *SMALL])
