@@ -21,7 +21,6 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.slow
 MODEL = ("--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads")
 TRAIN, EVAL, INFER = "locret.train.command", "locret.infer.evaluation.command", "locret.infer.command"
-CONTEXT = "locret.infer.context_command"
 TIMES = ("prefill_seconds", "decode_seconds")
 
 
@@ -83,10 +82,6 @@ def test_an_evaluation_an_answer_and_a_context_are_those_of_one_process(shard: s
     text_options = ("--prompt-file", text, "--budget", 64, "--chunk-size", 128, "--device", "cpu")
     ask: tuple[Any, ...] = (INFER, *MODEL, "--question", "What is the pass key?", "--max-new-tokens", 12)
     assert alone(*ask, *text_options) == done("-m", *ask, *text_options, "--shard", shard)
-    if shard == "tp":
-        context = tmp_path / "one.ctx"
-        alone(CONTEXT, "read", *MODEL, *text_options, "--output", context)
-        assert alone(*ask, "--context", context) == done("-m", *ask, "--context", context, "--shard", shard)
 
 
 def test_a_process_that_dies_ends_the_other_with_one_sentence(rows: Path, tmp_path: Path) -> None:
