@@ -206,7 +206,8 @@ class ScorerOptions:
     usual: ClassVar[tuple[str, ...]] = ("heads", "method")
 
     heads: str | None = None
-    """Folder of retaining heads, or their Hub id; `auto` takes the best for this backbone on the Hub."""
+    """Folder of retaining heads, or their Hub id; `auto` takes those shipped for this backbone, else the most
+    downloaded on the Hub."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
     method: str | dict[str, Any] | None = None
