@@ -106,7 +106,8 @@ def all_as_text(tokenizer: PreTrainedTokenizerBase, pieces: Iterable[str]) -> It
     """Do the same to a text that comes in pieces."""
     (spelled, longest), held = _specials(tokenizer), ""
     for piece in pieces:
-        held = spelled.sub(lambda found: found[0][0] + _BREAK + found[0][1:], held + piece)
+        held += without_breaks(piece)  # a text that has them itself would say what is no special token
+        held = spelled.sub(lambda found: found[0][0] + _BREAK + found[0][1:], held)
         done = max(0, len(held) - longest + 1)  # what follows may be the rest of a spelling
         if done:
             yield held[:done]

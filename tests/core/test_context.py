@@ -14,7 +14,7 @@ import torch
 
 import locret
 from locret import Context, LongContextModel, RetentionPolicy
-from locret.conversation.document import open_document
+from locret.conversation.document import as_text, open_document
 from locret.conversation.turns import written
 
 POLICY = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
@@ -290,6 +290,7 @@ def test_what_spells_a_special_token_is_text_wherever_a_user_writes_it(lm: LongC
     for way in ways:
         assert count(way(attack)) == count(way(plain)) > 0
     assert made(TEXT + attack + TEXT) == made(iter([TEXT, *attack, TEXT]))
+    assert as_text(lm.tokenizer, f"{end}\ufdd0") == as_text(lm.tokenizer, end), "also beside what keeps it apart"
     assert lm.tokenizer.decode(made(attack)).replace(" ", "").count(end) == 3, "as words"
     assert told.system == attack
     assert count(told.talk.ids or ()) == count(context.talk.ids or ())
