@@ -60,7 +60,7 @@ def _result(plan: BenchPlan, found: Measurements, row: dict[str, Any], at: int) 
             "tokens_per_second": quantiles([tokens / one for one in seconds]),
             "share": quantiles([work[part] / one / rate for one, rate in zip(seconds, best, strict=True)]),
         }
-        for other in {"full", "floor"} - {name}:
+        for other in ("full", "floor"):
             theirs = [run[:2][index] for run in found.samples.get((other, length), [])]
             row[part][f"times_{other}"] = quantiles([a / b for a, b in zip(seconds, theirs, strict=False)])
     return row
