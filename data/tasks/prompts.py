@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from locret.conversation.document import decode, encode
-from locret.conversation.turns import Message, check_template, render
 from locret.data.tasks.task import Sample, Task
 
 Token = TypeVar("Token")
@@ -63,6 +61,10 @@ def _built(
     task: Task, sample: Sample, tokenizer: Any, template: str, limit: int | None, tail: int | None
 ) -> BuiltPrompt:
     """Return the prompt whose content or document is cut to `limit`; with a `tail` so that its tokens fit as well."""
+    # They need torch, which the refusals of locret-eval do without.
+    from locret.conversation.document import decode, encode
+    from locret.conversation.turns import Message, check_template, render
+
     chat, content = task.chat and not sample.plain, sample.content
     before = after = None
     if limit is not None and task.truncation == "words" and not sample.plain:
