@@ -24,7 +24,6 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.backbone.chunk import Attended
-from locret.heads.config import HeadsConfig
 from locret.labels.labels import observe
 
 POLICY = RetentionPolicy(budget=24, chunk_size=16, stabilizers=0, local_len=4, positions="original")
@@ -85,13 +84,6 @@ def test_a_gate_rules_a_read_and_an_answer(gate: str, tmp_path: Path) -> None:
     save_cache(cache, tmp_path / "one.safetensors")
     loaded = load_cache(tmp_path / "one.safetensors", model, scorer)
     assert torch.equal(generate(model, cache=cache.copy(), **many), generate(model, cache=loaded, **many))
-    # Scores of an answer's tokens are those of the same tokens in a text.
-    answered, read = RetentionCache(model, scorer, WHOLE), RetentionCache(model, scorer, WHOLE)
-    text = generate(model, ids[:, :40], cache=answered, **many)
-    prefill(model, text[:, :-1], read)
-    for layer in range(3):
-        found, wanted = (torch.stack(list(one.kept_scores(layer)[0])) for one in (answered, read))
-        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("gate", GATES)
@@ -165,26 +157,14 @@ class Evil:
 
 NAN = float("nan")
 REFUSED: list[tuple[str, Callable[[Path], None], str]] = [
-    ("kvzap-mlp", changed(hidden_dim=2**60), "of a gate kvzap-mlp; give at most 1,048,576"),
     ("kvzap-mlp", changed(hidden_dim=25), "heads.0.inner.weight is [24, 32] in"),
-    ("kvzap-mlp", lambda f: (f / "config.json").write_text("{"), "is not valid JSON"),
-    ("kvzap-mlp", lambda f: (f / "model.safetensors").write_bytes(b"x" * 40), "is not a whole safetensors file"),
     ("kvzap-linear", reshaped("layers.1.bias", lambda w: w * NAN), "layers.1.bias in"),
     ("fast-kvzip", module(lambda m: m[:2]), "has gates of 2 layers, but qwen3 has 3"),
-    ("fast-kvzip", module(lambda m: {}), 'has no list of layers under "module"'),
-    ("fast-kvzip", module(lambda m: [{**m[0], "b": m[0]["b"] * NAN}, *m[1:]]), "values that are not finite"),
-    (
-        "fast-kvzip",
-        module(lambda m: [{**m[0], "k_base": m[0]["b"][0]}, *m[1:]]),
-        "gate has sinks=0; give one such as 16",
-    ),
     ("fast-kvzip", lambda f: next(f.glob("*.pt")).write_bytes(pickle.dumps([Evil()])), "loading it could run code"),
     ("fast-kvzip", lambda f: next(f.glob("*.pt")).rename(f / "x.bin"), "/q2_dim16_sink16.pt; give the gates of Fast"),
     ("fast-kvzip", lambda f: (f / "q2_dim8_sink1.pt").touch(), "several gates (q2_dim16_sink16.pt, q2_dim8_sink1.pt)"),
     ("dms", changed(dms_alpha_scale=0), "has dms_alpha_scale=0; give one such as 100.0"),
-    ("dms", changed(attention_bias=True), "missing: heads.0.out.bias"),
     ("dms", changed(dms_separate_alpha=False), "are a number of its own queries (dms_separate_alpha=false)"),
-    ("dms", lambda f: (f / "config.json").write_text('{"model_type": "qwen3"}'), "says nothing of DMS"),
     ("dms", lambda f: (f / "model-00001-of-00002.safetensors").unlink(), "has no model-00001-of-00002.safetensors"),
     ("dms", reshaped("model.layers.0.self_attn.dms_proj_alpha.weight", lambda _: None), "missing: heads.0.out.weight"),
 ]
@@ -210,30 +190,12 @@ def test_options_and_places_that_are_none_are_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for spec, sentence in [
         ("kvzap", "scorer kvzap needs a KVzap model; write kvzap:path=FOLDER"),
-        ("kvzap:path=x,window=-1", "scorer kvzap: window=-1 is too small; it must be 0 or more"),
         ("kvzap:path=/no/where", "scorer kvzap: there is no folder or file '/no/where'; give the folder"),
         (f"dms:path={tmp_path}/file", "' is a file; give its folder"),
         (f"kvzap:path={tmp_path},revision=main", "revision=main is for a repository of the Hub, but"),
     ]:
         with pytest.raises(ValueError, match=re.escape(sentence)):
             scorers.get(spec).check_backbone(config)
-    for gate, name in [("dms", "scale"), ("dms", "window"), ("fast-kvzip", "sinks"), ("fast-kvzip", "epsilon")]:
-        whole = HeadsConfig.for_model(config, None, gate).to_json()
-        for value in (0.0 if name == "scale" else -1, 10**400, 1e31, True, NAN):
-            with pytest.raises(ValueError, match=f"gate has {name}=.*; give one such as"):
-                HeadsConfig.from_json({**whole, "gate": {**whole["gate"], name: value}}, "config.json")
-
-
-def test_a_gate_is_read_once_again_when_it_was_replaced_and_follows_its_backbone(tmp_path: Path) -> None:
-    model = build("qwen3")
-    gate_folders.write("kvzap-linear", tmp_path, model.config)
-    scorer = scorers.get("kvzap", path=str(tmp_path))
-    first = scorer.prepare(model)
-    assert scorer.prepare(model) is first
-    gate_folders.write("kvzap-mlp", tmp_path, model.config)
-    assert scorer.prepare(model).config.gate["name"] == "kvzap-mlp"
-    model.to("meta")
-    assert scorer.prepare(model)[0].out.weight.device.type == "meta"
 
 
 # -- DMS whose queries lend a number to its decisions: attention takes it for 0, and the scorer reads it ---------------

@@ -13,14 +13,12 @@ from typing import Any
 import mutations
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 from transformers import AutoConfig, LlamaConfig
 
-from locret import RetainingHeads, RetentionPolicy
-from locret.heads import checkpoint
+from locret import RetainingHeads
 
+GOLDEN = Path(__file__).parents[1] / "golden" / "A_llama_gqa"
 CONFIG = LlamaConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8)
 
 
@@ -68,15 +66,11 @@ def test_saved_heads_load_identically_with_their_notes_and_can_be_trained(saved:
 CONFIGS = [
     ({"hidden_dim": None}, "is not the config of retaining heads .*give a folder written by locret-train"),
     ({"head_dim": None}, "lacks head_dim; the file is incomplete"),
-    ({"hiden_act": "silu"}, "has an unknown key 'hiden_act'; the keys are those of HeadsConfig: base_model, "),
     ({"head_dim": "8"}, "config.json.head_dim='8' is not a whole number"),
     ({"layers": [1, 0]}, r"layers=\[1, 0\] must be ascending indices below num_hidden_layers=2"),
-    ({"policy": "small"}, "config.json.policy='small' is not"),
     ({"policy": {"budget": 10**15}}, "policy: budget=1000000000000000 is no bound that heads may recommend"),
     ({"policy": {"budgt": 5}}, "policy has an unknown key 'budgt'; the keys are those of RetentionPolicy: budget, "),
-    ({"hidden_dim": 0}, "hidden_dim=0 is not a number of at least 1"),
     ({"hidden_dim": 10**12}, r"fc1.weight is \[12, 64\] in .* but \[1000000000000, 64\] by its config.json"),
-    ({"hidden_act": "sulu"}, "activation 'sulu' is unknown to transformers"),
 ]
 
 
@@ -91,8 +85,6 @@ def test_a_config_that_is_not_exactly_right_is_refused(saved: Path, changes: Any
 
 WEIGHTS = [
     (lambda w: w.pop("heads.1.fc2.weight"), r"3 weights but its config.json says 4 \(missing: heads.1.fc2.weight;"),
-    (lambda w: w.update(other=torch.zeros(1)), r"5 weights but its config.json says 4 \(missing: none; unexpected: o"),
-    (lambda w: w.update({"heads.2.fc1.weight": torch.zeros(1)}), r"for 3 layers \(layers 0, 1, 2\) but its config"),
     (lambda w: w.update({"heads.0.fc1.weight": torch.zeros(12, 60)}), r"is \[12, 60\] in .* but \[12, 64\] by its"),
     (lambda w: w["heads.0.fc2.weight"].fill_(float("nan")), "heads.0.fc2.weight in .* values that are not finite"),
     (lambda w: w.update({n: v.to(torch.float8_e4m3fn) for n, v in w.items()}), "is of float8_e4m3fn; give float32"),
@@ -108,7 +100,7 @@ def test_weights_that_do_not_fit_their_config_are_refused_with_both_sides(saved:
         RetainingHeads.from_pretrained(saved)
 
 
-def test_folders_that_are_missing_or_not_of_heads_are_named(tmp_path: Path, golden_case: Path, saved: Path) -> None:
+def test_folders_that_are_missing_or_not_of_heads_are_named(tmp_path: Path, saved: Path) -> None:
     torch.save(load_file(saved / "model.safetensors"), saved / "pytorch_model.bin")
     (saved / "model.safetensors").unlink()
     mutations.put(tmp_path / "run" / "checkpoint-2", "x", b"")
@@ -118,33 +110,9 @@ def test_folders_that_are_missing_or_not_of_heads_are_named(tmp_path: Path, gold
         ("./nowhere", "there is no folder './nowhere'; give a folder of retaining heads, or org/name"),
         (tmp_path, "has no config.json, so it does not hold retaining heads"),
         (tmp_path / "run", "training in .*run has not finished; go on with locret-train --resume .*run"),
-        (saved / "config.json", "is a file; give the folder"),
-        (golden_case, "is not the config of retaining heads .*model_type is (llama|phi3)"),
     ]:
         with pytest.raises(ValueError, match=message):
             RetainingHeads.from_pretrained(folder)
-
-
-@settings(max_examples=80)
-@given(data=st.data())
-def test_damaged_heads_are_refused_or_work(whole: Path, data: st.DataObject) -> None:
-    folder = whole.parent / "damaged"
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(whole, folder)
-    kind = data.draw(st.sampled_from(("config", "config", "weights", "gone")))
-    if kind == "config":
-        values = json.loads((whole / "config.json").read_text())
-        mutations.put(folder, "config.json", mutations.json_text_of(data.draw, values))
-    elif kind == "weights":
-        tensors = load_file(whole / "model.safetensors")
-        mutations.put(folder, "model.safetensors", mutations.safetensors_of(data.draw, tensors, {"format": "pt"}))
-    else:
-        (folder / data.draw(st.sampled_from(("config.json", "model.safetensors", "README.md")))).unlink()
-    heads = mutations.loaded_or_refused(lambda: RetainingHeads.from_pretrained(folder))
-    if heads is not None:
-        assert heads.generate_model_card()
-        mutations.loaded_or_refused(lambda: heads.check_matches(CONFIG))
-        mutations.loaded_or_refused(lambda: RetentionPolicy.from_dict(heads.config.policy or {}, "policy"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), {1: 2}, object(), mutations.DEEP])
@@ -158,21 +126,19 @@ def test_notes_that_json_cannot_hold_or_that_nobody_knows_are_refused_at_once(va
 # -- writing ---------------------------------------------------------------------------------------------------------
 
 
-def test_saving_again_replaces_our_files_and_no_others(saved: Path, golden_case: Path, tmp_path: Path) -> None:
+def test_saving_again_replaces_our_files_and_no_others(saved: Path, tmp_path: Path) -> None:
     (saved / "notes.txt").write_text("mine")
     made(6, seed=9).save_pretrained(saved, dtype="bfloat16")
     loaded = RetainingHeads.from_pretrained(saved)
     assert {weight.dtype for weight in loaded.parameters()} == {torch.float32}
     assert loaded.config.hidden_dim == 6
     assert sorted(os.listdir(saved)) == ["README.md", "config.json", "model.safetensors", "notes.txt"]
-    target = Path(shutil.copytree(golden_case, tmp_path / "model"))
+    target = Path(shutil.copytree(GOLDEN, tmp_path / "model"))
     with pytest.raises(ValueError, match="holds something else than retaining heads, which would be overwritten"):
         made().save_pretrained(target)
     (target / "config.json").unlink()
     with pytest.raises(ValueError, match=r"holds another model's model\.safetensors"):
         made().save_pretrained(target)
-    with pytest.raises(ValueError, match="is a file; choose a folder"):
-        made().save_pretrained(saved / "notes.txt")
 
 
 @pytest.fixture
@@ -183,51 +149,40 @@ def small_files_only() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-@pytest.mark.parametrize("exists", [False, True])
 def test_without_room_nothing_is_left_behind_and_the_folder_is_named(
-    saved: Path, tmp_path: Path, small_files_only: None, exists: bool
+    saved: Path, tmp_path: Path, small_files_only: None
 ) -> None:
-    target = saved if exists else tmp_path / "new"
     before = {path.name: path.read_bytes() for path in saved.iterdir()}
-    with pytest.raises(OSError, match=f"cannot write {target}: File too large; choose another folder or make room"):
-        made().save_pretrained(target)
+    for target in (saved, tmp_path / "new"):
+        with pytest.raises(OSError, match=f"cannot write {target}: File too large; choose another folder or make room"):
+            made().save_pretrained(target)
     assert {path.name: path.read_bytes() for path in saved.iterdir()} == before
     assert os.listdir(tmp_path) == ["heads"]
-
-
-def test_an_interruption_while_writing_leaves_the_old_heads(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(checkpoint, "save_file", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        made(seed=4).save_pretrained(saved)
-    assert same_weights(RetainingHeads.from_pretrained(saved), made())
 
 
 # -- weights published by the authors --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("form", ["bin", "old bin", "safetensors", "folder", "whole model", "shards"])
-def test_every_published_layout_is_read_exactly(golden_case: Path, tmp_path: Path, form: str) -> None:
-    theirs, config = load_file(golden_case / "heads.safetensors"), AutoConfig.from_pretrained(golden_case)
+@pytest.mark.parametrize("form", ["bin", "shards", "folder", "whole model"])
+def test_every_published_layout_is_read_exactly(tmp_path: Path, form: str) -> None:
+    theirs, config = load_file(GOLDEN / "heads.safetensors"), AutoConfig.from_pretrained(GOLDEN)
     prefix = "module.model." if form == "bin" else "" if form == "shards" else "model."
     weights, path = {prefix + name.removeprefix("model."): value for name, value in theirs.items()}, tmp_path
     foreign = {
         "model.layers.0.mlp.fc1.weight": torch.zeros(2),
         "model.vision.layers.0.self_attn.fc1.weight": torch.ones(2),
     }
-    if form in ("bin", "old bin"):
+    if form == "bin":
         path = tmp_path / "heads.bin"
-        torch.save({**foreign, **weights}, path, _use_new_zipfile_serialization=form == "bin")
+        torch.save({**foreign, **weights}, path)
     elif form == "shards":
         save_file(dict(list(weights.items())[::2]), tmp_path / "a.safetensors")
         save_file(dict(list(weights.items())[1::2]), tmp_path / "b.safetensors")  # c, without heads, is not there
         places = {name: f"{'ab'[nth % 2]}.safetensors" for nth, name in enumerate(weights)}
-        places |= dict.fromkeys(load_file(golden_case / "model.safetensors"), "c.safetensors")
+        places |= dict.fromkeys(load_file(GOLDEN / "model.safetensors"), "c.safetensors")
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     else:
-        backbone = load_file(golden_case / "model.safetensors") if form == "whole model" else {}
+        backbone = load_file(GOLDEN / "model.safetensors") if form == "whole model" else {}
         save_file({**weights, **backbone}, tmp_path / "model.safetensors")
         path = tmp_path if form == "folder" else tmp_path / "model.safetensors"
     heads = RetainingHeads.from_official(path, config)
@@ -257,20 +212,13 @@ class Payload:
 
 
 OFFICIAL: list[tuple[Any, str]] = [
-    (
-        {**published(), NAME.replace("0", "2"): torch.ones(4, 64)},
-        r"for 3 layers \(layers 0, 1, 2\) but the co",
-    ),
     (published(fc1=(4, 48)), r"heads.0.fc1.weight is \[4, 48\] in .* but \[4, 64\] by the config of a llama model"),
     ({**published(), NAME.replace("weight", "bias"): torch.ones(4)}, "fc1.bias, but retaining heads have no biases"),
     ({**published(), NAME.removeprefix("model."): torch.ones(4, 64)}, "has 0.fc1.weight of a layer twice"),
-    ({**published(), NAME: torch.full((4, 64), float("inf"))}, "that are not finite"),
     ({name: value for name, value in published().items() if name != NAME}, "missing: heads.0.fc1.weight"),
     ({"a": torch.zeros(2)}, "has no retaining heads: no entry like .* among its 1"),
     ({NAME: Payload()}, "holds more than tensors, and loading it could run code; convert it to safetensors"),
-    ({**published(), NAME: "a text"}, "no plain tensor"),
     ({**published(), NAME: torch.zeros(4, 64).to_sparse()}, "no plain tensor"),
-    (torch.zeros(3), "holds a Tensor and not weights by name"),
     (b"just a text, no weights", "not a file that torch.save wrote"),
 ]
 
@@ -289,14 +237,10 @@ def test_published_weights_that_do_not_fit_are_refused_in_a_sentence(tmp_path: P
 
 def test_places_of_published_weights_that_are_none_are_named(tmp_path: Path) -> None:
     mutations.put(tmp_path, "a.safetensors", save(published()))
-    for place in ("../a.safetensors", "/etc/passwd", 5):
+    for place in ("../a.safetensors", 5):
         index = {"weight_map": {**dict.fromkeys(published(), "a.safetensors"), NAME: place}}
         mutations.put(tmp_path / "heads", "model.safetensors.index.json", json.dumps(index).encode())
         with pytest.raises(ValueError, match="is not the name of a file of its folder"):
             RetainingHeads.from_official(tmp_path / "heads", CONFIG)
     with pytest.raises(ValueError, match="there is no file or folder '.*nowhere'; download the published heads first"):
         RetainingHeads.from_official(tmp_path / "nowhere", CONFIG)
-    for name in ("a.bin", "b.bin"):
-        mutations.put(tmp_path / "two", name, b"")
-    with pytest.raises(ValueError, match=r"has several \.bin files \(a\.bin, b\.bin\); name one of them"):
-        RetainingHeads.from_official(tmp_path / "two", CONFIG)

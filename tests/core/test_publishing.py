@@ -16,7 +16,7 @@ from huggingface_hub import ModelCard, constants
 from locret import shipped
 from locret.heads import evaluation
 from locret.heads.heads import RetainingHeads
-from locret.heads.push import PushOptions, command, push
+from locret.heads.push import PushOptions, push
 from locret.heads.search import find_heads
 from locret.scorers.chosen import chosen_heads
 
@@ -73,29 +73,15 @@ def test_the_card_is_filled_with_what_is_known_and_has_the_hubs_metadata(saved: 
     assert (data["base_model"], data["base_model_relation"], data["license"]) == ("org/base", "adapter", "apache-2.0")
     assert (data["datasets"], data["library_name"]) == (["org/long-texts"], "locret")
     for text in (
-        "# Retaining heads for org/base",
         'LongContextModel.from_pretrained("org/base", revision="abc123", heads="path/to/these-heads")',
         "| Budget | 64 |",
         "| Head shares | as measured, in config.json |",
-        "| Layers with a head | 2 of 2 |",
-        "| Weights | 1,584 in float32 |",  # 2 layers * 12 * (64 + 2)
-        "| Tokens | 2,331,034 |",
-        "log of the attention",
         "| Exact match | 0.94 |",
     ):
         assert text in card.content, text
     for absent in ("{{", "None", "| Adapter", "1.0, 1.0"):
         assert absent not in card.content
     compile(card.content.split("```python\n")[1].split("```")[0], "README.md", "exec")
-    config = heads.config.annotated(training=None, policy=None, evaluation=None)
-    bare = RetainingHeads(config).generate_model_card()
-    for text in (
-        "No results recorded.",
-        "the defaults of `RetentionPolicy` apply",
-        "Not trained: the weights are random.",
-    ):
-        assert text in bare.content
-    assert "datasets" not in bare.data.to_dict()
 
 
 @pytest.mark.parametrize("name", ["checkpoints/tiny-heads", "checkpoints/smollm2-heads"])
@@ -104,22 +90,10 @@ def test_the_cards_of_the_shipped_heads_are_what_this_version_writes(name: str) 
     assert (Path(shipped.find(name)) / "README.md").read_text() == text
 
 
-def test_results_of_an_evaluation_become_a_table(heads: RetainingHeads, tmp_path: Path) -> None:
-    card = heads.annotate(evaluation=evaluation.from_results(results_file(tmp_path))).generate_model_card()
-    for line in (
-        "| passkey | 8,192 | full | all | 100.0 | 50 |",
-        "| passkey | 8,192 | locret | 1,024 | 93.5 \u00b1 2.5 | 50 |",
-        "| passkey | 8,192 | locret | 10% | 93.5 | 50 |",
-        "by `locret-eval` of locret 0.2.0",
-    ):
-        assert line in card.content, line
-
-
 def test_results_that_cannot_be_are_refused(tmp_path: Path) -> None:
     others = {"weights": {"heads": "ab" * 32}}
     for changes, said in [
         ({"complete": False}, "has not ended; finish it with locret-eval --resume"),
-        ({"cells": []}, "has no cells"),
         ({"cells": RESULTS["cells"][:1]}, "has no results of the method locret"),  # type: ignore[index]
         ({"cells": [{**CELL, "score": float("nan")}]}, "cell 0 is .* without task, method and score"),
         ({"config": others}, r"is of other heads \(fingerprint abababababab, those to be .* cdcdcdcdcdcd"),
@@ -204,17 +178,6 @@ def test_a_branch_or_a_pull_request_leaves_main_as_it_was(saved: Path, hub: HubS
     assert repo.files("main") == {}
 
 
-def test_a_dry_run_lists_files_and_sizes_and_calls_nobody(
-    hub: HubServer, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert command(["--heads", "checkpoints/tiny-heads", "--repo", "org/heads", "--dry-run"]) == 0
-    output = capsys.readouterr().out
-    assert f"would push to {hub.url}/org/heads:" in output
-    assert "bytes  model.safetensors" in output
-    assert hub.requests == []
-
-
 # -- refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -222,7 +185,6 @@ def test_heads_that_do_not_load_are_not_sent(saved: Path, hub: HubServer, tmp_pa
     whole = {name: (saved / name).read_bytes() for name in FILES}
     for spoil, message in [
         (lambda: (saved / "model.safetensors").write_bytes(b"xx"), "not a whole safetensors file"),
-        (lambda: (saved / "config.json").write_text('{"model_type": "llama"}'), "not the config of retaining heads"),
         (lambda: (saved / "README.md").rename(tmp_path / "x"), None),
     ]:
         spoil()
@@ -234,21 +196,13 @@ def test_heads_that_do_not_load_are_not_sent(saved: Path, hub: HubServer, tmp_pa
         for name, content in whole.items():
             if not (saved / name).is_symlink():
                 (saved / name).write_bytes(content)
-    with pytest.raises(ValueError, match="is not a folder; give one that locret-train wrote"):
-        push(options(saved / "nowhere"))
     assert hub.requests == []
 
 
-@pytest.mark.parametrize("repo", ["heads", "org/he ads", "org/a--b", "org/x.git", ""])
+@pytest.mark.parametrize("repo", ["heads", "org/a--b"])
 def test_a_malformed_repository_name_is_refused_before_anything_else(repo: str) -> None:
     with pytest.raises(ValueError, match="is not a repository name; use org/name"):
         PushOptions(heads="nowhere", repo=repo)
-    for more, said in [
-        ({"create_pr": True, "revision": "dev"}, "--create-pr opens a pull request against main, not --revision dev"),
-        ({"license": "My Own"}, "--license My Own is not how the Hub spells a licence"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            options(Path("h"), **more)
 
 
 def test_every_refusal_of_the_hub_is_told_apart(saved: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,8 +272,3 @@ def test_a_backbone_without_heads_or_without_a_name_is_refused(hub: HubServer, t
     ]:
         with pytest.raises(ValueError, match=said):
             find_heads(model)
-    with pytest.raises(ValueError, match="give it with --model"):
-        chosen_heads("auto", None)
-    hub.broken_with = 500
-    with pytest.raises(OSError, match="cannot search for heads of org/base: the Hub at .* answered 500"):
-        find_heads("org/base")
