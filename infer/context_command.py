@@ -1,13 +1,12 @@
 """`locret-context`: what has been read, as a file: make it, look at it, ask it, join and shrink it, hand it on.
 
-What needs no backbone loads none: `show`, `export`, `push` and `pull` work from the file alone.
+What needs no backbone loads none: `show` and `export` work from the file alone.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,14 +17,12 @@ from typing import TYPE_CHECKING, Any
 from locret.base.fields import Refusal
 from locret.cli.command import print_json, run, warnings_as_lines
 from locret.cli.subcommands import Subcommand, run_subcommand
-from locret.heads.push import print_pushed
 from locret.infer import command as infer
 from locret.infer.context_options import (
     AskOptions,
     ComposeOptions,
     ExportOptions,
     LlamacppOptions,
-    PullOptions,
     ReadOutput,
     ShowOptions,
     ShrinkOptions,
@@ -39,7 +36,6 @@ from locret.infer.infer_options import (
     TextOptions,
 )
 from locret.loading.options import ScorerOptions
-from locret.publish_options import ContextPushOptions
 
 if TYPE_CHECKING:
     from locret import Context
@@ -181,32 +177,6 @@ def export(options: ExportOptions, llamacpp: LlamacppOptions, given: frozenset[s
     return 0
 
 
-def push(options: ContextPushOptions, given: frozenset[str]) -> int:
-    """Publish a saved context."""
-    from locret.conversation.saved import publish
-
-    with warnings_as_lines(f"{PROG} push", quiet=False):
-        print_pushed(publish(options), options)
-    return 0
-
-
-def pull(options: PullOptions, given: frozenset[str]) -> int:
-    """Fetch a published context, check it, and write it to a file."""
-    from locret.base.files import written_whole
-    from locret.conversation.saved import SavedContext, download
-
-    _check_output(options.output)
-    file = download(options.repo, revision=options.revision)
-    saved = SavedContext.open(file)
-    with written_whole(options.output) as fresh:
-        shutil.copyfile(file, fresh)
-    if options.json:
-        print_json({**saved.facts(), "context": options.output, "repo": options.repo})
-    else:
-        print(f"{options.output}: {saved.shown_name}, {saved.tokens:,} tokens, {file.stat().st_size:,} bytes")
-    return 0
-
-
 @contextmanager
 def _loaded(
     model: ModelOptions, scorer: ScorerOptions, what: str, paths: Sequence[str], quiet: bool, **how: Any
@@ -262,10 +232,6 @@ COMMANDS = {
     ),
     "shrink": _subcommand(shrink, "Make a smaller context of one, without reading again.", *MODEL, ShrinkOptions),
     "export": _subcommand(export, "Write a context as another engine holds it.", ExportOptions, LlamacppOptions),
-    "push": _subcommand(
-        push, "Publish a context on the Hugging Face Hub, with a card and a picture.", ContextPushOptions
-    ),
-    "pull": _subcommand(pull, "Fetch a context from the Hugging Face Hub.", PullOptions, words="repo"),
 }
 """What may follow `locret-context`."""
 

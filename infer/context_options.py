@@ -7,7 +7,6 @@ from typing import Literal
 
 from locret.base.fields import Refusal
 from locret.infer.infer_options import QuestionOptions, ReadingOutput, ReportOptions
-from locret.publish_options import check_repository
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,20 +145,3 @@ class LlamacppOptions:
     """Whether it uses flash attention (--flash-attn)."""
     streams: int | None = None
     """1 if the cache is unified (--kv-unified), else the number of slots (--parallel)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PullOptions:
-    """What is fetched."""
-
-    repo: str
-    """Repository on the Hub, org/name."""
-    output: str
-    """File to write."""
-    revision: str | None = None
-    """Branch, tag or commit."""
-    json: bool = False
-    """Print one JSON object."""
-
-    def __post_init__(self) -> None:
-        check_repository(self.repo)

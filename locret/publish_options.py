@@ -42,28 +42,6 @@ class RepositoryOptions:
             raise ValueError("--commit-message is empty; leave it out for the default, or write one")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ContextPushOptions(RepositoryOptions):
-    """What to publish, and where. Whoever can read the repository can ask the context about its text."""
-
-    context: str
-    """A saved context."""
-    license: str | None = None
-    """Licence of the text as the Hub spells it, such as cc0-1.0."""
-    base_model: str | None = None
-    """The backbone on the Hub, org/name, for the card."""
-    heads: str | None = None
-    """The retaining heads on the Hub, org/name, for the card."""
-    commit_message: str = "Upload a context with locret-context"
-    """Message of the commit."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for flag, name in (("--base-model", self.base_model), ("--heads", self.heads)):
-            if name is not None and not re.fullmatch(f"({_PART}/)?{_PART}", name):
-                raise ValueError(f"{flag} {name} is not a repository name; use org/name, or leave it out")
-
-
 def check_repository(repo: str) -> None:
     """Refuse what cannot be a repository's name.
 

@@ -52,12 +52,14 @@ _RETIRED = (
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
 _BY_ITSELF = {
-    "option compile": "on CUDA the step of one token is captured and replayed by itself where it can be",
+    "option compile": "on CUDA the step of one token is captured and replayed by itself where it can be; leave it out",
     "option save_context": "locret-context read TEXT --output FILE writes a context",
     "option context": "locret-context ask FILE --question TEXT asks a context",
     **dict.fromkeys(("option picture", "option kept"), "locret-context show FILE says and draws what a context kept"),
+    "locret-context push": "hf upload org/name FILE context.safetensors publishes a context",
+    "locret-context pull": "hf download org/name fetches a context, and org/name may stand for its file",
 }
-"""Options that are needed no more, and what happens without them."""
+"""What is needed no more, and what does the same, or what happens without it."""
 _LAST = "release 0.1.0 (git tag lab-frozen)"
 
 
@@ -70,6 +72,6 @@ def check_retired(kind: str, name: str) -> None:
     """
     asked = f"{kind} {name}"
     if asked in _BY_ITSELF:
-        raise ValueError(f'{kind} "{name}" was retired: {_BY_ITSELF[asked]}; leave it out')
+        raise ValueError(f'{kind} "{name}" was retired: {_BY_ITSELF[asked]}')
     if any(asked == one or (one.endswith("/") and asked.startswith(one)) for one in _RETIRED):
         raise ValueError(f'{kind} "{name}" was retired; {_LAST} is the last that has it')

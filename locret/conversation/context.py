@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -18,7 +16,6 @@ from locret.cache.compose import shrunk
 from locret.conversation.chat import LONGEST_ANSWER, Chat, Reading, check_question
 from locret.conversation.document import without_breaks
 from locret.conversation.evidence import Answered, answered, check_source, reread
-from locret.publish_options import ContextPushOptions
 
 if TYPE_CHECKING:
     pass
@@ -161,36 +158,6 @@ class Context(Reading):
     def _turn(self, question: str) -> str:
         check_question(question)
         return self.talk.transcript.copy().ask(question)
-
-    def push_to_hub(self, repo_id: str, *, base_model: str | None = None, **options: Any) -> str:
-        """Publish the context as a repository with a card and a picture of what was kept, for `LongContextModel.load`.
-
-        Whoever can read the repository can ask the context about its text, and sees the text's last words.
-
-        Args:
-            repo_id: Repository on the Hub, org/name; made if it does not exist.
-            base_model: The backbone on the Hub, for the card; where it was loaded from if that was the Hub.
-            **options: As for `locret-context push`: private, license, heads, revision, commit_message, create_pr.
-
-        Returns:
-            The URL of the repository, or of the pull request.
-
-        Raises:
-            ValueError: For a name or a licence that the Hub would refuse.
-            OSError: If the Hub refuses or cannot be reached.
-
-        Warns:
-            UserWarning: If others will see it.
-        """
-        from locret.conversation.saved import publish  # it draws, and knows engines
-
-        on_hub = re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", self.lm.name) and not Path(self.lm.name).exists()
-        with as_arguments(), tempfile.TemporaryDirectory() as folder:
-            file = Path(folder, "context.safetensors")
-            base = base_model or (self.lm.name if on_hub else None)
-            push = ContextPushOptions(context=str(file), repo=repo_id, base_model=base, **options)
-            self.save(file)
-            return str(publish(push)["url"])
 
 
 @contextmanager

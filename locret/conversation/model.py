@@ -464,7 +464,7 @@ class LongContextModel:
     # -- on disk ------------------------------------------------------------------------------------------------------
 
     def load(self, path: str | Path, **how: Any) -> Context:
-        """Return a context that `Context.save` has written, or `Context.push_to_hub` has published.
+        """Return a context that `Context.save` has written.
 
         Args:
             path: The file, or org/name on the Hub.

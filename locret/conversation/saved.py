@@ -1,4 +1,4 @@
-"""Saved contexts, from their files alone: what one is, how it is drawn and published on the Hugging Face Hub.
+"""Saved contexts, from their files alone: what one is, what it kept, and where it is found.
 
 No backbone is loaded for any of it. What comes from the Hub is a safetensors file, checked as any other; nothing of a
 repository is run.
@@ -9,20 +9,16 @@ repository is run.
 from __future__ import annotations
 
 import re
-import tempfile
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
+from huggingface_hub import hf_hub_download
 from torch import Tensor
 
-from locret import hub, shipped
-from locret._version import __version__
-from locret.base.tables import markdown
+from locret import hub
 from locret.cache.cache_file import SavedCache, described_scorer, read_saved
 from locret.cache.layer import HOST
 from locret.cache.store import POSITIONS
@@ -30,9 +26,9 @@ from locret.conversation.document import Source
 from locret.conversation.protect import NOTHING, KeptTurn, Protection, kept_turns
 from locret.conversation.turns import checked_notes
 from locret.engines.prefix import Prefix
-from locret.pictures import Retention, as_lines, can_draw, retention_map
+from locret.pictures import Retention
 from locret.policy.protection import spans_from
-from locret.publish_options import ContextPushOptions, check_repository
+from locret.publish_options import check_repository
 
 _LONGEST = 200
 """Characters of a text that are shown."""
@@ -205,52 +201,9 @@ def _span(counts: Sequence[int]) -> str:
 
 # -- on the Hub -------------------------------------------------------------------------------------------------------
 
-FILE, PICTURE, CARD, TAG = "context.safetensors", "kept.png", "README.md", "locret-context"
-_LACKS = f"has no {FILE}, so it does not hold a context; give a repository that locret-context push made"
+FILE = "context.safetensors"
+_LACKS = f"has no {FILE}, so it does not hold a context; give a repository to which one was uploaded by that name"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_TEMPLATE = """\
----
-{{ card_data }}
----
-
-# {{ title }}
-
-What a language model keeps of a text of {{ tokens }} tokens, as [locret](https://github.com/locret/locret) has read it:
-{{ units }} cache units per KV head, which answer questions about the text without reading it again. A cache unit is the
-key and value of one token in one KV head of one layer. The file holds numbers for one backbone with the same weights,
-and runs no code. Whoever has it can ask about the text, and its header holds the text's last words.
-
-## What was kept
-
-{{ picture }}Each line is a layer, from the beginning of the text to its end; a higher bar: more was kept there.
-
-```
-{{ kept }}
-```
-
-{{ facts }}
-
-## How to use
-
-```python
-from locret import LongContextModel
-
-lm = LongContextModel.from_pretrained("{{ base }}", {{ scorer }})
-context = lm.load("{{ repo }}")
-print(context.ask("What is the text about?"))
-```
-
-```bash
-locret-context pull {{ repo }} --output book.ctx
-locret-context ask book.ctx --model {{ base }} {{ flags }} --question "What is the text about?"
-```
-{{ engines }}
-Written by locret {{ version }}.
-"""
-_ENGINES = """
-As the first {units} tokens of a prompt [other engines](https://github.com/locret/locret/blob/main/docs/engines.md) take
-it, too; for llama.cpp: `locret-context export book.ctx --to llamacpp --output book.bin`.
-"""
 
 
 def find_context(name: str | Path, *, revision: str | None = None) -> Path:
@@ -262,65 +215,9 @@ def find_context(name: str | Path, *, revision: str | None = None) -> Path:
     """
     path, text = Path(name), str(name)
     if not path.exists() and _REPOSITORY.fullmatch(text) and not path.parent.exists():
-        return download(text, revision=revision)
+        check_repository(text)
+        with hub.one_sentence("load", text, what="file", lacks=_LACKS):
+            return Path(hf_hub_download(text, FILE, revision=revision))
     if revision is not None:
         raise ValueError(f"revision={revision!r} is of a repository on the Hub, but {text} is a file; leave it out")
     return path
-
-
-def download(repo: str, *, revision: str | None = None) -> Path:
-    """Return the file of a context on the Hub, in the download cache; raises as `find_context`."""
-    check_repository(repo)
-    with hub.one_sentence("load", repo, what="file", lacks=_LACKS):
-        return Path(hf_hub_download(repo, FILE, revision=revision))
-
-
-def publish(options: ContextPushOptions) -> dict[str, Any]:
-    """Check and upload a saved context, with its card and picture; returns and raises as `locret.hub.upload`.
-
-    Warns:
-        UserWarning: If others will see it.
-    """
-    saved = SavedContext.open(shipped.find(options.context))
-    if not saved.conversation or saved.conversation.get("turns"):
-        what = "a conversation, with what was said" if saved.conversation else "a cache without its conversation"
-        raise ValueError(
-            f"{options.context} holds {what}; push a context, as context.save or locret-context read write it"
-        )
-    if not options.private:
-        warnings.warn(
-            f"whoever can read {options.repo} can ask this context about its text, and sees the text's last words; a "
-            "private repository (--private, or private=True) keeps them to those you choose",
-            stacklevel=2,
-        )
-    contents: dict[str, Path | bytes] = {FILE: saved.path.resolve()}
-    if can_draw("a picture of what was kept"):
-        with tempfile.TemporaryDirectory() as folder:
-            retention_map([saved.retention(saved.shown_name)], Path(folder, PICTURE))
-            contents[PICTURE] = Path(folder, PICTURE).read_bytes()
-    return hub.upload(options, {CARD: card(saved, options, picture=PICTURE in contents).encode(), **contents})
-
-
-def card(saved: SavedContext, options: ContextPushOptions, *, picture: bool) -> str:
-    """Return the card of a context, front matter included, with a picture or without."""
-    trained = saved.scorer == "retaining_heads"
-    scorer = saved.scorer if re.fullmatch(r"[\w:.+-]+", saved.scorer) else "its-scorer"
-    heads, units = options.heads or "path/to/its-heads", f"{max(saved.units()):,}"
-    values: dict[str, Any] = {
-        "title": saved.shown_name,
-        "tokens": f"{saved.tokens:,}",
-        "units": units,
-        "picture": f"![what was kept]({PICTURE})\n\n" if picture else "",
-        "kept": "\n".join(as_lines(saved.retention(saved.shown_name))),
-        "facts": "\n".join(markdown(("", ""), saved.lines(), numbers=False)),
-        "base": options.base_model or "path/to/its-backbone",
-        "scorer": f'heads="{heads}"' if trained else f'scorer="{scorer}"',
-        "flags": f"--heads {heads}" if trained else f"--scorer {scorer}",
-        "repo": options.repo,
-        "engines": "" if isinstance(saved.prefix, str) else _ENGINES.format(units=units),
-        "version": __version__,
-    }
-    tags = [TAG, "long-context", "kv-cache"]
-    data = ModelCardData(library_name="locret", tags=tags, base_model=options.base_model, license=options.license)
-    made: ModelCard = ModelCard.from_template(card_data=data, template_str=_TEMPLATE, **values)
-    return str(made)

@@ -183,8 +183,6 @@ PRINTED = {
     "context compose": ["--model", "m", "--context", "a.ctx", "b.ctx", "--output", "c.ctx", "--budget", "9"],
     "context shrink": ["--model", "m", "--context", "a.ctx", "--output", "b.ctx", "--budget", "9"],
     "context export": ["--context", "a.ctx", "--to", "llamacpp", "--output", "a.bin", "--flash-attention", "false"],
-    "context push": ["--context", "a.ctx", "--repo", "org/book", "--private"],
-    "context pull": ["--repo", "org/book", "--output", "a.ctx"],
 }
 EVERY = [*(name for name in COMMANDS if name != "context"), *(f"context {word}" for word in CONTEXT_COMMANDS)]
 """Commands that have options of their own."""

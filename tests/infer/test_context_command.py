@@ -168,10 +168,10 @@ def test_a_context_is_exported_without_its_backbone(context: Run, file: Path, tm
         ("export {file} --to vllm --output a.bin", "--to vllm is not one of llamacpp"),
         ("export {file} --to llamacpp --output a.bin --cache-type q9", "is unknown"),
         ("export {file} --to llamacpp --output {text}", "is there already and is no slot file"),
-        ("push {file} --repo book", "--repo book is not a repository name"),
-        ("push {file} --repo org/book --base-model a/b/c", "--base-model a/b/c is not a repository name"),
-        ("push {text} --repo org/book --dry-run", "is not a saved cache"),
-        ("pull book --output a.ctx", "--repo book is not a repository name"),
+        (
+            "push {file} --repo org/book",
+            '"push" was retired: hf upload org/name FILE context.safetensors',
+        ),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_sentence(
@@ -195,29 +195,6 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
     assert message in done.err
     assert done.err.count("\n") == 1, done.err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_context_is_pushed_pulled_and_asked_by_its_name(
-    context: Run, lm: LongContextModel, file: Path, pair: list, hub: Any, tmp_path: Path
-) -> None:
-    listed = context("push", file, "--repo", "org/oslo", "--dry-run", "--json")
-    assert [one["path"] for one in json.loads(listed.out)["files"]] == ["README.md", "context.safetensors", "kept.png"]
-    assert hub.requests == []
-    assert "locret-context push: warning: whoever can read org/oslo can ask this context about its text" in listed.err
-    done = context("push", file, "--repo", "org/oslo", "--private", "--license", "mit", "--base-model", "org/base")
-    assert (done.code, done.err) == (0, ""), done
-    assert done.out.splitlines()[-1] == f"{hub.url}/org/oslo"
-    assert hub.repos["org/oslo"].private
-    done = context("pull", "org/oslo", "--output", tmp_path / "a.ctx")
-    assert done.out.startswith(f"{tmp_path / 'a.ctx'}: oslo.txt, ")
-    assert (tmp_path / "a.ctx").read_bytes() == file.read_bytes()
-    few = ["--question", ASKED, "--max-new-tokens", 6]
-    expected = lm.load(file).ask(ASKED, max_new_tokens=6) + "\n"
-    assert context("ask", "org/oslo", *pair, *few).out == expected
-    assert json.loads(context("show", "org/oslo", "--json").out)["contexts"][0]["name"] == "oslo.txt"
-    assert lm.load_chat("org/oslo").say(ASKED, max_new_tokens=6) + "\n" == expected
-    done = context("pull", "org/none", "--output", tmp_path / "b.ctx")
-    assert (done.code, "cannot load org/none: it is neither a file here nor" in done.err) == (2, True)
 
 
 def test_other_heads_ask_only_if_that_is_allowed(context: Run, pair: list, file: Path) -> None:
@@ -256,10 +233,6 @@ def test_what_a_file_says_of_its_conversation_is_checked(
     held = json.loads(metadata["notes"])
     held["conversation"] |= notes
     save_file(load_file(file), tmp_path / "a.ctx", metadata={**metadata, "notes": json.dumps(held)})
-    for line in (
-        ["show", tmp_path / "a.ctx"],
-        ["push", tmp_path / "a.ctx", "--repo", "org/x", "--dry-run", "--private"],
-    ):
-        done = context(*line)
-        assert (done.code, done.out) == (2, ""), done
-        assert message in done.err
+    done = context("show", tmp_path / "a.ctx")
+    assert (done.code, done.out) == (2, ""), done
+    assert message in done.err
