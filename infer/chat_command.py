@@ -12,12 +12,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.base.fields import Refusal
-from locret.base.nearest import nearest
+from locret.base.nearest import check_retired, nearest
 from locret.cli.command import parse_options, run, warnings_as_lines
 from locret.infer.infer_options import ChatOptions, GenerationOptions, PlacedModelOptions, PolicyOptions
 from locret.loading.options import ScorerOptions
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, ChatOptions, GenerationOptions)
 DESCRIPTION = "Talk about a document of any length in a fixed amount of memory."
-_ALONE = ("fork", "back", "memory", "kept", "help", "quit")
+_ALONE = ("memory", "kept", "help", "quit")
 """Commands without an argument."""
 
 
@@ -75,10 +75,6 @@ class Conversation:
     about: ChatOptions
     generation: GenerationOptions
     chat: Chat | None = None
-    source: Path | None = None
-    """The file the conversation is about, where it is known."""
-    points: list[Chat] = field(default_factory=list)
-    """What /back returns to."""
 
     def __post_init__(self) -> None:
         self._commands: dict[str, Callable[[str], None]] = {
@@ -107,6 +103,7 @@ class Conversation:
         if word.startswith("/"):
             name = word.removeprefix("/")
             if name not in self._commands:
+                check_retired("locret-chat", word)
                 near = [f"/{one}" for one in nearest(name, [*self._commands, "quit"])]
                 raise ValueError(
                     f"{word} is unknown; " + (f"did you mean {' or '.join(near)}?" if near else "try /help")
@@ -133,14 +130,14 @@ class Conversation:
         document, cache = open_file(_path(given, "/read")), self.lm.new_cache()
         how: dict[str, Any] = {"system": self.about.system, "protect": self.about.protect}
         context = self.lm.read_into(cache, document, progress=not self.about.quiet, **how)
-        self._go_on(context.chat(cache), document.source)
+        self._go_on(context.chat(cache))
 
     def _do_load(self, given: str) -> None:
         """/load FILE: go on with a conversation, or a context, that has been saved."""
         self._go_on(self.lm.load_chat(_path(given, "/load")))
 
-    def _go_on(self, chat: Chat, source: Path | None = None) -> None:
-        self.chat, self.source, self.points = chat, source, []
+    def _go_on(self, chat: Chat) -> None:
+        self.chat = chat
         self._tell(repr(chat))
 
     def _do_save(self, given: str) -> None:
@@ -148,18 +145,6 @@ class Conversation:
         path = _path(given, "/save")
         self._current().save(path)
         self._tell(f"saved; go on with /load {path}, or with --context {path}")
-
-    def _do_fork(self, _: str) -> None:
-        """/fork: remember this point of the conversation; /back returns to it."""
-        self.points.append(self._current().fork())
-        self._tell(f"{len(self.points)} to go /back to")
-
-    def _do_back(self, _: str) -> None:
-        """/back: return to where /fork was said last."""
-        if not self.points:
-            raise ValueError("/back has nowhere to go; say /fork at the point first")
-        self.chat = self.points.pop()
-        self._tell(repr(self.chat))
 
     def _do_memory(self, _: str) -> None:
         """/memory: say what the cache holds and takes."""
@@ -175,21 +160,13 @@ class Conversation:
         )
 
     def _do_kept(self, _: str) -> None:
-        """/kept: show how much of each tenth of the text and of each turn stayed, and what most heads hold."""
-        from locret.conversation.document import open_file
-        from locret.conversation.protect import as_table
+        """/kept: show what each layer kept of what was read, and what stayed of each turn."""
         from locret.infer import kept_page
+        from locret.pictures import retention_of
 
         chat = self._current()
-        share = kept_page.share_of_heads(chat.cache)
-        print(f"units held, by tenths of what was read: [{kept_page.by_tenths(share)}]")
-        if chat.protection.turns is not None:
-            print(as_table(chat.kept_by_message()))
-        if self.source is None:
-            self._tell("the text itself is not saved; /read FILE shows its passages too")
-            return
-        blocks = self.lm.tokens(open_file(self.source), system=self.about.system)
-        print("\n".join(kept_page.passages(share, self.lm.tokenizer, blocks)), flush=True)
+        turns = None if chat.protection.turns is None else chat.kept_by_message()
+        print(kept_page.as_text(retention_of(chat.cache, ""), turns), flush=True)
 
     def _do_protect(self, given: str) -> None:
         """/protect NAME ...: say what stays from now on, such as question or user=0.1; nothing, without a name."""
@@ -239,17 +216,11 @@ def _talk(conversation: Conversation) -> None:
 
 def _typed() -> Iterator[str]:
     """Yield what is typed, with history and editing; Ctrl-C drops a line, Ctrl-D ends."""
-    try:
-        from prompt_toolkit import PromptSession
-
-        ask: Callable[[str], str] = PromptSession().prompt
-    except ImportError:
-        with suppress(ImportError):  # there is none on Windows; it edits what `input` reads
-            import readline  # noqa: F401
-        ask = input
+    with suppress(ImportError):  # there is none on Windows; it edits what `input` reads
+        import readline  # noqa: F401
     while True:
         try:
-            yield ask("> ")
+            yield input("> ")
         except KeyboardInterrupt:
             sys.stderr.write("\n")
         except EOFError:

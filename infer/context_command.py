@@ -76,7 +76,6 @@ def read(
 def show(options: ShowOptions, given: frozenset[str]) -> int:
     """Print what saved contexts are, and what they kept of their texts."""
     from locret import loading, pictures, shipped
-    from locret.conversation.protect import as_table
     from locret.conversation.saved import SavedContext, find_context
     from locret.infer import kept_page
     from locret.infer.reading import check_target
@@ -90,7 +89,7 @@ def show(options: ShowOptions, given: frozenset[str]) -> int:
     if options.text is not None:
         words, notes = Path(shipped.find(options.text)).read_text(encoding="utf-8"), found[0].conversation
         tokenizer, template = loading.tokenizer_of(str(options.model)), str(notes.get("template", "none"))
-        share = kept_page.share_of_positions(retentions[0])
+        share = kept_page.share_of_heads(retentions[0])
         pieces = kept_page.marked(words, share, tokenizer, template, notes.get("system"))
         title = f"What {found[0].path.name} kept of {found[0].shown_name}"
         kept_page.write(str(options.plot), pieces, title, "The darker a word, the more KV heads hold it.")
@@ -102,10 +101,7 @@ def show(options: ShowOptions, given: frozenset[str]) -> int:
     for number, (one, retention) in enumerate(zip(found, retentions, strict=True)):
         print("\n" if number else "", end="")
         print("\n".join(f"{what:<14}{text}" for what, text in [("context", str(one.path)), *one.lines()]))
-        print("\nkept by each layer, from the beginning of the text to its end")
-        print("\n".join(pictures.as_lines(retention)))
-        if (kept := one.kept_by_message()) is not None:
-            print(f"\nunits per KV head that stayed of each message\n{as_table(kept)}")
+        print(f"\n{kept_page.as_text(retention, one.kept_by_message())}")
     return 0
 
 

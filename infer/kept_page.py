@@ -1,29 +1,26 @@
-"""Which parts of a text stayed: how much of each tenth, the passages that most heads hold, and the text drawn."""
+"""Which parts of a text stayed: a line of bars per layer, what stayed of each message, and the text drawn."""
 # N tokens that were read
 
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from locret import RetentionCache
 from locret.base.files import write_text, written_whole
-from locret.conversation.document import decode
+from locret.conversation.protect import KeptTurn, as_table
 from locret.conversation.turns import Transcript
-from locret.pictures import BARS, Retention, require_matplotlib, retention_of
+from locret.pictures import Retention, as_lines, require_matplotlib
 
 _PALEST, _DARK = 0.12, 0.95
 _COLUMNS, _MOST_LINES, _SIZE = 110, 400, 6.6
 """Of a picture: letters in a line, lines, and the size of a letter in points."""
 _LETTER, _LINE = 0.602 * _SIZE / 72, 0.12
 """Width of a letter of the font and height of a line, in inches."""
-_WIDTH = 12
-"""Tokens of a passage."""
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font: 15px/1.5 Georgia, serif; max-width: 46em; margin: 2em auto; padding: 0 1em; white-space: pre-wrap
@@ -35,42 +32,19 @@ Marked = list[tuple[str, float]]
 """The pieces of a text, each with how dark it is, 0 to 1."""
 
 
-def share_of_heads(cache: RetentionCache) -> Tensor:
-    """Return (N,) which share of all KV heads holds the unit of each token that a cache of one row has read."""
-    return share_of_positions(retention_of(cache, ""))
+def as_text(retention: Retention, turns: Sequence[KeptTurn] | None) -> str:
+    """Return what was kept, as people read it at a terminal; `turns` says what stayed of each message."""
+    lines = ["kept by each layer, from the beginning of the text to its end", *as_lines(retention)]
+    if turns is not None:
+        lines += ["", "units per KV head that stayed of each message", as_table(turns)]
+    return "\n".join(lines)
 
 
-def share_of_positions(retention: Retention) -> Tensor:
-    """Return (N,) which share of all KV heads holds the unit of each token, of what was taken down of a cache."""
+def share_of_heads(retention: Retention) -> Tensor:
+    """Return (N,) which share of all KV heads holds the unit of each token."""
     heads = [one[one >= 0].cpu() for layer in retention.kept.values() for one in layer]
     counts = sum(torch.bincount(one, minlength=retention.prompt_tokens)[: retention.prompt_tokens] for one in heads)
     return torch.as_tensor(counts).float() / len(heads)
-
-
-def by_tenths(share: Tensor) -> str:
-    """Return a bar per tenth of the text: how much of the tenth that kept most each of them kept."""
-    kept = torch.stack([part.sum() for part in share.tensor_split(10)])
-    return "".join(BARS[round(float(one / kept.max()) * (len(BARS) - 1))] for one in kept)
-
-
-def passages(share: Tensor, tokenizer: Any, blocks: Iterable[list[int]], count: int = 10) -> list[str]:
-    """Return the passages that most heads hold, in their order, with the share of heads.
-
-    Args:
-        share: What `share_of_heads` returned.
-        tokenizer: The backbone's.
-        blocks: Token ids of the text, as they were read.
-        count: Passages wanted.
-    """
-    means = share[: len(share) // _WIDTH * _WIDTH].reshape(-1, _WIDTH).mean(dim=1)
-    best, lines = means.topk(min(count, len(means))).indices.sort().values.tolist(), []
-    ids = [one for block in blocks for one in block]
-    for nth in best:
-        if means[nth] > 0:
-            first, text = nth * _WIDTH, decode(tokenizer, ids[nth * _WIDTH : (nth + 1) * _WIDTH])
-            place = f"{first:>9,} ({first / len(share):4.0%})  {float(means[nth]):4.0%} of heads"
-            lines.append(f"{place}  {' '.join(text.split())}")
-    return lines
 
 
 def marked(text: str, share_N: Tensor, tokenizer: Any, template: str, system: str | None = None) -> Marked:

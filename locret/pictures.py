@@ -20,8 +20,7 @@ from locret.base.files import written_whole
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
 
-# Okabe and Ito's palette: its colours differ for every kind of colour vision.
-KEPT, NEEDLE, INK = "#0072B2", "#D55E00", "#222222"
+INK = "#222222"
 BARS = " ▁▂▃▄▅▆▇█"
 COLUMNS = 400
 """Most columns of a map: one column stands for several neighbouring positions of a longer text."""
@@ -88,18 +87,12 @@ def column_edges(prompt_tokens: int, columns: int) -> Tensor:
     return torch.linspace(0, prompt_tokens, columns + 1, dtype=torch.float64).round()
 
 
-def retention_map(
-    retentions: Sequence[Retention], path: str | Path, *, needle: tuple[int, int] | None = None, heading: str = ""
-) -> None:
-    """Draw, for one cache or several that read the same text, which positions each layer and KV head kept.
-
-    Above each map a curve shows the mean share kept over the text.
+def retention_map(retentions: Sequence[Retention], path: str | Path) -> None:
+    """Draw which positions each layer and KV head kept, of one cache or of several one below the other.
 
     Args:
         retentions: What to draw, from top to bottom.
         path: PNG file to write; an existing one is replaced.
-        needle: First and last position of a passage to mark.
-        heading: Title of the whole picture.
     """
     require_matplotlib("a picture")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -107,37 +100,27 @@ def retention_map(
     from matplotlib.ticker import StrMethodFormatter
 
     # Figure without pyplot: no window system is looked for, and nothing is left behind in the process.
-    heights = [size for retention in retentions for size in (1.0, _map_height(retention))]
+    rows = [sum(len(heads) for heads in retention.kept.values()) for retention in retentions]
+    heights = [min(6.0, max(1.2, 0.22 * count)) for count in rows]
     figure = Figure(figsize=(10, sum(heights) + 0.75 * len(retentions) + 0.6), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(len(heights), 1, sharex=True, gridspec_kw={"height_ratios": heights})
+    axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     columns = min(COLUMNS, max(r.prompt_tokens for r in retentions))
     shares = [kept_shares(retention, columns) for retention in retentions]
-    top = max(float(share.mean(0).max()) for share in shares)
     highest = max(float(share.max()) for share in shares)
-    for index, (retention, share) in enumerate(zip(retentions, shares, strict=True)):
-        curve, rows = axes[2 * index], axes[2 * index + 1]
-        _draw_curve(curve, share, retention, top)
-        image = _draw_rows(rows, share, retention, highest)
-        if needle is not None:
-            _mark(curve, rows, needle)
+    for axis, retention, share in zip(axes, retentions, shares, strict=True):
+        image = _draw(axis, share, retention, highest)
     axes[-1].set_xlabel("position in the text (tokens)")
     axes[-1].xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     figure.colorbar(image, ax=list(axes), label="share of positions kept (%)", fraction=0.03, pad=0.015, shrink=0.6)
-    note = "arrows: the passage that the question asks for" if needle is not None else ""
-    if heading or note:
-        figure.suptitle("\n".join(line for line in (heading, note) if line), fontsize=11, color=INK)
     save(figure, path)
 
 
-def _map_height(retention: Retention) -> float:
-    rows = sum(len(heads) for heads in retention.kept.values())
-    return min(6.0, max(1.2, 0.22 * rows))
+def _draw(axis: Any, share: Tensor, retention: Retention, highest: float) -> Any:
+    # A square root shows a single kept position of a long column, which a linear scale would leave white.
+    from matplotlib.colors import PowerNorm
 
-
-def _draw_curve(axis: Any, share: Tensor, retention: Retention, top: float) -> None:
-    edges = column_edges(retention.prompt_tokens, share.shape[1]).tolist()
-    axis.stairs((100 * share.mean(0)).tolist(), edges, fill=True, color=KEPT, alpha=0.85, linewidth=0)
+    heads = [len(heads) for heads in retention.kept.values()]
     units = max(len(positions) for heads in retention.kept.values() for positions in heads)
     axis.set_title(
         f"{retention.title}: {units:,} of {retention.prompt_tokens:,} positions kept per KV head",
@@ -145,16 +128,6 @@ def _draw_curve(axis: Any, share: Tensor, retention: Retention, top: float) -> N
         loc="left",
         color=INK,
     )
-    axis.set_ylabel("kept (%)\nmean")
-    axis.set_ylim(0, 100 * top * 1.05)
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_rows(axis: Any, share: Tensor, retention: Retention, highest: float) -> Any:
-    heads = [len(heads) for heads in retention.kept.values()]
-    # A square root shows a single kept position of a long column, which a linear scale would leave white.
-    from matplotlib.colors import PowerNorm
-
     image = axis.imshow(
         100 * share.numpy(),
         aspect="auto",
@@ -164,9 +137,6 @@ def _draw_rows(axis: Any, share: Tensor, retention: Retention, highest: float) -
         extent=(0, retention.prompt_tokens, sum(heads), 0),
     )
     borders = [sum(heads[:index]) for index in range(len(heads))]
-    if len(heads) <= 40:  # more lines than that would cover the map
-        for border in range(1, sum(heads)):
-            axis.axhline(border, color="#CCCCCC", linewidth=0.5)
     for border in borders[1:]:
         axis.axhline(border, color=INK, linewidth=1 if len(heads) <= 12 else 0.4)
     step = math.ceil(len(heads) / 12)
@@ -175,17 +145,6 @@ def _draw_rows(axis: Any, share: Tensor, retention: Retention, highest: float) -
     axis.set_ylabel(f"layer\n({heads[0]} KV heads each)")
     axis.tick_params(axis="y", length=0)
     return image
-
-
-def _mark(curve: Any, rows: Any, needle: tuple[int, int]) -> None:
-    from matplotlib.transforms import offset_copy
-
-    # Arrows outside the map: a line over it would hide what was kept there.
-    middle = sum(needle) / 2
-    curve.axvline(middle, color=NEEDLE, linewidth=1.2, zorder=0)
-    for edge, points, marker in ((0, -5, "^"), (1, 5, "v")):
-        place = offset_copy(rows.get_xaxis_transform(), rows.figure, y=points, units="points")
-        rows.plot(middle, edge, marker, color=NEEDLE, markersize=7, transform=place, clip_on=False)
 
 
 def save(figure: Any, path: str | Path) -> None:

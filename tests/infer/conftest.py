@@ -100,17 +100,6 @@ def context(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
 
 
 @pytest.fixture
-def demo(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """Return a function that runs the demonstration in this process."""
-    from locret.infer.demo import command
-
-    def call(*arguments: object) -> Outcome:
-        return _call(command, [str(argument) for argument in arguments], capsys)
-
-    return call
-
-
-@pytest.fixture
 def evaluate_with(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callable[..., Callable[..., Outcome]]:
     """Return a function that takes what is usual, and returns one that runs `locret-eval` with it in this process."""
     from locret.infer.evaluation.command import command

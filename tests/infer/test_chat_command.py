@@ -60,14 +60,12 @@ def test_three_turns_a_save_and_a_second_process_that_goes_on(tmp_path: Path) ->
     assert "tokens read" in lines[0]
 
 
-def test_points_can_be_gone_back_to(chat: Chat, text: Path) -> None:
-    said = "Who?\n/memory\n/fork\nWhy?\n/back\n/memory\nWhy?\n"
-    code, out, err = chat(said, "--prompt-file", text)
+def test_a_saved_point_can_be_gone_back_to(chat: Chat, text: Path) -> None:
+    code, out, err = chat("Who?\n/memory\n/save a.chat\nWhy?\n/load a.chat\n/memory\nWhy?\n", "--prompt-file", text)
     assert code == 0, err
-    answers = out.splitlines()
-    assert answers[1].split(" read")[0] == answers[3].split(" read")[0]
-    assert answers[2] == answers[4]
-    assert "1 to go /back to" in err
+    _, before, first, after, second = out.splitlines()
+    assert before.split(" read")[0] == after.split(" read")[0]
+    assert first == second
 
 
 def test_a_text_is_read_later_and_a_context_of_python_is_loaded(
@@ -88,12 +86,13 @@ def test_a_text_is_read_later_and_a_context_of_python_is_loaded(
     assert "--context a.ctx has been read already, so --system, --template is for what /read reads" in err
 
 
-def test_what_stayed_is_shown_with_its_text(chat: Chat, text: Path) -> None:
-    code, out, err = chat("/kept\nWho?\n/save a.chat\n/load a.chat\n/kept\n", "--prompt-file", text)
+def test_what_stayed_is_shown_layer_by_layer_and_turn_by_turn(chat: Chat, text: Path) -> None:
+    code, out, err = chat("Who?\n/kept\n", "--prompt-file", text)
     assert code == 0, err
-    assert "units held, by tenths of what was read: [" in out
-    assert "of heads  " in out
-    assert "the text itself is not saved" in err
+    lines = out.splitlines()
+    assert lines[1] == "kept by each layer, from the beginning of the text to its end"
+    assert [line.split("|")[0].strip() for line in lines[2:4]] == ["0", "1"]
+    assert "units per KV head that stayed of each message" in lines
 
 
 @pytest.mark.parametrize(
@@ -105,8 +104,8 @@ def test_what_stayed_is_shown_with_its_text(chat: Chat, text: Path) -> None:
         ("/read\n", "/read needs a file; write /read FILE"),
         ("/read no.txt\n", "no.txt: no such file"),
         ("/load no.chat\n", "no.chat does not exist"),
-        ("/back\n", "/back has nowhere to go"),
-        ("/fork all of it\n", '/fork takes nothing, and "all of it" is given; say /fork alone'),
+        ("/back\n", '"/back" was retired: /save FILE and /load FILE return to a point'),
+        ("/memory all of it\n", '/memory takes nothing, and "all of it" is given; say /memory alone'),
     ],
 )
 def test_from_a_pipe_the_first_mistake_ends_the_command(chat: Chat, lines: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""`locret-context`: read, show, ask, compose, shrink, export, push and pull, as a user types them."""
+"""`locret-context`: read, show, ask, compose, shrink, export, as a user types them."""
 
 from __future__ import annotations
 
