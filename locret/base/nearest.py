@@ -53,6 +53,7 @@ _RETIRED = (
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
 _BY_ITSELF = {
     "option compile": "on CUDA the step of one token is captured and replayed by itself where it can be; leave it out",
+    "option print_completion": "--help all lists the options",
     "option save_context": "locret-context read TEXT --output FILE writes a context",
     "option context": "locret-context ask FILE --question TEXT asks a context",
     **dict.fromkeys(("option picture", "option kept"), "locret-context show FILE says and draws what a context kept"),

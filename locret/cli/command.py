@@ -9,10 +9,10 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from logging import ERROR, getLogger
-from typing import Any
+from typing import Any, NoReturn
 
 from locret._version import __version__
 from locret.base import interrupts
@@ -40,13 +40,17 @@ def parse_options(
         The instances in the order of `option_classes`, and the names the user set (on the command line or in YAML).
 
     Raises:
-        SystemExit: With code 0 once `--help`, `--version`, `--print-config` or `--print-completion` has been answered.
+        SystemExit: With code 0 once `--help`, `--version` or `--print-config` has been answered.
         ValueError: For an unknown flag or key, a value of the wrong type, or one that a dataclass refuses.
     """
     options = read.options_of(option_classes)
     line = read.CommandLine(options, list(sys.argv[1:] if argv is None else argv))
-    if answer := _answer(line.asked, options, prog, description, option_classes):
-        _leave(answer)
+    if "help" in line.asked:
+        from locret.cli import help as shown  # argparse, which a run does not need
+
+        _leave(shown.text(options, prog, description, option_classes, everything=line.asked["help"] == "all"))
+    if "version" in line.asked:
+        _leave(f"{prog} {__version__}\n")
     values = read.values_of(options, read.merged(line, option_classes))
     printing = "print_config" in line.asked
     instances = [] if printing and read.lacking(options, values) else read.instances(option_classes, options, values)
@@ -55,22 +59,7 @@ def parse_options(
     return instances, set(values)
 
 
-def _answer(
-    asked: Mapping[str, str], options: Mapping[str, read.Option], prog: str, about: str, classes: Sequence[type]
-) -> str | None:
-    """Return the answer to what is asked instead of a run; None if nothing is."""
-    from locret.cli import help as shown  # argparse, which a run does not need
-
-    if "help" in asked:
-        return shown.text(options, prog, about, classes, everything=asked["help"] == "all")
-    if "version" in asked:
-        return f"{prog} {__version__}\n"
-    if "print_completion" in asked:
-        return shown.completion({None: (options, prog, about, classes)}, prog, asked["print_completion"])
-    return None
-
-
-def _leave(text: str) -> None:
+def _leave(text: str) -> NoReturn:
     sys.stdout.write(text)
     raise SystemExit(0)
 

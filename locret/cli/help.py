@@ -1,4 +1,4 @@
-"""Help and shell completion of a command, from its dataclasses: the string under a field is the option's help."""
+"""Help of a command, from its dataclasses: the string under a field is the option's help."""
 
 from __future__ import annotations
 
@@ -15,9 +15,6 @@ from typing import Any, Literal, get_args, get_origin
 from locret.base.fields import union_members
 from locret.cli.options import ALIASES, Option, flag_of, meant
 
-SHELLS = ("bash", "zsh", "tcsh")
-_FILES = ("config", "model", "adapter", "heads", "dataset", "output", "picture", "init_from")
-_FILE_ENDINGS = ("_file", "_dir", "context", "questions")
 _METAVARS = {int: "N", float: "X", str: "TEXT", bool: "true|false", list: "A,B", tuple: "A,B"}
 
 
@@ -37,27 +34,6 @@ def is_usual(option: Option) -> bool:
     declaring = next(cls for cls in option.owner.__mro__ if name in cls.__dict__.get("__annotations__", {}))
     usual = declaring.__dict__.get("usual")
     return "." not in option.name and (usual is None or name in usual or option.default is MISSING)
-
-
-def completion(commands: Mapping[str | None, tuple[Any, ...]], prog: str, shell: str) -> str:
-    """Return a script that completes a command's options in a shell, and those of each of its words.
-
-    Args:
-        commands: The arguments of `text`, by the words of the command; None is a command without words.
-        prog: Name of the command.
-        shell: One of `SHELLS`.
-    """
-    if shell not in SHELLS:
-        raise ValueError(f"--print-completion {shell} is unknown; choose one of {', '.join(SHELLS)}")
-    import shtab
-
-    if None in commands:
-        return str(shtab.complete(_parser(*commands[None]), shell=shell))
-    parser = argparse.ArgumentParser(prog)
-    words = parser.add_subparsers()
-    for name, parts in commands.items():
-        words.add_parser(str(name), help=parts[2], parents=[_parser(*parts)], add_help=False)
-    return str(shtab.complete(parser, shell=shell))
 
 
 @cache
@@ -89,13 +65,9 @@ def _parser(
     general = parser.add_argument_group("recipe and help")
     general.add_argument("-h", "--help", action="store_true", help="Show this text, with `all` every option, and stop.")
     general.add_argument("--version", action="store_true", help="Show the version and stop.")
-    recipe = general.add_argument("--config", metavar="RECIPE", help="YAML file of options; flags override it.")
-    recipe.complete = _shtab_file()  # type: ignore[attr-defined]
+    general.add_argument("--config", metavar="RECIPE", help="YAML file of options; flags override it.")
     general.add_argument(
         "--print-config", action="store_true", help="Print a recipe of what was given, with all defaults, and stop."
-    )
-    general.add_argument(
-        "--print-completion", metavar="SHELL", choices=SHELLS, help=f"Print a script for {', '.join(SHELLS)} and stop."
     )
     for cls in classes:
         title = (cls.__doc__ or "").strip().splitlines()[0].rstrip(".")
@@ -118,9 +90,7 @@ def _add(group: Any, option: Option, options: Mapping[str, Option]) -> None:
     if others := [name for name in ALIASES if meant(name, options) == option.name]:
         parts.append("also " + ", ".join(map(flag_of, others)))
     about = f"{option.help} ({'; '.join(parts)})" if parts else option.help
-    action = group.add_argument(option.flag, help=about.replace("%", "%%"), **settings)
-    if option.name in _FILES or option.name.endswith(_FILE_ENDINGS):
-        action.complete = _shtab_file()
+    group.add_argument(option.flag, help=about.replace("%", "%%"), **settings)
 
 
 def _metavar(members: Sequence[Any]) -> str:
@@ -134,8 +104,3 @@ def _metavar(members: Sequence[Any]) -> str:
     ]
     shown = dict.fromkeys(name for name in names if not (name == "TEXT" and ("A,B" in names or "N" in names)))
     return "|".join(shown)
-
-
-def _shtab_file() -> dict[str, str]:
-    # What shtab.FILE is, without importing it for every help.
-    return {"bash": "_shtab_compgen_files", "zsh": "_files", "tcsh": "f"}

@@ -21,7 +21,7 @@ from locret.base.nearest import check_retired, nearest
 from locret.cli import recipes
 
 _FLAG = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
-_QUESTIONS = ("config", "help", "version", "print_config", "print_completion")
+_QUESTIONS = ("config", "help", "version", "print_config")
 ALIASES: dict[str, tuple[str, ...]] = {
     # transformers, TRL, the Hub
     "model_name_or_path": ("model",),
@@ -140,8 +140,6 @@ class CommandLine:
             self.asked[name] = waiting.pop() if name == "help" and waiting[-1:] == ["all"] else ""
         elif name == "config":
             self.recipes.append(_next(flag, value, waiting))
-        elif name == "print_completion":
-            self.asked[name] = _next(flag, value, waiting)
         elif name == "local_rank" and name not in self.options:  # deepspeed says so besides the environment
             os.environ.setdefault("LOCAL_RANK", _next(flag, value, waiting))
         else:

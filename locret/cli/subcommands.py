@@ -1,17 +1,15 @@
-"""Commands that begin with a word of their own, each with its options: which was meant, help, and completion."""
+"""Commands that begin with a word of their own, each with its options: which was meant, and help."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from locret._version import __version__
 from locret.base.nearest import check_retired, nearest
 from locret.cli import command as cli
-from locret.cli import help as shown
-from locret.cli.options import options_of, typed
+from locret.cli.options import typed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +29,6 @@ class Subcommand:
 def run_subcommand(prog: str, commands: Mapping[str, Subcommand], argv: Sequence[str] | None) -> int:
     """Do what a command line says, and return the exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["--print-completion"]:
-        _print_completion(prog, commands, *arguments[1:2])
     name, rest = chosen(prog, {name: one.about for name, one in commands.items()}, arguments)
     one = commands[name]
     line = with_flag(rest, "--" + one.words.replace("_", "-"))
@@ -79,11 +75,3 @@ def with_flag(arguments: list[str], flag: str) -> list[str]:
     if flag in {word.partition("=")[0].replace("_", "-") for word in arguments[count:]}:
         raise ValueError(f"{arguments[0]} and {flag} set the same; drop one of them")
     return [flag, *arguments]
-
-
-def _print_completion(prog: str, commands: Mapping[str, Subcommand], shell: str = "") -> None:
-    parts: dict[str | None, tuple[Any, ...]] = {
-        name: (options_of(one.classes), f"{prog} {name}", one.about, one.classes) for name, one in commands.items()
-    }
-    sys.stdout.write(shown.completion(parts, prog, shell))
-    raise SystemExit(0)

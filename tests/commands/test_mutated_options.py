@@ -31,7 +31,7 @@ BASES: dict[str, dict[str, Any]] = {
     "context read": {**TINY, "prompt_file": "text.txt", "output": "a.ctx", "dry_run": True, "quiet": True},
 }
 """A command line of each command that is fine, and ends before anything is loaded or written."""
-KEPT = ("dry_run", "help", "print_config", "print_completion", "version", "list")
+KEPT = ("dry_run", "help", "print_config", "version", "list")
 """What is not taken away, so that a draw stays a matter of options."""
 MEBIBYTES = 512
 ODD = st.one_of(
