@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
-from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from locret.base.fields import Refusal
@@ -118,7 +117,7 @@ def execute(options: Options) -> None:
 def _check_together(options: Options, asked: Sequence[str]) -> None:
     """Refuse ways of asking that do not go together."""
     prompt, output = options.prompt, options.output
-    check_evidence(prompt, options.generation, options.policy.turns)
+    check_evidence(prompt, options.generation)
     if prompt.evidence and not asked and not output.dry_run:
         raise ValueError("--evidence is about an answer, but nothing is asked; give --question or --questions")
     if output.compare_full and (len(asked) > 1 or prompt.evidence or options.ranks.size > 1):
@@ -127,19 +126,11 @@ def _check_together(options: Options, asked: Sequence[str]) -> None:
         raise ValueError("--compare-full reads the text twice, which standard input is not; give --prompt-file FILE")
 
 
-def check_evidence(asked: QuestionOptions, generation: GenerationOptions, turns: str | None = None) -> None:
-    """Refuse evidence of an answer that cannot be watched, or from a file that is not there."""
+def check_evidence(asked: QuestionOptions, generation: GenerationOptions) -> None:
+    """Refuse evidence of an answer that cannot be watched."""
     if asked.evidence and generation.num_beams > 1:
         rule = f"watches one answer, but --num-beams {generation.num_beams} are searched; drop one of them"
         raise Refusal("evidence", True, rule)
-    if asked.reread is not None:
-        from locret.conversation.document import read_text
-
-        if turns == "text":
-            raise Refusal(
-                "reread", asked.reread, "needs the room of a turn, which --turns text does not leave; drop one"
-            )
-        read_text(asked.reread, 1, "--reread ")
 
 
 def _agree(options: Options, plan: Ready, asked: Sequence[str]) -> None:
@@ -220,8 +211,7 @@ def answer_each(
         if not json and (len(asked) > 1 or how.evidence):
             print(f"{chr(10) if records else ''}> {question}", flush=True)
         if how.evidence:
-            source = None if how.reread is None else os.path.expanduser(how.reread)
-            found = context.ask(question, evidence=True, source=source, **generation.given())
+            found = context.ask(question, evidence=True, **generation.given())
             if not json:
                 print(f"{found}\n{_evidence_line(found)}", flush=True)
             records.append({"question": question, "answer": found.text, "evidence": found.to_dict()})
@@ -268,9 +258,6 @@ def _evidence_line(found: Any) -> str:
     sure = f"  evidence: the least certain token leads by {found.margin:.2f}"
     where = f"; looked most at tokens {places}" if places else ""
     verdict = "; evidence may be gone" if found.flagged else "; not flagged"
-    if found.before is not None:
-        before = shorten(found.before, 80, placeholder=" ...")
-        verdict = f"; these were read again, and {f'before the answer was {before!r}' if found.changed else 'it stays'}"
     return f"{sure}{where}{verdict}"
 
 

@@ -74,8 +74,6 @@ class AskOptions(QuestionOptions, SeveralContexts):
         SeveralContexts.__post_init__(self)
         if not self.question and self.questions is None:
             raise ValueError(f"--context {' '.join(self.context)} waits for a question; give --question or --questions")
-        if self.reread is not None and len(self.context) > 1:
-            raise Refusal("reread", self.reread, f"is one text, but there are {len(self.context)} contexts; ask one")
 
 
 @dataclass(frozen=True, kw_only=True)

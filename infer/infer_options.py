@@ -102,15 +102,8 @@ class QuestionOptions:
     """File with questions, one per line, or one JSON text or object with a question per line (.jsonl)."""
     evidence: bool = False
     """Say of each answer how sure it is, and where in the text it looked: an unsure one may lack what was evicted."""
-    reread: str | None = None
-    """With --evidence: the file that was read. Where evidence may be gone its passages are read again, and the question
-    is answered once more."""
 
     def __post_init__(self) -> None:
-        if self.reread is not None and not self.evidence:
-            raise Refusal("reread", self.reread, "needs --evidence, which says what to read again; add that")
-        if self.reread == "-":
-            raise Refusal("reread", "-", "is standard input, which is read once; give the file")
         if any(not question.strip() for question in self.question):
             raise ValueError("--question is empty; leave it out if the text itself says what to do")
         if self.question and self.questions is not None:

@@ -56,6 +56,7 @@ _BY_ITSELF = {
     "option print_completion": "--help all lists the options",
     "option save_context": "locret-context read TEXT --output FILE writes a context",
     "option context": "locret-context ask FILE --question TEXT asks a context",
+    "option reread": "--compare-full answers once more with every unit kept",
     **dict.fromkeys(("option picture", "option kept"), "locret-context show FILE says and draws what a context kept"),
     "locret-context push": "hf upload org/name FILE context.safetensors publishes a context",
     **dict.fromkeys(("locret-chat /fork", "locret-chat /back"), "/save FILE and /load FILE return to a point"),

@@ -56,7 +56,8 @@ _NOT_HERE = {
         ("return_dict_in_generate", "output_scores", "output_logits", "output_hidden_states"),
         "there is only the answer's text; use locret.generate with context.cache",
     ),
-    "streamer": "use stream=True, or chat.stream",
+    "source": "passages are not read again; read the text with a larger budget, and ask that context",
+    **dict.fromkeys(("stream", "streamer"), "use context.stream or chat.stream"),
     "use_cache": "the context is the cache",
 }
 _LOOKING_BACK: dict[str, tuple[float, Callable[[Any, Tensor], LogitsProcessor]]] = {
@@ -87,7 +88,7 @@ def answer_settings(
     known = GenerationConfig().to_dict()
     for name, value in options.items():
         if name in _NOT_HERE:
-            raise Refusal(name, repr(value), f"has no effect here; {_NOT_HERE[name]}")
+            raise Refusal(name, shown(value), f"has no effect here; {_NOT_HERE[name]}")
         if name not in known and name not in _MORE_OPTIONS:
             check_retired("option", name)
             meant = nearest(name, ("max_new_tokens", *known, *_MORE_OPTIONS))

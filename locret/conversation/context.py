@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -15,10 +15,7 @@ from locret.cache.cache import RetentionCache
 from locret.cache.compose import shrunk
 from locret.conversation.chat import LONGEST_ANSWER, Chat, Reading, check_question
 from locret.conversation.document import without_breaks
-from locret.conversation.evidence import Answered, answered, check_source, reread
-
-if TYPE_CHECKING:
-    pass
+from locret.conversation.evidence import Answered, answered
 
 
 class Context(Reading):
@@ -43,7 +40,7 @@ class Context(Reading):
         return self.talk.transcript.system
 
     @overload
-    def ask(self, question: str, *, evidence: Literal[True], source: Any = None, **options: Any) -> Answered: ...
+    def ask(self, question: str, *, evidence: Literal[True], **options: Any) -> Answered: ...
 
     @overload
     def ask(self, question: str, **options: Any) -> str: ...
@@ -55,10 +52,8 @@ class Context(Reading):
         self,
         question: str | Sequence[str],
         *,
-        stream: bool = False,
         measured: bool = False,
         evidence: bool = False,
-        source: Any = None,
         max_new_tokens: int = LONGEST_ANSWER,
         **options: Any,
     ) -> Any:
@@ -66,59 +61,30 @@ class Context(Reading):
 
         Args:
             question: What to ask, or a list of questions.
-            stream: Return an iterator of the answer's words as they are written, for one question.
             measured: Return a `Measured` instead of a text: with units, bytes and seconds.
             evidence: Return an `Answered` instead of a text: with how sure the answer is, and where in the text it
                 looked.
-            source: With evidence: the text that was read, as `LongContextModel.read` takes it. Where evidence may be
-                gone, its passages are read again, in the room of a turn, and the question is answered once more.
             max_new_tokens: Longest answer in tokens.
             **options: Whatever `model.generate` takes: temperature, top_p, num_beams, stop_strings, ... An answer is
                 greedy unless they ask for sampling.
 
         Raises:
-            ValueError: For an empty question, an option that does not exist, or a source that is another text.
+            ValueError: For an empty question, or an option that does not exist.
         """
-        if stream + measured + evidence > 1:
-            raise ValueError("stream, measured and evidence each return something else than a text; give one of them")
-        if source is not None:
-            if not evidence:
-                raise ValueError("source is read again only with evidence=True; add that, or leave source out")
-            check_source(self, source)
+        if measured and evidence:
+            raise ValueError("measured and evidence each return something else than a text; give one of them")
         if not isinstance(question, str) and isinstance(question, Sequence):
-            if stream:
-                raise ValueError("stream=True yields one answer; ask one question, or leave it out")
-            how: dict[str, Any] = {"measured": measured, "evidence": evidence, "source": source, **options}
+            how: dict[str, Any] = {"measured": measured, "evidence": evidence, **options}
             return [self.ask(one, max_new_tokens=max_new_tokens, **how) for one in question]
         if evidence:
-            first = answered(self, question, max_new_tokens, options)
-            again = source is not None and first.flagged
-            return reread(self, question, source, first, max_new_tokens, options) if again else first
+            return answered(self, question, max_new_tokens, options)
         if measured:
             return self.chat().measured(question, self.lm.settings(max_new_tokens, options))
-        chat = self.chat()
-        return (chat.stream if stream else chat.say)(question, max_new_tokens=max_new_tokens, **options)
+        return self.chat().say(question, max_new_tokens=max_new_tokens, **options)
 
     def stream(self, question: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> Iterator[str]:
         """Answer a question from a fork and yield the answer word by word; arguments as for `ask`."""
         return self.chat().stream(question, max_new_tokens=max_new_tokens, **options)
-
-    def reread(
-        self, question: str, source: Any, first: Answered, max_new_tokens: int = LONGEST_ANSWER, **options: Any
-    ) -> Answered:
-        """Answer once more with the passages of the first answer read again, whether or not it was flagged.
-
-        Args:
-            question: What was asked.
-            source: The text that was read, as `LongContextModel.read` takes it.
-            first: What `ask` returned with evidence=True.
-            max_new_tokens: As for `ask`.
-            **options: As for `ask`.
-
-        Raises:
-            ValueError: If the source is another text, or a turn has no room for what is to be read again.
-        """
-        return reread(self, question, source, first, max_new_tokens, options)
 
     def chat(self, cache: RetentionCache | None = None) -> Chat:
         """Return a conversation about the context, in a copy of its cache, or in one that has been made already."""

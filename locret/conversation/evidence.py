@@ -1,7 +1,6 @@
 """What an answer stands on: how sure it is, where in the text it looked, and how likely a given answer would be.
 
-Where units were evicted, an unsure answer may lack evidence. Where the text is at hand, passages are read again behind
-what is held, in the room that a turn has; if the answer changes, the first one lacked something.
+Where units were evicted, an unsure answer may lack evidence.
 """
 
 # A tokens of an answer, V words of the vocabulary, J segments of the text, K KV heads, G query heads of a group,
@@ -10,7 +9,7 @@ what is held, in the room that a turn has; if the answer changes, the first one 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from locret.base.fields import Refusal
 from locret.cache.layer import RetentionLayer
 from locret.cache.reader import answering
 from locret.cache.store import POSITIONS
-from locret.conversation.document import decode, encode, open_document
+from locret.conversation.document import encode
 from locret.generation import check_finite_logits
 from locret.policy.policy import RetentionPolicy
 
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 UNSURE = 0.9
 """Lead of an answer's least certain token over the runner-up, as probabilities, below which the answer is unsure."""
 PASSAGES = 3
-"""Passages that are named, and read again."""
+"""Passages that are named."""
 LEAST_WIDTH = 32
 """Tokens of a segment as long as the text is short."""
 _SEGMENTS, _MOST_SEGMENTS = 3, 256
@@ -64,22 +63,15 @@ class Answered:
     """Where in the text the answer looked, the most attended first."""
     evicted: bool
     """Whether units of what was read are gone for good."""
-    before: str | None = None
-    """The answer that was given before passages were read again; None: none were."""
 
     @property
     def flagged(self) -> bool:
         """Whether evidence may be gone: the answer is unsure, and units were evicted."""
         return self.margin < UNSURE and self.evicted
 
-    @property
-    def changed(self) -> bool:
-        """Whether reading passages again has changed the answer, so that the first one lacked something."""
-        return self.before is not None and self.before.strip() != self.text.strip()
-
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
-        return {**asdict(self), "flagged": self.flagged, "changed": self.changed}
+        return {**asdict(self), "flagged": self.flagged}
 
     def __str__(self) -> str:
         return self.text
@@ -172,73 +164,6 @@ def answered(context: Context, question: str, max_new_tokens: int, options: dict
         margin=lead.least,
         passages=watch.passages(found),
         evicted=min(held) < chat.cache.seen,
-    )
-
-
-# -- reading again ----------------------------------------------------------------------------------------------------
-
-
-def check_source(context: Context, source: Any) -> None:
-    """Refuse another text before a question is asked, so that it does not pass where no answer is flagged."""
-    if not isinstance(source, (str, list, tuple, Tensor)) and not hasattr(source, "__fspath__"):
-        raise ValueError(f"source is a {type(source).__name__}, which is read once; give a text, a path or ids")
-    if context.cache.turn_room < 1:
-        raise _no_room(context)
-    document, read = open_document(source), context.sources
-    for _ in document.ids if document.pieces is None else document.pieces:  # type: ignore[union-attr]
-        pass
-    given = document.read(1)
-    if [(one.sha256, one.of) for one in read] != [(given.sha256, given.of)]:
-        raise ValueError(
-            f"source {given.name!r} is not the one text that {context.name!r} was read from, so its passages would be "
-            "others; give that text"
-        )
-
-
-def reread(
-    context: Context, question: str, source: Any, first: Answered, max_new_tokens: int, options: dict[str, Any]
-) -> Answered:
-    """Answer once more, with the passages of the first answer read again behind what is held; see `Context.reread`.
-
-    They take the room that a turn has, `chunk_size` tokens: the cache holds no more than it may for any turn. The
-    middle of a passage that is too long for it is read.
-
-    Returns:
-        The second answer, with the passages that were read for it; the first one, if it looked at none.
-    """
-    if not isinstance(first, Answered):
-        raise ValueError(f"first is a {type(first).__name__}; give what ask(..., evidence=True) has returned")
-    check_source(context, source)
-    blocks = context.lm.tokens(open_document(source), system=context.system)
-    ids, room = [one for block in blocks for one in block], context.cache.turn_room
-
-    def turn(passages: Sequence[Passage]) -> str:
-        parts = sorted(passages, key=lambda one: one.start)
-        return "\n".join([*(decode(context.lm.tokenizer, ids[one.start : one.end]) for one in parts), question])
-
-    def fits(passages: Sequence[Passage]) -> bool:
-        return len(context.question_ids(turn(passages))[0]) <= room
-
-    chosen: list[Passage] = []
-    for passage in first.passages:
-        while not chosen and passage.end - passage.start > 1 and not fits([passage]):
-            cut = max(1, (passage.end - passage.start) // 16)
-            passage = replace(passage, start=passage.start + cut, end=max(passage.end - cut, passage.start + cut + 1))
-        if fits([*chosen, passage]):
-            chosen.append(passage)
-    if first.passages and not chosen:
-        raise _no_room(context)
-    if not chosen:
-        return first
-    second = answered(context, turn(chosen), max_new_tokens, options)
-    return replace(second, passages=tuple(chosen), before=first.text)
-
-
-def _no_room(context: Context) -> ValueError:
-    policy = context.cache.policy
-    return ValueError(
-        f"passages are read again in the room of a turn, but turns={policy.turns!r} and chunk_size={policy.chunk_size} "
-        'leave none beside the question; read the text with turns="local" and a larger chunk_size'
     )
 
 

@@ -102,7 +102,7 @@ def test_what_is_no_question_is_refused(context: Context, question: Any) -> None
         ({"max_new_token": 5}, "did you mean max_new_tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens=0 is no length"),
         ({"num_return_sequences": 2}, "there is one answer"),
-        ({"streamer": None}, "use stream=True"),
+        ({"streamer": None}, "use context.stream or chat.stream"),
         ({"prompt_lookup_num_tokens": 3}, "assisted and prompt-lookup"),
         ({"num_beams": "2"}, "num_beams='2' is not a whole number"),
         ({"do_sample": False, "temperature": 0.5}, "temperature=0.5 has no effect with do_sample=False"),
@@ -120,7 +120,7 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_read(
 
 
 def test_a_stream_is_the_answer_word_by_word(context: Context) -> None:
-    assert list(context.ask(QUESTION, stream=True)) == ["The ", "pass ", "key ", "is ", "71432."]
+    assert list(context.stream(QUESTION)) == ["The ", "pass ", "key ", "is ", "71432."]
     assert "".join(context.stream(QUESTION, num_beams=2)) == context.ask(QUESTION, num_beams=2)
 
 

@@ -13,9 +13,7 @@ import torch
 from infer_cases import write_text
 
 from locret import LongContextModel, RetainingHeads, scorers
-from locret.conversation.evidence import Answered, Passage
 from locret.conversation.turns import Transcript
-from locret.infer import command
 
 QUESTION = "What is the pass key?"
 KEYS = {
@@ -192,22 +190,12 @@ def test_heads_auto_are_the_shipped_ones_for_the_embedded_backbone(infer: Infer,
 
 
 @pytest.mark.parametrize("sampling", [(), ("--temperature", "0.8", "--seed", "3")])
-def test_evidence_is_said_of_the_same_answer_and_passages_are_read_again(
+def test_evidence_is_said_of_the_same_answer(
     infer: Infer, usual: tuple[object, ...], text: Path, sampling: tuple[str, ...]
 ) -> None:
     call = (*usual, "--question", QUESTION, "--question", "Who?", *sampling)
     plain, own = (json.loads(infer(*call, *more, "--json").out)["answers"] for more in ([], ["--evidence"]))
     assert [one["answer"] for one in own] == [one["answer"] for one in plain]
-    again = json.loads(infer(*call, "--evidence", "--reread", text, "--json").out)["answers"]
-    assert [one["evidence"]["before"] for one in again] == [one["answer"] for one in plain]
-
-
-def test_the_answer_before_is_told_from_the_one_that_is_given() -> None:
-    passages = (Passage(start=64, end=160, attention=0.3),)
-    found = Answered(text="It is 5.", margin=0.2, passages=passages, evicted=True, before="It is " + "a word " * 40)
-    line = command._evidence_line(found)
-    assert "the least certain token leads by 0.20; looked most at tokens 64-160; these were read again" in line
-    assert line.endswith(" a word ...'")
 
 
 def test_a_second_tier_may_be_on_a_disk(infer: Infer, usual: tuple[object, ...], tmp_path: Path) -> None:
@@ -270,8 +258,7 @@ REFUSED = {
     "--questions {bad}": "is no JSON in line 2",
     "--evidence": "--evidence is about an answer, but nothing is asked",
     "--question a --evidence --num-beams 2": "--evidence watches one answer",
-    "--reread a.txt": "--reread a.txt needs --evidence",
-    "--question a --evidence --reread nowhere.txt": "--reread nowhere.txt: no such file",
+    "--question a --evidence --reread a.txt": "was retired: --compare-full answers once more with every unit kept",
     "--protect sytem": "--protect 'sytem' names nothing to protect",
     "--protect message:9": "--protect message:9 is none of 1 messages",
     "--protect system": "--protect system finds no turn of that role here; give --system TEXT",
