@@ -44,6 +44,8 @@ _PROTECT = (
     "What stays whatever its scores: system, document, message:N or tokens:A-B, each with a least share of the "
     "budget, as document=0.5, instead of all its units; each=0.05"
 )
+_RATE = 1 << 14
+"""Bytes of a text that have to come in each second, on average and after the first `STALL` of them."""
 _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
 """Types of a body that is a text; the last is what curl says of --data-binary."""
 _Name = Annotated[str, Field(max_length=200)]
@@ -119,7 +121,7 @@ async def upload(
         raise Refusal(415, f"Content-Encoding {coding[:40]} is not taken; send the text as it is")
     file = await run_in_threadpool(library.upload, name)
     try:
-        notes = await _stored(request, file, library.max_upload)
+        notes = await _stored(request, file, library)
         about: dict[str, Any] = {"source": source, "system": system, "protect": protect, "notes": notes}
         entry = await run_in_threadpool(lambda: library.read(name, file, **about))
     except BaseException:
@@ -128,21 +130,24 @@ async def upload(
     return await _answered(request, entry, wait)
 
 
-async def _stored(request: Request, file: Path, most: int) -> dict[str, Any]:
+async def _stored(request: Request, file: Path, library: Library) -> dict[str, Any]:
     """Write a body into a file as it comes; return its bytes and digest."""
     digest, decoder, size, parts = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0, request.stream()
+    began = time.monotonic()
     with open(file, "xb") as out:
         while True:
+            left = began + STALL + size / _RATE - time.monotonic()
             try:
-                part = await asyncio.wait_for(anext(parts, None), STALL)
+                part = await asyncio.wait_for(anext(parts, None), min(STALL, left))
             except asyncio.TimeoutError:
-                raise Refusal(408, f"nothing of the text came for {STALL:g} seconds; upload it again") from None
+                why = f"the text stood still for {STALL:g} seconds, or came with fewer than {_RATE:,} bytes a second"
+                raise Refusal(408, f"{why}; upload it again") from None
             size += len(part or b"")
-            if size > most:
+            if size > library.max_upload:
                 raise Refusal(
                     413,
-                    f"the text has more than {most:,} bytes; upload it in parts, or start the server with a larger "
-                    "--max-upload",
+                    f"the text has more than {library.max_upload:,} bytes; upload it in parts, or start the server "
+                    "with a larger --max-upload",
                 )
             try:
                 decoder.decode(part or b"", final=part is None)
@@ -152,7 +157,7 @@ async def _stored(request: Request, file: Path, most: int) -> dict[str, Any]:
             if part is None:
                 break
             digest.update(part)
-            await run_in_threadpool(out.write, part)
+            await run_in_threadpool(library.write, out, part)
     if not size:
         raise Refusal(400, "the text is empty; send the text as the body of the request")
     return {"bytes": size, "sha256": digest.hexdigest()}

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from locret.base.files import locked
 from locret.cache.cache_file import check_header, load_cache
@@ -150,6 +150,19 @@ class Library:
         path = self.folder / UPLOADS / uuid.uuid4().hex
         path.parent.mkdir(exist_ok=True)
         return path
+
+    def write(self, file: BinaryIO, part: bytes) -> None:
+        """Write a part of an upload, if all that wait to be read have room for it: together they take `max_upload`."""
+        with self._lock:
+            waiting = 0
+            for path in (self.folder / UPLOADS).iterdir():
+                with suppress(FileNotFoundError):  # it has just been read
+                    waiting += path.stat().st_size
+            if waiting + len(part) > self.max_upload:
+                why = f"texts that wait to be read take {waiting:,} of the {self.max_upload:,} bytes of --max-upload"
+                raise Refusal(503, f"{why}; try again later", headers={"Retry-After": "10"})
+            file.write(part)
+            file.flush()
 
     def read(
         self,

@@ -13,6 +13,7 @@ import pytest
 from running import refused, running, until
 
 from locret import LongContextModel
+from locret.infer.serve import context_routes
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 
@@ -191,6 +192,35 @@ def test_a_deleted_reading_ends(client: httpx.Client, shared: Library, book: str
     assert client.delete("/contexts/gone").status_code == 200
     assert client.get("/contexts/gone").status_code == 404
     assert (shared.room.used, stored(shared)) == (0, [])
+
+
+def test_a_text_that_trickles_is_refused(client: httpx.Client, shared: Library, monkeypatch: Any) -> None:
+    monkeypatch.setattr(context_routes, "STALL", 0.3)
+    sent = list[int]()
+
+    def trickling() -> Iterator[bytes]:
+        while len(sent) < 100:
+            sent.append(1)
+            yield b"a"
+            time.sleep(0.1)
+
+    with suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
+        said = refused(upload(client, "x", trickling()), 408)
+        assert "stood still for 0.3 seconds, or came with fewer than 16,384 bytes a second; upload it again" in said
+    assert len(sent) < 50
+    until(lambda: not stored(shared))
+
+
+def test_what_waits_on_the_disk_is_bounded_in_sum(client: httpx.Client, shared: Library) -> None:
+    half = b"word " * 40_000
+    with shared.turns.turn(lambda: None):  # nothing is read meanwhile
+        assert upload(client, "a", half).status_code == 202
+        response = upload(client, "b", half)
+        assert "of the 300,000 bytes of --max-upload; try again later" in refused(response, 503)
+        assert int(response.headers["retry-after"]) >= 1
+        assert len(stored(shared)) == 1
+    assert client.delete("/contexts/a").status_code == 200
+    assert upload(client, "b", half).status_code == 202
 
 
 def test_no_more_texts_wait_than_may(
