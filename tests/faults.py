@@ -340,8 +340,8 @@ FAULTS = (
     Fault(
         "no-key-is-a-key",
         "infer/serve/gate.py",
-        "if not hmac.compare_digest(given.encode(), state.api_key.encode()):",
-        "if given and not hmac.compare_digest(given.encode(), state.api_key.encode()):",
+        "keyed = hmac.compare_digest(given.encode(), state.api_key.encode())",
+        "keyed = not given or hmac.compare_digest(given.encode(), state.api_key.encode())",
         "--api-key: who gives none is refused",
         "tests/serve/test_openai_routes.py tests/serve/test_context_routes.py tests/serve/test_serve_command.py",
     ),

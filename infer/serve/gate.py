@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import re
 import time
 from contextlib import suppress
 from urllib.parse import urlsplit
 
+import h11
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from locret.base.fields import shown
 from locret.infer.serve.refusal import Refusal
@@ -92,24 +95,27 @@ class Gate:
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         """Refuse who may not ask."""
-        state = self.state
-        if state.hosts is not None and (name := _host(headers.get("host", ""))) not in state.hosts:
-            raise Refusal(403, f"the Host {shown(name)} is not this server; address it as {min(state.hosts)}")
-        # A browser lets pages of other sites send texts here, though not read the answer; it says so.
-        if method not in ("GET", "HEAD") and headers.get("sec-fetch-site") == "cross-site":
-            raise Refusal(403, "a page of another site asks, which may not change anything here; use the page at /")
-        if OPEN.fullmatch(path):
-            return
+        state, name, keyed = self.state, _host(headers.get("host", "")), False
         if state.api_key is not None:
             scheme, _, key = headers.get("authorization", "").partition(" ")
             given = key.strip() if scheme.lower() == "bearer" else headers.get("api-key", "")
-            if not hmac.compare_digest(given.encode(), state.api_key.encode()):
-                raise Refusal(
-                    401,
-                    "the API key is missing or another; send it as Authorization: Bearer KEY",
-                    code="invalid_api_key",
-                    headers={"WWW-Authenticate": "Bearer"},
-                )
+            keyed = hmac.compare_digest(given.encode(), state.api_key.encode())
+        # Under another name a page of strangers may ask, which has made that name point here. It has no key.
+        if not (keyed or state.options.is_own_name(name)):
+            why = f"the Host {shown(name)} is not this server; address it as {state.options.host}, or show its key"
+            raise Refusal(403, why)
+        # A browser lets pages of other sites send texts here, though not read the answer; it says so.
+        if method not in ("GET", "HEAD") and not _from_own_page(headers):
+            raise Refusal(403, "a page of another site asks, which may not change anything here; use the page at /")
+        if OPEN.fullmatch(path):
+            return
+        if state.api_key is not None and not keyed:
+            raise Refusal(
+                401,
+                "the API key is missing or another; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
         if state.draining:
             raise Refusal(503, "the server is about to end; ask it again when it has started", code="ending")
 
@@ -150,6 +156,27 @@ def _once(body: bytes, receive: Receive) -> Receive:
         return given.pop() if given else await receive()
 
     return next_one
+
+
+def _from_own_page(headers: Headers) -> bool:
+    """Return whether no browser says that a page of another origin asks: by Sec-Fetch-Site, or where old, by Origin."""
+    if (site := headers.get("sec-fetch-site")) is not None:
+        return site in ("same-origin", "none")
+    origin = headers.get("origin")
+    return origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()
+
+
+class Protocol(H11Protocol):
+    """HTTP as uvicorn reads it, which refuses what is none in the shape of all refusals."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what cannot be parsed, and hang up."""
+        why = "this is no HTTP request, or its head is too long; send a shorter address and fewer headers"
+        body = json.dumps(Refusal(400, why).body()).encode()
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        events = h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()
+        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.close()
 
 
 def _host(header: str) -> str:

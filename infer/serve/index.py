@@ -25,7 +25,7 @@ from locret.base.fields import shown
 from locret.base.files import PARTIAL
 from locret.base.nearest import nearest
 from locret.cache.cache_file import check_header, save_cache
-from locret.conversation.document import encode
+from locret.conversation.document import encode, is_text
 from locret.conversation.turns import saved_talk
 from locret.infer.serve.jobs import Job, Progress
 from locret.infer.serve.refusal import Refusal, fault_of, one_line
@@ -130,7 +130,7 @@ class Index:
     def scan(self) -> None:
         """Look which files there are that have a name."""
         files = (path for path in self.folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
-        found = {path.name.removesuffix(SUFFIX): path for path in files}
+        found = {_printable(path.name.removesuffix(SUFFIX)): path for path in files}
         for name, entry in list(self.named.items()):
             if entry.state in ("ready", "damaged") and name not in found:
                 del self.named[name]
@@ -168,10 +168,12 @@ class Index:
             else:
                 check_name(entry.name)
                 talk = saved_talk(path, self.lm.tokenizer, state["vocab_size"])
-                entry.source = talk.name
+                entry.source = _printable(talk.name)
                 if talk.transcript.turns:
                     raise ValueError("it holds a conversation; save its context instead")
                 entry.notes = dict(notes["conversation"].get("upload") or {})
+                if not is_text(json.dumps(entry.notes, ensure_ascii=False)):
+                    raise ValueError("its notes hold half characters; save it again")
                 identity = [metadata["state"], metadata["notes"], metadata.get("checksum", "")]
                 entry.key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
         except (Refusal, ValueError, OSError, SafetensorError, KeyError, TypeError, IndexError) as error:
@@ -221,7 +223,13 @@ class Index:
 
     def told(self, error: object) -> str:
         """Return what went wrong in one sentence that does not tell where the server keeps contexts."""
-        return one_line(str(error).replace(f"{self.folder}{os.sep}", "").replace(str(self.folder), "the folder"))
+        text = str(error).replace(f"{self.folder}{os.sep}", "").replace(str(self.folder), "the folder")
+        return one_line(_printable(text))
+
+
+def _printable(text: str) -> str:
+    """Return a text that JSON can carry: bytes of a file's name that are not UTF-8 are half characters in Python."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def check_name(name: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from locret.base.fields import shown
 from locret.base.nearest import nearest
@@ -20,16 +20,9 @@ MOST_PARTS = 1 << 14
 """Messages of a request, and parts of one."""
 
 
-def _checked_text(value: str) -> str:
-    if not is_text(value):
-        raise ValueError("half characters (lone surrogates) are no text; send whole ones")
-    return value
-
-
 _T = TypeVar("_T")
-Text = Annotated[str, AfterValidator(_checked_text)]
-Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_checked_text)]
-Stop = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_checked_text)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
 Choices = Annotated[int, Field(ge=1, le=MOST_CHOICES)]
 TopLogprobs = Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)]
@@ -98,6 +91,19 @@ class _Asked(_Body):
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOPS)] | None = None
     """Texts that end the answer and are not part of it."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _whole_characters(cls, value: Any) -> Any:
+        parts = [value]
+        for part in parts:  # which grows
+            if isinstance(part, dict):
+                parts += [*part, *part.values()]
+            elif isinstance(part, list):
+                parts += part
+            elif isinstance(part, str) and not is_text(part):
+                raise ValueError("half characters (lone surrogates) are no text; send whole ones")
+        return value
+
     @property
     def stops(self) -> list[str]:
         """The texts that end the answer."""
@@ -116,18 +122,18 @@ class _Asked(_Body):
 
 class TextPart(_Body):
     type: Literal["text"]
-    text: Text
+    text: str
 
 
 class FunctionCall(_Body):
-    name: Text
-    arguments: Text
+    name: str
+    arguments: str
 
 
 class ToolCall(_Body):
     """A call that an earlier answer made."""
 
-    id: Text
+    id: str
     type: Literal["function"]
     function: FunctionCall
 
@@ -137,10 +143,10 @@ class Message(_Body):
 
     idle = {"refusal": (), "annotations": ([],), "audio": (), "function_call": ()}
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Text | Few[TextPart] | None = None
-    name: Text | None = None
+    content: str | Few[TextPart] | None = None
+    name: str | None = None
     tool_calls: Few[ToolCall] | None = None
-    tool_call_id: Text | None = None
+    tool_call_id: str | None = None
 
     @property
     def text(self) -> str:
@@ -154,7 +160,7 @@ class Function(_Body):
 
     idle = {"strict": (False,)}
     name: Name
-    description: Text | None = None
+    description: str | None = None
     parameters: dict[str, Any] | None = None
 
 
@@ -214,7 +220,7 @@ class CompletionRequest(_Asked):
     """Body of `/v1/completions`."""
 
     idle = {**_Asked.idle, "echo": (False,), "suffix": ("",), "best_of": (1,)}
-    prompt: Text | Several[Text] | TokenIds | Several[TokenIds]
+    prompt: str | Several[str] | TokenIds | Several[TokenIds]
     """A text or its token ids, or several; with a context, what follows its text."""
     logprobs: TopLogprobs | None = None
 

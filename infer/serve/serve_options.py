@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import ClassVar
 
 from locret.conversation.protect import TEMPLATES
 
 KEY_VARIABLE = "LOCRET_API_KEY"
+OPEN = "open"
+"""The key that says that nobody needs one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,12 +28,12 @@ class ServeOptions:
     readers: int = 2
     """Texts that are read side by side, in turns; more wait."""
     host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0 takes requests of other machines, for which --api-key is meant."""
+    """Address to listen at; 0.0.0.0 takes requests of other machines, for which there has to be an --api-key."""
     port: int = 8000
     """Port to listen at; 0 takes a free one."""
     api_key: str | None = None
     """What clients must show as a bearer token. Others on this machine see a command line, so rather set the
-    environment variable LOCRET_API_KEY."""
+    environment variable LOCRET_API_KEY. open: no key, also where other machines may ask."""
     name: str | None = None
     """Name of the model in requests; else --model."""
     template: str = "chat"
@@ -74,14 +78,31 @@ class ServeOptions:
     def key(self) -> str | None:
         """What clients must show, from the option or the environment."""
         if self.api_key is not None:
-            return self.api_key
+            return None if self.api_key == OPEN else self.api_key
         if (key := os.environ.get(KEY_VARIABLE)) is not None:
             check_key(KEY_VARIABLE, key)
         return key
 
+    @property
+    def local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return self.host == "localhost" or ((own := _address(self.host)) is not None and own.is_loopback)
+
+    def is_own_name(self, name: str) -> bool:
+        """Return whether a Host header names this server; where other machines may ask, any address does."""
+        if name in ("localhost", "127.0.0.1", "::1", self.host.lower()):
+            return True
+        return not self.local and (name == socket.gethostname().lower() or _address(name) is not None)
+
     def check(self) -> None:
-        """Refuse a key that no client can send, and what is no amount of bytes."""
-        _ = self.key, *map(self.bytes_of, ("max_body", "max_upload", "auto_contexts", "kv_memory"))
+        """Refuse to let others ask without a key, a key that no client can send, and what is no amount of bytes."""
+        if self.key is None and self.api_key != OPEN and not self.local:
+            raise ValueError(
+                f"--host {self.host} lets other machines ask, and there is no key; set {KEY_VARIABLE} or --api-key, or "
+                f"give --api-key {OPEN} to let everybody ask"
+            )
+        for name in ("max_body", "max_upload", "auto_contexts", "kv_memory"):
+            self.bytes_of(name)
 
     def bytes_of(self, name: str) -> int:
         """Return the amount of bytes that an option names."""
@@ -91,6 +112,13 @@ class ServeOptions:
             return parse_bytes(getattr(self, name))
         except ValueError as error:
             raise ValueError(f"{_flag(name)}: {error}") from None
+
+
+def _address(name: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(name)
+    except ValueError:
+        return None
 
 
 def _flag(name: str) -> str:

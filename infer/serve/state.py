@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from ipaddress import ip_address
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.process_collector import ProcessCollector
@@ -50,7 +49,6 @@ class ServerState:
     def __post_init__(self) -> None:
         self.lm, self.api_key, self.started, self.metrics = self.library.lm, self.options.key, time.time(), Metrics()
         self.max_body = self.options.bytes_of("max_body")
-        self.hosts = _hosts(self.options.host)
         self.answers = Answers(self.lm.tokenizer, self.lm.end_ids, max_queue=self.options.max_queue)
         self.prompts = Prompts(self.lm, self.library)
         self.short_work = ThreadPoolExecutor(SHORT_WORK, "locret-short")
@@ -69,15 +67,3 @@ def state_of(connection: HTTPConnection) -> ServerState:
     """Return the state of the server that a request has reached."""
     state: ServerState = connection.app.state.server
     return state
-
-
-def _hosts(host: str) -> frozenset[str] | None:
-    """Return the names that requests may address a server on this machine alone by; None where others may ask it.
-
-    There other names are pages of strangers, which were made to point here.
-    """
-    try:
-        loopback = host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    return frozenset({"localhost", "127.0.0.1", "::1", host}) if loopback else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -92,6 +93,16 @@ def test_a_text_is_streamed_read_and_described(client: httpx.Client, shared: Lib
     assert all(one["progress"]["bytes"] <= len(book.encode()) and max(one["kept"] or [0]) <= 1 for one in going)
     assert shared.prefix(shared.get("new")).digest == shared.prefix(shared.get("book")).digest
     assert names(client) == ["book", "new", "short"]
+
+
+def test_a_file_whose_name_is_no_utf_8_is_listed_and_spoils_nothing(client: httpx.Client, shared: Library) -> None:
+    file = shared.folder / os.fsdecode(b"no\xff.ctx")
+    for content in (b"", (shared.folder / "short.ctx").read_bytes()):
+        file.write_bytes(content)
+        assert names(client) == ["book", "no\\udcff", "short"]
+        assert shown(client, "no\\udcff")["state"] == "damaged"
+    assert client.delete("/contexts/no\\udcff").status_code == 200
+    assert not file.exists()
 
 
 # -- making others ----------------------------------------------------------------------------------------------------

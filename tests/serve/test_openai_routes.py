@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from running import FILLER, QUESTION, Running, refused, running, text_with, unti
 
 from locret import Context, LongContextModel, generate, prefill
 from locret.conversation.document import decode
+from locret.infer.serve.serve_options import ServeOptions
 
 KEYS = {"book": 43600, "other": 71432}
 LOOPING = "Paris " * 24
@@ -234,6 +236,15 @@ FIELDS: list[tuple[dict[str, Any], int, str]] = [  # beside a message, status, s
     ({"context": "bok"}, 404, "there is no context 'bok'; did you mean book?"),
     ({"messages": [*HI, *HI], "context": "book"}, 400, "messages about a context are an optional system message"),
     ({"messages": [user(" ")], "context": "book"}, 400, "messages has a user's turn without text; write a question"),
+    *(
+        (
+            {"tools": [{**TOOLS[0], "function": {"name": "f", "parameters": given}}]},
+            400,
+            "half characters (lone surrogates)",
+        )
+        for given in ({"title": "\ud800"}, {"\udc00": 1}, {"enum": [["a", "\ud800"]]})
+    ),
+    ({"messages": [user("\ud800")]}, 400, "half characters (lone surrogates)"),
     ({"tools": TOOLS}, 400, "tools have no effect, for this tokenizer's chat template does not write them; leave "),
 ]
 PROMPTS: list[tuple[Any, str]] = [
@@ -311,9 +322,49 @@ def test_pages_of_strangers_cannot_address_a_server_on_this_machine(server: Runn
     url = f"{server.url}/v1"
     stranger = httpx.get(f"{url}/models", headers={"Host": "evil.example:80"})
     assert "the Host 'evil.example' is not this server" in refused(stranger, 403)
-    elsewhere = {"sec-fetch-site": "cross-site", "content-type": "text/plain"}
-    assert "another site" in refused(httpx.post(f"{url}/contexts?name=theirs", content=b"x", headers=elsewhere), 403)
+    for elsewhere in (
+        {"sec-fetch-site": "cross-site"},
+        {"sec-fetch-site": "same-site", "origin": "http://127.0.0.1:3000"},
+        {"origin": "http://127.0.0.1:3000"},
+        {"origin": "null"},
+    ):
+        response = httpx.post(f"{url}/contexts?name=theirs", content=b"x", headers=elsewhere)
+        assert "another site" in refused(response, 403)
     assert httpx.get(f"{url}/contexts/theirs").status_code == 404
+    for ours in ({"sec-fetch-site": "same-origin"}, {"origin": server.url}):
+        assert httpx.delete(f"{url}/contexts/theirs", headers=ours).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("host", "api_key", "name", "status"),
+    [
+        ("0.0.0.0", "open", "evil.example", 403),
+        ("0.0.0.0", "open", "192.0.2.7:8000", 200),
+        ("0.0.0.0", "sesame", "evil.example", 403),
+        ("books.example", "open", "books.example:80", 200),
+        ("127.0.0.1", None, "192.0.2.7", 403),
+    ],
+)
+def test_names_of_the_server_are_its_own_where_others_may_ask_too(
+    server: Running, monkeypatch: pytest.MonkeyPatch, host: str, api_key: str | None, name: str, status: int
+) -> None:
+    options = ServeOptions(host=host, api_key=api_key)
+    monkeypatch.setattr(server.state, "options", options)
+    monkeypatch.setattr(server.state, "api_key", options.key)
+    assert httpx.get(f"{server.url}/v1/models", headers={"Host": name}).status_code == status
+    if api_key == "sesame":  # which no page of strangers has
+        shown = {"Host": name, "Authorization": "Bearer sesame"}
+        assert httpx.get(f"{server.url}/v1/models", headers=shown).status_code == 200
+
+
+def test_what_is_no_http_is_refused_in_the_same_shape(server: Running) -> None:
+    for head in (b"no http\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nx: " + b"y" * 100_000):
+        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0)) as connection:
+            connection.sendall(head)
+            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        told, _, body = answer.partition(b"\r\n\r\n")
+        assert told.startswith(b"HTTP/1.1 400")
+        assert json.loads(body)["error"]["message"].startswith("this is no HTTP request, or its head is too long;")
 
 
 def test_a_body_is_bounded_while_it_arrives(serving: LongContextModel, tmp_path: Path) -> None:

@@ -69,8 +69,12 @@ def test_a_server_that_drains_says_so_to_new_connections(tmp_path: Path) -> None
     [
         (["--kv-memory", "1MiB"], r"--kv-memory 1MiB is too small: "),
         (["--port", "70000"], r"--port 70000 is no port; give 1 to 65535"),
-        (["--host", "no.such.host.invalid"], r"--host no.such.host.invalid is no address of this machine"),
-        (["--host", "203.0.113.9", "--port", "0"], r"--port 0 at --host 203.0.113.9 cannot be had"),
+        (["--host", "0.0.0.0"], r"--host 0.0.0.0 lets other machines ask, and there is no key; set LOCRET_API_KEY or"),
+        (
+            ["--host", "no.such.host.invalid", "--api-key", "open"],
+            r"--host no.such.host.invalid is no address of this machine",
+        ),
+        (["--host", "203.0.113.9", "--port", "0", "--api-key", "k"], r"--port 0 at --host 203.0.113.9 cannot be had"),
         (["--max-queue", "0"], r"--max-queue 0 is too small"),
         (["--api-key", "é"], r"--api-key is empty or has characters that no header carries"),
         (["--turns", "text"], r"--turns text is not what engines do with a question"),
