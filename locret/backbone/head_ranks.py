@@ -167,26 +167,3 @@ def is_spread(weight: Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(weight, DTensor)
-
-
-def samples_of_spread(weight: Any, places: Tensor, ranks: HeadRanks) -> Tensor:
-    """Return the numbers of a spread weight, as if it were whole and flat, at some (n,) places on the CPU.
-
-    Called in all processes alike.
-    """
-    from torch.distributed.tensor import Replicate, Shard
-
-    (placement,), local = weight.placements, weight.to_local()
-    if isinstance(placement, Replicate):
-        return local.reshape(-1)[places.to(local.device)]  # type: ignore[no-any-return]
-    if type(placement) is not Shard:  # parts that are not neighbours
-        whole = weight.full_tensor().reshape(-1)
-        return whole[places.to(whole.device)]  # type: ignore[no-any-return]
-    dim, shape = placement.dim % weight.ndim, weight.shape
-    size = -(-shape[dim] // ranks.size)
-    index = list(torch.unravel_index(places, shape))
-    owner, index[dim] = index[dim] // size, index[dim] % size
-    ours = owner == ranks.rank
-    found = torch.zeros(len(places), dtype=local.dtype, device=local.device)
-    found[ours.to(local.device)] = local[tuple(one[ours].to(local.device) for one in index)]
-    return ranks.gather(found[None], 0)[owner.to(local.device), torch.arange(len(places), device=local.device)]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import sharers_of, unwrap
 from locret.backbone.computation import inactive_adapters
-from locret.backbone.head_ranks import HeadRanks, is_spread, samples_of_spread
+from locret.backbone.head_ranks import is_spread
 
 _SAMPLES = 16
 _EXACT = (torch.float64, torch.float32, torch.bfloat16)
@@ -98,12 +99,8 @@ def sample_spread(model: nn.Module) -> None:
 
     Of any other backbone nothing is sampled.
     """
-    base, ranks = unwrap(model), sharers_of(model)
-    if ranks is not None:
-        _GATHERED[base] = [
-            _Sample(name, tuple(weight.shape), _values(weight.data, ranks if is_spread(weight) else None), plain=True)
-            for name, weight in sorted(base.named_parameters())
-        ]
+    if sharers_of(model) is not None:
+        sample_sharded(model, _brought_together)
 
 
 def _active_samples(model: nn.Module) -> Iterator[_Sample | None]:
@@ -150,9 +147,13 @@ def crc(tensor: Tensor, start: int = 0) -> int:
     return zlib.crc32(held.data, start) if held.size else start
 
 
-def _values(weight: Tensor, ranks: HeadRanks | None = None) -> Tensor:
+@contextmanager
+def _brought_together(weight: Any) -> Iterator[Tensor]:
+    """Bring a weight together of which processes may hold parts."""
+    yield weight.full_tensor() if is_spread(weight) else weight.data
+
+
+def _values(weight: Tensor) -> Tensor:
     places = torch.linspace(0, weight.numel() - 1, _SAMPLES, dtype=torch.float64).long()
-    if ranks is not None:
-        return samples_of_spread(weight.detach(), places, ranks).cpu()
     flat = weight.detach().reshape(-1)
     return flat[places.to(flat.device)].cpu()
