@@ -17,16 +17,14 @@ Cost:      the press's. Generated tokens are not rated, and score 0.
 from __future__ import annotations
 
 import inspect
-import weakref
 from collections.abc import Callable
 from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
-from threading import get_ident
 from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
-from locret.backbone.adapters import attention_modules, describe, find_decoder, rotary_module
+from locret.backbone.adapters import attention_modules, find_decoder, rotary_module
 from locret.backbone.chunk import Chunk
 from locret.backbone.rotary import FULL_ATTENTION
 from locret.scorers.base import Scorer
@@ -51,7 +49,7 @@ class PressScorer(Scorer):
         return getattr(self, _WINDOW, _QUERIES - 1) + 1
 
     def prepare(self, model: nn.Module) -> _Prepared:
-        """Make the press, and watch what each attention module is called with as long as the cache lives."""
+        """Make the press, beside the attention modules that it asks."""
         options = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
         try:
             press = type(self).press(**options)
@@ -130,38 +128,17 @@ class _Prepared:
     """A press, and the modules of one backbone as it sees them."""
 
     def __init__(self, press: Any, model: nn.Module) -> None:
-        self.press, self.full = press, describe(model).layers
+        self.press = press
         self.modules, self.rotary = attention_modules(model), rotary_module(find_decoder(model))
-        self.calls = _Calls()
-        for index in self.full:
-            handle = self.modules[index].register_forward_pre_hook(self.calls.watch, with_kwargs=True)
-            weakref.finalize(self, handle.remove)
 
     def arguments(self, chunk: Chunk) -> tuple[Any, ...]:
         """Return what `score` is called with."""
-        hidden_BLE, embeddings = self.calls.latest()
-        module = _AsSeen(self.modules[chunk.layer_idx], self.rotary, chunk.next_position - chunk.new_tokens)
+        hidden_BLE = chunk.projections.hidden
+        module: Any = _AsSeen(self.modules[chunk.layer_idx], self.rotary, chunk.next_position - chunk.new_tokens)
         steps = torch.arange(chunk.new_tokens, device=chunk.key.device)
+        embeddings = () if self.rotary is None else module.rotary_emb(hidden_BLE, steps[None])
         kwargs = {"position_embeddings": embeddings, "cache_position": steps, "hidden_states": hidden_BLE}
         return module, hidden_BLE, chunk.key, chunk.value, None, kwargs
-
-
-class _Calls:
-    """What attention modules are called with; nothing outlives the call."""
-
-    def __init__(self) -> None:
-        self._newest: dict[int, list[weakref.ref[Tensor]]] = {}
-
-    def watch(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take note of a call; each thread has its own."""
-        hidden = args[0] if args else kwargs["hidden_states"]
-        embeddings = kwargs.get("position_embeddings") or (args[1] if len(args) > 1 else ())
-        self._newest[get_ident()] = [weakref.ref(one) for one in (hidden, *embeddings)]
-
-    def latest(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return hidden states (B, L, E) and rotary cosines and sines of the call that is under way."""
-        hidden, *embeddings = [one() for one in self._newest[get_ident()]]
-        return hidden, tuple(embeddings)  # type: ignore[return-value, arg-type] # alive as long as the call
 
 
 class _AsSeen:

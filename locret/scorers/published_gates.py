@@ -20,11 +20,9 @@ Cost:      E K products per token and layer (linear), E R + R K (an MLP, R 512),
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
@@ -85,11 +83,8 @@ class PublishedGateScorer(FeatureScorer):
 
     def prepare(self, model: nn.Module) -> Any:
         """Return the gate, each layer's on its device."""
-        read = _READ.setdefault(model, {})
-        key = (self.name, self.path, self.revision, *_stamps(Path(self.path)))
+        read, key = _READ.setdefault(model, {}), (self.name, self.path, self.revision)
         if key not in read:
-            for stale in [one for one in read if one[:3] == key[:3]]:  # of files that have been replaced
-                del read[stale]
             read[key] = RetainingHeads._with_weights(*self._read(model))
         return read[key].follow(model)  # which may have moved since
 
@@ -105,14 +100,6 @@ class PublishedGateScorer(FeatureScorer):
     def identity(self, prepared: Any) -> dict[str, Any]:
         """Return a fingerprint of the gate's weights, and what stays besides."""
         return {"weights": weight_fingerprint(prepared), "window": self.window, "sinks": self.sinks}
-
-
-def _stamps(path: Path) -> list[tuple[str, int, int]]:
-    """Return what tells files from others of the same names that take their place."""
-    # Gates of several backbones have a folder each.
-    files = [path] if path.is_file() else sorted([*path.glob("*"), *path.glob("*/*")]) if path.is_dir() else []
-    found = [(str(file), os.stat(file)) for file in files if file.is_file()]
-    return [(name, one.st_size, one.st_mtime_ns) for name, one in found]
 
 
 @dataclass(frozen=True, kw_only=True)
