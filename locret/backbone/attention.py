@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -112,7 +112,6 @@ def attend(
     memo: MaskMemo,
     softcap: float | None = None,
     window: int | None = None,
-    flash: bool = False,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Attend causally: new token i of L sees slots 0 .. S - L + i of its head.
@@ -124,7 +123,6 @@ def attend(
         memo: Where masks shared by the layers are kept.
         softcap: Bound of the logits, as in Gemma-2.
         window: Tokens a sliding-window layer sees, the own one included.
-        flash: Use the flash-attn package where it can do the job; it has no form for rows that differ.
         sinks: (N,) learned logits that take their share of the softmax and add nothing, as in gpt-oss; None: none.
 
     Returns:
@@ -133,11 +131,11 @@ def attend(
     if view.far is not None:
         return _attend_near_and_far(view.keys, view.values, view.far, scaling, memo, softcap, sinks)
     if view.recalled is not None:
-        return _attend_both(query, view, view.recalled, scaling, memo, softcap, flash, sinks)
+        return _attend_both(query, view, view.recalled, scaling, memo, softcap, sinks)
     if view.sparse is not None:
         return view.sparse(query, view, scaling, softcap, sinks)
     if view.segments is None:
-        return _attend(query, view.keys, view.values, scaling, memo, softcap, window, view.row_start, flash, sinks)
+        return _attend(query, view.keys, view.values, scaling, memo, softcap, window, view.row_start, sinks)
     group = query.shape[1] // len(view.segments[0])
     out = query.new_empty(*query.shape[:-1], view.values.shape[-1])
     for row, heads in enumerate(view.segments):
@@ -145,7 +143,7 @@ def attend(
             asking = slice(head * group, (head + 1) * group)
             key, value = (states[row : row + 1, :, span] for states in (view.keys, view.values))
             own = None if sinks is None else sinks[asking]
-            part = _attend(query[row : row + 1, asking], key, value, scaling, memo, softcap, window, None, flash, own)
+            part = _attend(query[row : row + 1, asking], key, value, scaling, memo, softcap, window, None, own)
             out[row, asking] = part[0]
     return out
 
@@ -157,7 +155,6 @@ def _attend_both(
     scaling: float,
     memo: MaskMemo,
     softcap: float | None,
-    flash: bool,
     sinks: Tensor | None,
 ) -> Tensor:
     """Attend to what is held and what is recalled, (B, K or N, 1 or L, R, D), in one softmax."""
@@ -171,7 +168,7 @@ def _attend_both(
         # In front of the held units, where every query sees them.
         key = torch.cat([recalled.keys[:, :, 0], key], dim=2)
         value = torch.cat([recalled.values[:, :, 0], value], dim=2)
-        return _attend(query, key, value, scaling, memo, softcap, None, None, flash, sinks)
+        return _attend(query, key, value, scaling, memo, softcap, None, None, sinks)
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     rows = max(1, _RECALLED_LOGITS // (query.shape[0] * heads * (slots + extra)))
     for start in range(0, new, rows):
@@ -205,14 +202,11 @@ def _attend(
     softcap: float | None,
     window: int | None,
     row_start: Tensor | None,
-    flash: bool,
     sinks: Tensor | None,
 ) -> Tensor:
     new, slots = query.shape[-2], key.shape[-2]
     if window is not None and slots <= window:
         window = None
-    if flash and row_start is None:
-        return _flash(query, key, value, scaling, softcap, window, sinks)
     if softcap is None and window is None and row_start is None and sinks is None:
         if new == 1:
             # The query heads of a group become rows of one product: no copy of the keys for each of them.
@@ -260,37 +254,6 @@ def _masked(
         out[..., start:end, :] = part
     assert out is not None
     return out
-
-
-def _flash(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    softcap: float | None,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    # The package aligns causal masks to the bottom right, counts a window to the left without the own token, and wants
-    # heads behind tokens.
-    from flash_attn import flash_attn_func
-
-    options = {} if sinks is None else {"return_attn_probs": True}
-    out: Any = flash_attn_func(
-        query.transpose(1, 2),
-        key.transpose(1, 2),
-        value.transpose(1, 2),
-        softmax_scale=scaling,
-        causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
-        softcap=softcap or 0.0,
-        **options,
-    )
-    if sinks is None:
-        return out.transpose(1, 2)  # type: ignore[no-any-return]
-    out, log_sums_BNL, *_ = out
-    share = torch.sigmoid(log_sums_BNL.float() - sinks.float()[:, None])
-    return (out.transpose(1, 2) * share[..., None]).to(query.dtype)  # type: ignore[no-any-return]
 
 
 def _with_rows(mask_LS: Tensor, row_start: Tensor | None, slots: int) -> Tensor:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from threading import RLock
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
@@ -46,28 +46,28 @@ _NOTHING = object()
 _QUERIES = ("q_norm", "q_layernorm", "q_proj")
 
 
-class Observer(Protocol):
-    """What a forward pass talks to: the reader of a cache, or the label pass of training."""
+class Observer:
+    """What a forward pass talks to: the reader of a cache, or, as it stands here, one who looks on at a pass."""
 
-    @property
-    def projections(self) -> Mapping[int, Projections]:
-        """Per full-attention layer, the record that its hooks fill before its keys go to the cache."""
-
-    @property
-    def masks(self) -> MaskMemo:
-        """Attention masks, which forward passes share."""
+    projections: Mapping[int, Projections]
+    """Per full-attention layer, the record that its hooks fill before its keys go to the cache."""
+    masks: MaskMemo
+    """Attention masks, which forward passes share."""
 
     def run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what the decoder's forward pass, `plain`, returns for these arguments."""
+        return plain(*args, **kwargs)
 
     def positions(self, tokens: Tensor) -> Tensor | None:
         """Return (B, L) rotary positions for the coming pass over `tokens`, or None for 0, 1, 2, ...
 
         `tokens` are (B, L) ids, or (B, L, E) embeddings where the backbone was given those.
         """
+        return None
 
     def view(self, layer_idx: int, query: Tensor, scaling: float) -> View | None:
         """Return what (B, N, L, D) queries of a layer attend to; None: the keys and values of this pass alone."""
+        return None
 
     def attended(self, layer: Attended) -> None:
         """Receive a full-attention layer's tensors right after its attention."""
@@ -76,28 +76,13 @@ class Observer(Protocol):
         """Take note that a forward pass is over; `hidden` is its (B, L, E) last hidden state."""
 
 
-class LayerObserver:
+class LayerObserver(Observer):
     """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
 
     def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None]) -> None:
         self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}
         self.masks = MaskMemo()
-        self.attended = on_layer
-
-    def run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the pass as it is."""
-        return plain(*args, **kwargs)
-
-    def positions(self, tokens: Tensor) -> Tensor | None:
-        """Number the tokens 0, 1, 2, ..."""
-        return None
-
-    def view(self, layer_idx: int, query: Tensor, scaling: float) -> View | None:
-        """Attend to the pass's own tokens."""
-        return None
-
-    def finished(self, hidden: Tensor) -> None:
-        """Need no end."""
+        self.attended = on_layer  # type: ignore[method-assign]
 
 
 @dataclass
@@ -112,8 +97,6 @@ class _Instrument:
     """Layers with latent attention."""
     lent: bool
     """Whether queries lend a number to decisions of DMS, which attention takes for 0."""
-    flash: bool
-    """A backbone loaded with flash_attention_2 goes on using that package; else PyTorch's kernels serve."""
     bare: bool = False
     """Whether nobody else has put anything on the decoder that runs in Python, hooks or a forward of its own."""
     readers: int = 0
@@ -177,7 +160,7 @@ def exclusively(model: nn.Module) -> Iterator[None]:
     with _LOCK:
         if decoder in _INSTRUMENTS:
             raise ValueError(_BUSY)
-        _INSTRUMENTS[decoder] = _Instrument({}, frozenset(), {}, lent=False, flash=False, exclusive=True)
+        _INSTRUMENTS[decoder] = _Instrument({}, frozenset(), {}, lent=False, exclusive=True)
     try:
         yield
     finally:
@@ -207,9 +190,9 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
         for index, module in enumerate(modules)
         if backbone.kinds[index] in attends or backbone.borrows(index)
     }
-    lent, flash = lends_neuron(base), implementation == "flash_attention_2"
+    lent = lends_neuron(base)
     bare = not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in decoder.modules())
-    instrument = _Instrument(layers, full, latents(model, modules), lent=lent, flash=flash, bare=bare)
+    instrument = _Instrument(layers, full, latents(model, modules), lent=lent, bare=bare)
     with ExitStack() as stack:
         for module, index in layers.items():
             if index in full:
@@ -469,7 +452,6 @@ def locret_attention(
         memo=observer.masks,
         softcap=softcap,
         window=None if full else sliding_window,
-        flash=instrument.flash and latent is None,
         sinks=s_aux,
     )
     if full:

@@ -108,12 +108,8 @@ class BlockLayer(RetentionLayer):
         far_query = store.rotary.turn(query, far_cos[1:], far_sin[1:])
         keys, values, chosen = self.blocks.recall(far_query)
         far_keys = torch.cat([store.keys[:, :, :held], keys], dim=2)
-        if self.lookup.far == "original" and far_keys.shape[2]:
-            far_query = near_query
-            far_cos, far_sin = store.rotary.at(self._distances(chosen, held, near), query)
-            far_keys = store.rotary.turn(far_keys, far_cos, far_sin)
-        else:  # a key at position 0 is not turned, but it is stretched where the backbone's tables are
-            far_query[..., : far_cos.shape[-1]] *= far_cos[0]
+        # A key at position 0 is not turned, but it is stretched where the backbone's tables are.
+        far_query[..., : far_cos.shape[-1]] *= far_cos[0]
         far = Far(
             near_query=near_query,
             query=far_query,
@@ -128,27 +124,14 @@ class BlockLayer(RetentionLayer):
         store.rotary.turn(store.keys[:, :, window], cos, sin, out=turned)
         return View(turned, store.values[:, :, window], far=far)
 
-    def _starts(self) -> Tensor:
-        """Return (B, 1, 1) first filled slot of each row, on the CPU."""
-        starts = self.store.row_start
-        return (torch.zeros(self.store.batch, dtype=torch.long) if starts is None else starts.cpu())[:, None, None]
-
-    def _distances(self, chosen: Tensor, held: int, near: int) -> Tensor:
-        """Return (B, C, F) positions of the far slots at their own distances; that of the first near one is 0."""
-        fill, starts, slots = self.store.fill, self._starts(), torch.arange(held)
-        gone = torch.tensor(self.blocks.counts)[:, None, None] * self.block
-        own = slots - (fill - near) - gone * (slots < starts + self.init)
-        inside = (chosen.clamp_min(0)[..., None] * self.block + torch.arange(self.block)).flatten(2)
-        recalled = inside + self.init + near - (fill - starts) - gone
-        return torch.cat([own.expand(-1, chosen.shape[1], -1), recalled], dim=-1).to(self.store.keys.device)
-
     def _empty(self, chosen: Tensor, held: int, near: int) -> Tensor | None:
         """Return which (B, C, near + F) slots hold nothing."""
         there = chosen >= 0
         if self.store.row_start is None and bool(there.all()):
             return None
         slots = torch.cat([torch.arange(self.store.fill - near, self.store.fill), torch.arange(held)])
-        units = (slots < self._starts()).expand(-1, chosen.shape[1], -1)
+        starts = torch.zeros(1) if self.store.row_start is None else self.store.row_start.cpu()
+        units = (slots < starts[:, None, None]).expand(*chosen.shape[:2], -1)
         recalled = ~there.repeat_interleave(self.block, dim=-1)
         return torch.cat([units, recalled], dim=-1).to(self.store.keys.device)
 

@@ -20,7 +20,7 @@ from locret import prefill_attention
 from locret.backbone.adapters import unwrap
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import PROJECTIONS, Attended, Chunk, Projections, feature_widths
-from locret.backbone.instrument import instrumented
+from locret.backbone.instrument import Observer, instrumented
 from locret.cache.digest import extended
 from locret.cache.layer import Moment, RetentionLayer
 from locret.cache.limits import Limits
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
 
 
-class Reader:
+class Reader(Observer):
     """Fills a cache: observes its forward passes, and scores and evicts as its policy says."""
 
     def __init__(self, cache: RetentionCache, *, answering: bool) -> None:

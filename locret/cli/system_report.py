@@ -14,7 +14,7 @@ from locret.cli import recipes
 from locret.cli.command import parse_options, print_json, run
 
 _PACKAGES = (
-    "torch transformers accelerate datasets huggingface_hub peft safetensors tokenizers lm_eval matplotlib flash_attn "
+    "torch transformers accelerate datasets huggingface_hub peft safetensors tokenizers lm_eval matplotlib "
     "deepspeed fastapi uvicorn vllm llama_cpp_python gguf"
 )
 

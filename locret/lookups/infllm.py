@@ -53,7 +53,7 @@ class InfLLM(Chosen):
 
     kind: ClassVar[str] = "lookup"
     name: ClassVar[str] = "infllm"
-    ranges = {**dict.fromkeys(_NUMBERS, Range(1)), "init": Range(0), "decay": SHARE, "far": ("fixed", "original")}
+    ranges = {**dict.fromkeys(_NUMBERS, Range(1)), "init": Range(0), "decay": SHARE}
 
     preset: str | None = None
     """Published settings to start from: llama-3, minicpm, mistral, mistral-12k, vicuna, omnikv-longbench or
@@ -75,9 +75,6 @@ class InfLLM(Chosen):
     attention, which fades by this factor in every step ("lru-s")."""
     per_head: bool = False
     """Whether each KV head chooses its own blocks, or all heads of a layer the same."""
-    far: str = "fixed"
-    """Distance at which the first tokens and blocks are seen: "fixed", local - 1 tokens (the method); or "original",
-    that of the text."""
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -1,12 +1,11 @@
-"""Attention to chosen slots only: gathered block by block on a CPU, by FlexAttention's block masks on CUDA."""
+"""Attention to chosen slots only, which are gathered for one block of queries after the other."""
 
 # B batch, N query heads, K KV heads, G query heads of a KV head, L new tokens, S slots, D head dim, Q blocks of queries
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -15,9 +14,6 @@ from torch import Tensor
 
 from locret.backbone.attention import View, attention_weights
 from locret.prefill_attention.base import PrefillAttention, capped
-
-_FLEX_BLOCK = 128
-"""Queries and keys of a block of FlexAttention's masks."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +49,8 @@ class SparseAttention:
             asking = slice(head * group, (head + 1) * group)
             key, value = view.keys[row, where, units], view.values[row, where, units]
             chosen, rows = chosen_slots(self.patterns[asking], query[row, asking], key, scaling, softcap)
-            given = query[row, asking], key, value, chosen, rows, scaling, softcap
-            if query.is_cuda and sinks is None:
-                out[row, asking] = by_flex(*given)
-            else:
-                out[row, asking] = by_gathering(*given, sinks=None if sinks is None else sinks[asking])
+            own = None if sinks is None else sinks[asking]
+            out[row, asking] = by_gathering(query[row, asking], key, value, chosen, rows, scaling, softcap, sinks=own)
         return out
 
 
@@ -125,74 +118,3 @@ def _attended(
         return F.scaled_dot_product_attention(query, key, value, attn_mask=mask_LS[None, None], scale=scaling)[0, 0]
     logits = capped(query_LD @ key_SD.T * scaling, softcap) + mask_LS
     return attention_weights(logits, sink).to(query_LD.dtype) @ value_SD
-
-
-def by_flex(
-    query_GLD: Tensor,
-    key_SD: Tensor,
-    value_SD: Tensor,
-    chosen: Tensor,
-    rows: int,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
-    """Return (G, L, D) by FlexAttention, whose kernel skips blocks of keys in which nothing is chosen.
-
-    Compiled on CUDA; elsewhere it runs as plain PyTorch, which computes every logit and serves to test the masks.
-    """
-    new, slots = query_GLD.shape[1], len(key_SD)
-    held = slots - new
-
-    def seen(_batch: Tensor, head: Tensor, query: Tensor, slot: Tensor) -> Tensor:
-        return chosen[head, query // rows, slot] & (slot <= query + held)
-
-    out = _flex(compiled=query_GLD.is_cuda)(
-        query_GLD[None],
-        key_SD[None, None],
-        value_SD[None, None],
-        score_mod=None if softcap is None else lambda logit, *_: capped(logit, softcap),
-        block_mask=block_mask(chosen, rows, new, seen),
-        scale=scaling,
-        enable_gqa=True,
-    )
-    attended: Tensor = out[0]
-    return attended
-
-
-@cache
-def _flex(*, compiled: bool) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    # Chunks and caches have many lengths: one kernel for all of them.
-    kernel: Any = torch.compile(flex_attention, dynamic=True) if compiled else flex_attention
-    return kernel  # type: ignore[no-any-return]
-
-
-def block_mask(chosen: Tensor, rows: int, new: int, seen: Callable[..., Tensor]) -> Any:
-    """Return FlexAttention's mask of (G, Q, S) chosen slots, without ever making one of queries by slots."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    heads, _, slots = chosen.shape
-    lines = -(-new // _FLEX_BLOCK)
-    first = torch.arange(lines, device=chosen.device)[:, None] * _FLEX_BLOCK
-    last = (first + _FLEX_BLOCK).clamp_max(new) - 1
-    slot = torch.arange(slots, device=chosen.device)
-    any_GTS, all_GTS = [], []
-    for line in range(lines):
-        own = chosen[:, line * _FLEX_BLOCK // rows : -(-min((line + 1) * _FLEX_BLOCK, new) // rows)]
-        any_GTS.append(own.any(1))
-        all_GTS.append(own.all(1))
-    held = slots - new
-    some = torch.stack(any_GTS, 1) & (slot <= last + held)
-    whole = torch.stack(all_GTS, 1) & (slot <= first + held)
-    gap = -slots % _FLEX_BLOCK
-    some_GTU = F.pad(some, (0, gap)).unflatten(-1, (-1, _FLEX_BLOCK)).any(-1)
-    whole_GTU = F.pad(whole, (0, gap)).unflatten(-1, (-1, _FLEX_BLOCK)).all(-1)
-    partial, full = (_listed(blocks[None]) for blocks in (some_GTU & ~whole_GTU, whole_GTU))
-    return BlockMask.from_kv_blocks(*partial, *full, BLOCK_SIZE=_FLEX_BLOCK, mask_mod=seen, seq_lengths=(new, slots))
-
-
-def _listed(blocks_BGTU: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many blocks of keys are set per block of queries, and their numbers, in front of the others."""
-    order = blocks_BGTU.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
-    return blocks_BGTU.sum(-1, dtype=torch.int32), order.to(torch.int32)

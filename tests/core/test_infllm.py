@@ -27,7 +27,7 @@ def policy_of(options: str, **numbers: int) -> RetentionPolicy:
 def oracle(policy: RetentionPolicy) -> Numbers:
     made = policy.blocks()
     local, block, init, topk, _, repr_topk = made.numbers
-    return Numbers(block, init, local, topk, repr_topk, made.per_head, made.far == "original")
+    return Numbers(block, init, local, topk, repr_topk, made.per_head)
 
 
 def slowly(
@@ -81,7 +81,6 @@ def test_one_number_is_enough() -> None:
         ({"topk": 9, "cached": 8}, "topk=9 is above cached=8, but more blocks would be seen than may lie"),
         ({"repr_topk": 9, "block": 8}, "repr_topk=9 is above block=8, but a block has no more tokens"),
         ({"decay": 1.5}, "decay=1.5 is not a share; it must lie between 0 and 1"),
-        ({"far": "near"}, 'far="near" is unknown; choose one of fixed, original'),
         ({"preset": "llama3"}, 'preset="llama3" is unknown; did you mean llama-3?'),
         ({"block": "x"}, "block='x' is not a whole number"),
     ],
@@ -106,7 +105,7 @@ def test_numbers_beyond_the_budget_are_refused() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3, 15, 16, 20, 44])
-@pytest.mark.parametrize("options", ["", ",per_head=true", ",far=original", ",decay=0.5"])
+@pytest.mark.parametrize("options", ["", ",per_head=true", ",decay=0.5"])
 @torch.no_grad()
 def test_reading_equals_the_oracle(options: str, length: int) -> None:
     """Shorter than the first tokens, as long as these and the window, a block more or less, many execution blocks."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from locret import RetentionCache, RetentionPolicy, prefill, prefill_attention
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.prefill_attention import AShape, BlockSparse, PrefillAttention, VerticalSlash, XAttention
-from locret.prefill_attention.blocked import SparseAttention, by_flex, by_gathering, chosen_slots
+from locret.prefill_attention.blocked import SparseAttention
 
 SCALING, DIM = 0.4, 8
 PATTERNS: dict[str, PrefillAttention] = {
@@ -51,10 +51,9 @@ def test_blocked_attention_agrees_with_the_oracle(name: str, new: int, slots: in
     pattern, (query, key, value) = PATTERNS[name], states(new, slots)
     mask = oracle_mask(pattern, query, key, softcap)
     expected = oracle.masked_attention(query, key, value, mask, SCALING, softcap)
-    chosen, rows = chosen_slots([pattern], query[None], key, SCALING, softcap)
-    for attended in (by_gathering, by_flex):
-        got = attended(query[None], key, value, chosen, rows, SCALING, softcap)[0]
-        torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
+    query, key, value = (one[None, None] for one in (query, key, value))
+    got = SparseAttention([pattern])(query, View(key, value), SCALING, softcap)[0, 0]
+    torch.testing.assert_close(got, expected, atol=2e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize(

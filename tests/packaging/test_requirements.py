@@ -10,7 +10,7 @@ from pathlib import Path
 import locret
 
 ROOT = Path(locret.__file__).resolve().parent.parent
-NAMES = {"yaml": "pyyaml", "flash_attn": "flash-attn"}
+NAMES = {"yaml": "pyyaml"}
 """Distributions whose name is not that of their module."""
 WITH = {"numpy": "transformers", "tokenizers": "transformers", "triton": "torch", "pydantic": "fastapi"}
 WITH["starlette"] = "fastapi"
