@@ -18,9 +18,13 @@ test: $(VENV)/installed
 test-all: $(VENV)/installed
 	$(BIN)/python -m pytest -n 2
 
-# What only a GPU can say, into build/gpu; a run that was cut short goes on.
+# What only a GPU can say: records in build/gpu, and the tests that need a card.
 gpu: $(VENV)/installed
-	$(BIN)/python -m locret.infer.speed.gpu
+	mkdir -p build/gpu
+	$(BIN)/locret-bench --config recipes/bench/llama_3.1_8b_128k.yaml --new-tokens 128 --overwrite --output build/gpu/llama
+	$(BIN)/locret-bench --config recipes/bench/phi_3_mini_128k.yaml --overwrite --output build/gpu/phi
+	$(BIN)/locret-bench --shape cpu-512 --lengths 16K,64K --device cuda --dtype bfloat16 --overwrite --output build/gpu/small
+	$(BIN)/python -m pytest -q tests/gpu tests/core/test_label_kernel.py
 
 # The heads of checkpoints/smollm2-heads, from TEXTS (a folder) and QUESTIONS (files); an interrupted run goes on.
 heads: $(VENV)/installed

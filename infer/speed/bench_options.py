@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 from locret.base import method_spec
 from locret.base.fields import MOST_THREADS
 from locret.loading.options import DTYPES, WeightOptions
-from locret.policy.budget import parse_bytes
 from locret.policy.resolve import PolicyFlags
 
 MOST_PASSES = 2**18
@@ -50,8 +49,6 @@ class BenchOptions(WeightOptions, PolicyFlags):
     """cpu, cuda, cuda:N; auto takes the first CUDA device, else the CPU (for the larger shapes: nothing)."""
     dtype: str = "auto"
     """bfloat16, float16 or float32; auto takes the backbone's own on a GPU and what suits the CPU there."""
-    memory_cap: str | None = None
-    """Device memory that the process may take, such as 24GB; what does not fit is reported as out of memory."""
     seed: int = 0
     """Of random weights, fresh heads and prompts."""
     exclusive: ClassVar = (("shape", "model"),)
@@ -69,7 +66,6 @@ class BenchOptions(WeightOptions, PolicyFlags):
                 f"--{next(iter(self.given())).replace('_', '-')}: the weights of --shape are random and made here; "
                 "give a backbone with --model, or drop it"
             )
-        self.cap_bytes()
 
     def prompt_lengths(self) -> tuple[int, ...] | None:
         """Return the lengths in ascending order, without repeats; None: the shape's."""
@@ -88,13 +84,6 @@ class BenchOptions(WeightOptions, PolicyFlags):
         if not found:
             raise ValueError("--methods is empty; name at least one, such as full,floor,locret")
         return found
-
-    def cap_bytes(self) -> int | None:
-        """Return the bytes of `--memory-cap`."""
-        try:
-            return None if self.memory_cap is None else parse_bytes(self.memory_cap)
-        except ValueError as error:
-            raise ValueError(f"--memory-cap: {error}") from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -103,8 +103,7 @@ def measure(plan: BenchPlan, *, quiet: bool = False) -> Measurements:
             bench = Bench(plan)
         except torch.OutOfMemoryError as error:
             raise OSError(
-                f"{device} is out of memory before a prompt is read; take a smaller --shape or --dtype, or raise "
-                "--memory-cap"
+                f"{device} is out of memory before a prompt is read; take a smaller --shape or --dtype"
             ) from error
         for timed in rounds:
             if timed:
@@ -155,20 +154,10 @@ def _timed(device: torch.device, call: Callable[[], object]) -> float:
 
 @contextmanager
 def settings(plan: BenchPlan) -> Iterator[None]:
-    """Take the plan's threads and its cap on memory, for as long as it is measured."""
-    threads, device = torch.get_num_threads(), plan.device
-    assert device is not None
+    """Take the plan's threads, for as long as it is measured."""
+    threads = torch.get_num_threads()
     torch.set_num_threads(plan.options.threads or threads)
-    cap = plan.options.cap_bytes()
-    if cap is not None:
-        total = torch.cuda.get_device_properties(device).total_memory
-        if cap > total:
-            raise ValueError(f"--memory-cap is {cap:,} bytes, but {device} has {total:,}; lower it, or drop it")
-        # By number, None for the current device: a device without one is refused here.
-        torch.cuda.set_per_process_memory_fraction(cap / total, device.index)
     try:
         yield
     finally:
         torch.set_num_threads(threads)
-        if cap is not None:
-            torch.cuda.set_per_process_memory_fraction(1.0, device.index)

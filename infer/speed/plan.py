@@ -105,7 +105,6 @@ class BenchPlan:
             **(self.source.given() if self.source else {}),
             **{name: getattr(self.options, name) for name in same},
             "threads": self.options.threads or torch.get_num_threads(),
-            "memory_cap": self.options.cap_bytes(),
             "hidden_dim": self.hidden_dim,
             "methods": [method.name for method in self.methods],
             "lengths": list(self.lengths),
@@ -195,8 +194,6 @@ def _check(plan: BenchPlan, own: Mapping[str, Any]) -> None:
     for policy in policies:
         check_named(policy)
     check_heard(own, [one.method for one in plan.methods])
-    if plan.options.memory_cap is not None and plan.device is not None and plan.device.type == "cpu":
-        raise ValueError("--memory-cap bounds device memory, but this runs on the CPU; drop it, or use --device cuda")
     has, size = psutil.virtual_memory().total, plan.policy.chunk_size
     for length in plan.lengths:
         if length > size * MOST_PASSES:

@@ -109,8 +109,7 @@ def page(record: Mapping[str, Any], command: str) -> str:
     config, machine, rows = record["config"], record["machine"], record["results"]
     policy = config["policy"]
     threads = f", {config['threads']} CPU threads" if machine["device"] == "cpu" else ""
-    cap = f", {config['memory_cap']:,} bytes of device memory" if config["memory_cap"] else ""
-    place = f"{machine['name'] or 'no CUDA device, so nothing was measured'}{threads}{cap}"
+    place = f"{machine['name'] or 'no CUDA device, so nothing was measured'}{threads}"
     rates = [machine[name] for name in ("matmul_flops_per_second", "copy_bytes_per_second")]
     product, copy = (UNKNOWN if rate is None else f"{rate['p50'] / 1e9:,.4g}" for rate in rates)
     found = ", ".join(f"{name} {version}" for name, version in record["versions"].items())

@@ -52,6 +52,7 @@ _RETIRED = (
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
 _BY_ITSELF = {
+    "option memory_cap": "the peak of each row says what a GPU had allocated; leave it out",
     "option compile": "on CUDA the step of one token is captured and replayed by itself where it can be; leave it out",
     "option print_completion": "--help all lists the options",
     "option save_context": "locret-context read TEXT --output FILE writes a context",

