@@ -137,22 +137,26 @@ def parts(folder: Path) -> list[Path]:
 
 
 def read(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the records of a file, which need not exist, and its bytes up to the end of the last whole one.
-
-    An answer that is there twice counts once.
-    """
+    """Return the records of a file, which need not exist, and its bytes up to the end of the last whole one."""
     records: dict[tuple[Any, ...], dict[str, Any]] = {}
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
     good = 0
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break was cut off
         try:
             record = json.loads(line)
-            records.setdefault(key(record), record)
+            name = key(record)
+            twice = name in records
         except (ValueError, TypeError, KeyError):
             if not any(lines[number:]):
                 break
             raise ValueError(
                 f"{path}, line {number} is no record of an evaluation; mend the file, or use --overwrite to start again"
             ) from None
+        if twice:
+            raise ValueError(
+                f"{path}, line {number} answers what an earlier line has answered ({record['task']}, sample "
+                f"{record['index']}, method {record['method']}); delete one of them, or use --overwrite to start again"
+            )
+        records[name] = record
         good += len(line) + 1
     return list(records.values()), good

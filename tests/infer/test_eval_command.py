@@ -109,6 +109,7 @@ def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluat
     ("change", "message"),
     [
         (lambda line: "nonsense\n" + line, "line 1 is no record of an evaluation"),
+        (lambda line: 2 * line, "line 2 answers what an earlier line has answered (niah/passkey, sample 0, method"),
         (lambda line: line.replace('"index": 0', '"index": 999'), "has an answer to what is not asked here (niah/pass"),
         (lambda line: line.replace('"method": "random"', '"method": "h2o"'), "sample 0, method h2o); mend the file"),
     ],
