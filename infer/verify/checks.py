@@ -5,19 +5,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from locret import RetentionCache, RetentionPolicy, prefill, scorers
-from locret.backbone.adapters import compute_dtype
-from locret.backbone.chunk import Attended
+from locret import RetentionCache, RetentionPolicy, load_cache, prefill, save_cache, scorers
+from locret.backbone.adapters import attention_modules, compute_dtype
+from locret.backbone.chunk import PROJECTIONS, Attended
 from locret.cache.limits import planned_bytes, planned_host_bytes
 from locret.infer.verify import FAILED, OK, REFUSED, NotHere, Row
 from locret.infer.verify.replay import Block, recorded, replay, run_backbone
 from locret.infer.verify.subject import FACTOR, NEW_TOKENS, Answer, Apart, Subject, apart, kept_by_head, scores_by_head
 from locret.labels.labels import observe
+from locret.lookups.base import Ask, logits_of
 from locret.scorers import RetainingHeadScorer
 
 
@@ -239,6 +243,65 @@ def counted_bytes(subject: Subject) -> Iterator[Row]:
         yield most("bytes of the second tier", memory.host, planned_host_bytes(*sizes))
 
 
+def second_tier(subject: Subject) -> Iterator[Row]:
+    """What queries of an answer recall from the second tier, beside all that it holds.
+
+    Answers look at the wrong evicted units, so read without --host-budget here.
+    """
+    if subject.policy.host_budget is None:
+        raise NotHere("the policy has no second tier (--host-budget)")
+    cache, gains = subject.read(new_tokens=NEW_TOKENS).cache, list[Tensor]()
+
+    def watched(lookup: Any) -> Any:
+        def choose(ask: Ask) -> Tensor | None:
+            ranks: Tensor | None = lookup.choose(ask)
+            if ranks is not None and ask.count < ask.keys.shape[2]:
+                queries = ask.query.unflatten(1, (ask.keys.shape[1], -1)).to(ask.keys.device)  # by KV head and group
+                logits = logits_of(queries.flatten(2, 3), ask.keys).float().unflatten(2, queries.shape[2:4]).amax(2)
+                chosen = logits.gather(-1, ranks.clamp_min(0).expand(-1, -1, logits.shape[2], -1))
+                gains.append((chosen.mean(-1) - logits.mean(-1)).flatten().cpu())
+            return ranks
+
+        return SimpleNamespace(index=lookup.index, choose=choose)
+
+    for layer in cache.governed:
+        assert layer.host is not None
+        layer.host.lookup = watched(layer.host.lookup)
+    subject.answer(cache)
+    if not gains:
+        raise NotHere("queries recall all that the second tier holds")
+    gain = float(torch.cat(gains).mean())
+    what = "logits of units that are recalled, above those of all in the second tier"
+    yield row(what, gain > 0, gain, "more than 0", "a query recalls what it would attend to the most")
+
+
+def save(subject: Subject) -> Iterator[Row]:
+    """Half a read, which no file may hold, and a file of a whole one, bit for bit.
+
+    A saved context does not answer like the one in memory, or lacks the text's end, so keep none on disk.
+    """
+    half, found = RetentionCache(subject.model, subject.scorer, subject.policy), "saved"
+
+    def stop(_cache: RetentionCache) -> None:
+        raise InterruptedError
+
+    with TemporaryDirectory() as folder:
+        with suppress(InterruptedError):
+            prefill(subject.model, subject.ids, half, on_chunk=stop)
+        try:
+            save_cache(half, f"{folder}/half.ctx")
+        except ValueError:
+            found = "refused"
+        yield row("a cache whose read was interrupted", found == "refused", found, "refused")
+        if subject.policy.recalls_blocks:  # no file has a place for them
+            return
+        cache = subject.read(new_tokens=NEW_TOKENS).cache
+        save_cache(cache, f"{folder}/whole.ctx")
+        loaded = load_cache(f"{folder}/whole.ctx", subject.model, subject.scorer)
+    first, second = (subject.answer(one)._asdict() for one in (cache, loaded))
+    yield equal(f"{NEW_TOKENS} answer tokens from the cache, and from the loaded one", first, second)
+
+
 def determinism(subject: Subject) -> Iterator[Row]:
     """The same read and answer twice, bit for bit.
 
@@ -262,17 +325,25 @@ def training_scores(subject: Subject) -> Iterator[Row]:
     if not isinstance(subject.scorer, RetainingHeadScorer):
         raise NotHere(f"no retaining heads were given; scorer {subject.scorer.name} decides")
     heads, training, noise = subject.scorer.prepare(subject.model), dict[int, Tensor](), dict[int, Tensor]()
+    outputs, modules, wrong = dict[nn.Module, Tensor](), attention_modules(subject.model), 0
     spread = 2 * subject.typical  # before the pass, for it takes passes of its own
 
     def learn(chunk: Attended) -> None:
+        nonlocal wrong
         features, head = heads.features(chunk)[0], heads[chunk.layer_idx]
+        wrong += misread(features, modules[chunk.layer_idx], outputs) if heads.config.reads == PROJECTIONS else 0
         with torch.enable_grad():  # the arithmetic of training
             training[chunk.layer_idx] = head(features).detach().T.float().cpu()
         drawn = torch.rand(features.shape, generator=torch.Generator().manual_seed(subject.seed)) - 0.5
         moved = features.float() * (1 + spread * drawn.to(features.device))
         noise[chunk.layer_idx] = head(moved.to(features.dtype)).T.float().cpu()
 
-    observe(subject.model, subject.on_device(subject.ids), learn)
+    with ExitStack() as hooks:
+        for part in (getattr(module, f"{name}_proj", None) for module in modules for name in "qkv"):
+            if part is not None:
+                hooks.callback(part.register_forward_hook(lambda own, _, out: outputs.update({own: out[0]})).remove)
+        observe(subject.model, subject.on_device(subject.ids), learn)
+    yield most("features that are not what the backbone's own projections gave", wrong)
     reading, by_layer = scores_by_head(subject.read(subject.roomy()).cache), []
     for index, held in zip(subject.backbone.layers, reading, strict=True):
         right, scale = training[index], training[index].std(dim=1, keepdim=True)
@@ -280,6 +351,16 @@ def training_scores(subject: Subject) -> Iterator[Row]:
         by_layer.append(Apart(found, max(usual, 1e-12)))
     what = f"scores of {subject.tokens:,} tokens in the pass of training, and in reading, in deviations"
     yield close(what, max(by_layer, key=lambda one: one.noises), "noise in the features changes")
+
+
+def misread(features: Tensor, module: nn.Module, outputs: Mapping[nn.Module, Tensor]) -> int:
+    """Return how many (N, F) features are not what plain projections of queries, keys and values put out."""
+    given = [outputs.get(getattr(module, f"{name}_proj", module), features[:, :0]) for name in "qkv"]
+    if sum(one.shape[-1] for one in given) != features.shape[-1] or hasattr(module, "key_multiplier"):
+        return 0  # projections of another kind, fused ones, or latents
+    parts = zip("qkv", given, features.split([one.shape[-1] for one in given], dim=-1), strict=True)
+    normed = [name for name in "qkv" if any(hasattr(module, f"{name}_{norm}") for norm in ("norm", "layernorm"))]
+    return sum(int((a != b).any(0).sum()) for name, a, b in parts if name not in normed)
 
 
 CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
@@ -290,6 +371,8 @@ CHECKS: dict[str, Callable[[Subject], Iterator[Row]]] = {
     "eviction": eviction,
     "prefix": prefix,
     "bytes": counted_bytes,
+    "second-tier": second_tier,
+    "save": save,
     "training-scores": training_scores,
     "determinism": determinism,
 }

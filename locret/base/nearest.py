@@ -34,7 +34,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 _RETIRED = (
     "locret-verify --output",
     *(f"--only {name}" for name in ("answer", "chunks", "units", "protected", "scores", "decode-budget", "fork")),
-    *("--only interrupted", "--only layers", "--only second-tier", "--only save"),
+    *("--only interrupted", "--only layers"),
     "locret patterns",
     *("--suite world", "--suite lookalikes", "task world/", "task lookalikes/", "method kvpress/", "locret compare"),
     *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,11 @@ import locret.cache.export
 import locret.cache.store
 import locret.policy.selectors
 from locret import RetainingHeads, RetentionCache, RetentionPolicy
+from locret.backbone.chunk import Projections
 from locret.cache.limits import Limits
 from locret.cache.store import DenseStore
 from locret.infer.verify import verify
+from locret.lookups.exact import ExactLookup
 from locret.policy import budget as budgets
 from locret.policy.selectors import Stay
 from locret.scorers import RetainingHeadScorer
@@ -34,6 +36,7 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 POLICY = RetentionPolicy(budget=24, chunk_size=12, stabilizers=6, local_len=4)
 EVERYTHING = {"full-budget", "batch", "eviction", "prefix", "training-scores"}
 """Checks that compare what is computed, all of which a fault in computing may show in."""
+TIERS = POLICY.changed(host_budget=32, recall=4)
 GUARDS = {"budget", "bytes"}
 """Checks that run beside those which a fault is for, and must not cry too."""
 
@@ -46,6 +49,7 @@ class Fault:
     found_by: set[str]
     perhaps: frozenset[str] | set[str] = frozenset()
     family: str = "llama"
+    policy: RetentionPolicy = POLICY
 
 
 def changed(
@@ -130,6 +134,29 @@ def noisy_attention(patch: pytest.MonkeyPatch) -> None:
     changed(patch, locret.backbone.attention, "_attend", noisy, after=True)
 
 
+def an_interrupted_read_taken(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RetentionCache, "check_whole", lambda cache: None)
+
+
+def the_worst_units_recalled(patch: pytest.MonkeyPatch) -> None:
+    changed(patch, ExactLookup, "choose", lambda own, lookup, ask: own(lookup, replace(ask, query=-ask.query)))
+
+
+def keys_without_their_bias(patch: pytest.MonkeyPatch) -> None:
+    def parts(found: list[Tensor], projections: Any, *_: Any) -> list[Tensor]:
+        query, key, value = found
+        return [query, key - projections.module.k_proj.bias, value]
+
+    changed(patch, Projections, "feature_parts", parts, after=True)
+
+
+def values_lost_in_a_file(patch: pytest.MonkeyPatch) -> None:
+    def state(found: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
+        return {name: held.roll(1, 1) if name == "values" else held for name, held in found.items()}
+
+    changed(patch, DenseStore, "state", state, after=True)
+
+
 def a_wrong_export(patch: pytest.MonkeyPatch) -> None:
     changed(patch, locret.cache.export, "turned_back", lambda own, keys, rotary, now: own(keys, rotary, now + 1))
 
@@ -145,6 +172,10 @@ FAULTS = {
     "values of another head": Fault(values_of_another_head, {"full-budget"}, EVERYTHING),
     "query groups swapped": Fault(groups_swapped, {"full-budget", "eviction"}, EVERYTHING),
     "scores of another arithmetic": Fault(another_arithmetic, {"training-scores"}),
+    "an interrupted read not refused": Fault(an_interrupted_read_taken, {"save"}),
+    "the worst units recalled": Fault(the_worst_units_recalled, {"second-tier"}, policy=TIERS),
+    "heads' features without the keys' bias": Fault(keys_without_their_bias, {"training-scores"}, family="qwen2"),
+    "values of another head in a file": Fault(values_lost_in_a_file, {"save"}),
     "a prefix rotated wrongly": Fault(a_wrong_export, {"prefix"}),
     "noise in every pass": Fault(noisy_attention, {"determinism"}),
 }
@@ -167,7 +198,7 @@ def test_nothing_is_found_where_nothing_is_planted() -> None:
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]
     fault.plant(monkeypatch)
-    report = report_of(POLICY, fault.found_by | GUARDS, fault.family)
+    report = report_of(fault.policy, fault.found_by | GUARDS, fault.family)
     found = {row.check for row in report.failures}
     shown = [(row.check, row.compared, row.measured, row.tolerance, row.why) for row in report.failures]
     assert found >= fault.found_by, shown
