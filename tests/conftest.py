@@ -16,13 +16,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
-
-# Without a GPU triton only interprets its kernels, and it asks for that once, when transformers imports it.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 from hub_server import WRITE_TOKEN, HubServer
+from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).resolve().parent
 GOLDEN = TESTS / "golden"

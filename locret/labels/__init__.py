@@ -1,4 +1,4 @@
-"""What retaining heads learn to predict, and the kernels that compute it."""
+"""What retaining heads learn to predict."""
 
 from __future__ import annotations
 

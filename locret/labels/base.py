@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,7 +41,5 @@ class LabelKind:
     weigh against each other; else it is given those of the labelled tokens alone."""
     comparable: bool
     """Whether equal labels mean equal importance in all KV heads, so that heads which learn the values can compete."""
-    kernel: Mapping[str, Any] | None = None
-    """Options of `locret.labels.kernel.raise_labels` that compute the same; None if it cannot."""
     terms: Callable[[Attended, int], LabelTerms] | None = None
     """Given a layer and T, what is added to each label; it raises ValueError where the layer cannot tell."""

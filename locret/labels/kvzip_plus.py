@@ -6,7 +6,7 @@ Formula:  label[j] = max over queries i and heads g of ln(a_gij ||W_O_g v_j|| / 
           module was given for the token that asks, W_O_g the columns of its output projection that belong to head g.
 Deviates: float32 throughout. What a backbone does between attention and output projection (gates of Qwen3-Next) is
           left out, as in the paper's code.
-Cost:     That of `log_attention`, and per layer the output projection of N D tokens. Without Triton kernels.
+Cost:     That of `log_attention`, and per layer the output projection of N D tokens.
 """
 
 # N query heads, K KV heads, G = N / K, Q = G R queries of R tokens, L tokens that ask, S tokens, T labelled tokens,

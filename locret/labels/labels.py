@@ -12,7 +12,6 @@ Deviates: What takes the logit's place is one object per kind of label (`locret.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -117,7 +116,6 @@ def layer_labels(
     labelled: int | None = None,
     earlier_answers: Sequence[tuple[int, int]] = (),
     block_elements: int | None = None,
-    fused: bool | None = None,
 ) -> Tensor:
     """Return one layer's labels, (K, T) float32, as a running maximum over blocks of answer queries.
 
@@ -131,44 +129,19 @@ def layer_labels(
         earlier_answers: See `answer_labels`.
         block_elements: Most logits in memory at once, if one answer token has no more; by default 2^22, and no more
             than the layer's queries, so that what labels need stays small compared with what the layer needs.
-        fused: Whether the Triton kernels of `locret.labels.kernel` do it, without any logits in memory; by default,
-            where tensors are on CUDA and the kernels run.
     """
     kind = kinds.get(kind)
     labelled = prompt if labelled is None else min(labelled, prompt)
     terms = None if kind.terms is None else kind.terms(chunk, labelled)
-    fused = kind.kernel is not None and (_kernels_work(chunk.key) if fused is None else fused)
-    held = chunk.key.shape[2] - chunk.query.shape[2]
-    if held or (kind.whole_rows and chunk.learned_sinks is not None):  # which the kernels do not know
-        fused = False
     labels_KT = chunk.key.new_full((chunk.key.shape[1], labelled), -torch.inf, dtype=torch.float32)
     # Float32 even under autocast: labels rounded to bfloat16 tie, and the log-sum-exp is a difference of large numbers.
     with torch.autocast(chunk.query.device.type, enabled=False):
-        keys_KDS = None if fused else chunk.key[0].float().mT
+        keys_KDS = chunk.key[0].float().mT
         for first, end in (*earlier_answers, (prompt, chunk.key.shape[2])):
             seen_KT = labels_KT[:, :first]  # a view: an answer labels only what stands before it
             start = max(0, first - include_last_prompt_token)
-            if keys_KDS is None:
-                _raise_by_kernel(chunk, seen_KT, start, end, kind)
-            else:
-                _raise_by_blocks(chunk, keys_KDS, seen_KT, start, end, kind, terms, block_elements)
+            _raise_by_blocks(chunk, keys_KDS, seen_KT, start, end, kind, terms, block_elements)
     return labels_KT
-
-
-def _kernels_work(key: Tensor) -> bool:
-    if not key.is_cuda or find_spec("triton") is None:
-        return False
-    from locret.labels.kernel import works
-
-    return works(key.device, key.dtype, key.shape[-1])
-
-
-def _raise_by_kernel(chunk: Attended, labels_KT: Tensor, start: int, end: int, kind: LabelKind) -> None:
-    from locret.labels.kernel import raise_labels
-
-    assert kind.kernel is not None
-    given = {"start": start, "end": end, "scaling": chunk.scaling, "softcap": chunk.softcap, **kind.kernel}
-    raise_labels(chunk.query[0], chunk.key[0], labels_KT, **given)
 
 
 def _raise_by_blocks(

@@ -25,5 +25,4 @@ LOG_ATTENTION = LabelKind(
     block=_block,
     whole_rows=True,
     comparable=True,
-    kernel={"relative": True},
 )

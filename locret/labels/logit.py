@@ -14,5 +14,4 @@ LOGIT = LabelKind(
     block=lambda logits_KQS, labelled: logits_KQS.amax(dim=1),
     whole_rows=False,
     comparable=False,  # a query's logits say nothing but their differences
-    kernel={"relative": False},
 )

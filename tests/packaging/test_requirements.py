@@ -12,7 +12,7 @@ import locret
 ROOT = Path(locret.__file__).resolve().parent.parent
 NAMES = {"yaml": "pyyaml"}
 """Distributions whose name is not that of their module."""
-WITH = {"numpy": "transformers", "tokenizers": "transformers", "triton": "torch", "pydantic": "fastapi"}
+WITH = {"numpy": "transformers", "tokenizers": "transformers", "pydantic": "fastapi"}
 WITH["starlette"] = "fastapi"
 """Modules that a requirement brings, and cannot do without."""
 COMPARED = {"kvpress"}
