@@ -92,9 +92,8 @@ class Loss:
     usual: ClassVar[tuple[str, ...]] = ("label_kind",)
 
     label_kind: str = "logit"
-    """Label of a token: the largest attention logit of the answer's tokens (logit; Locret, Eq. 2), the largest log of
-    the attention (log_attention), or the same weighed by the lengths of values and of asking hidden states (kvzip_plus;
-    KVzap, arXiv 2601.07891)."""
+    """Label of a token: the largest attention logit of the answer's tokens (logit; Locret, Eq. 2), or the largest log
+    of the attention (log_attention)."""
     include_last_prompt_token: bool = False
     """Count the last prompt token, which produces the answer's first token, among the answer's (Locret's index range
     does, the original code does not)."""

@@ -24,7 +24,6 @@ from locret.distributed.ranks import Ranks
 from locret.heads.config import usual_width
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
-from locret.labels import kinds
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.loading.options import WeightOptions
 from locret.loading.weights import device_map_of, label_of, main_device, plan_weights
@@ -98,12 +97,6 @@ class TrainingRun:
         self.precision = self.backbone.mixed_precision
         if self.precision == "auto":
             self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
-        kind = self.loss.label_kind
-        if kinds.get(kind).terms is not None and any(shape.latent for shape in self.shape.full_shapes):
-            raise ValueError(
-                f"--label-kind {kind} weighs values by the output projection, but this backbone holds latents; use "
-                "log_attention"
-            )
         if self.backbone.init_from is None:
             self._take_shape(self.backbone.hidden_dim or usual_width(self.config), self.backbone.neighbours)
         else:

@@ -22,7 +22,6 @@ from locret.backbone.shape import BOTH, FULL, NONE, RECURRENT, SLIDING, Backbone
 
 SEPARATE = ("q_proj", "k_proj", "v_proj")
 FUSED = "qkv_proj"
-_OUTPUTS = ("o_proj", "out_proj", "dense")
 _SUPPORTED = (
     "use a decoder-only model with softmax attention (Llama, Mistral, Qwen2, Qwen3, Qwen3-Next, Qwen3.5, Phi-3, "
     "Gemma-2, Gemma-3, SmolLM3, Granite, OLMo-2, OLMo-3, LFM2, Nemotron-H, Falcon-H1)"
@@ -209,16 +208,6 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
             f"layers of {type(unwrap(model)).__name__} share one attention module, which is not supported; {_SUPPORTED}"
         )
     return modules
-
-
-def output_projection(module: nn.Module) -> nn.Module:
-    """Return what makes hidden states of the values of all query heads that an attention module has weighed."""
-    found = next((getattr(module, name) for name in _OUTPUTS if hasattr(module, name)), None)
-    if not isinstance(found, nn.Module):
-        raise ValueError(
-            f"{type(module).__name__} has no output projection called {' or '.join(_OUTPUTS)}, which is needed here"
-        )
-    return found
 
 
 def state_modules(model: nn.Module) -> dict[int, nn.Module]:

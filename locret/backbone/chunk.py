@@ -40,8 +40,6 @@ class Projections:
     """(B, L, E) hidden states that the attention module was given; None where nobody noted them."""
     residual: Tensor | None = None
     """(B, L, E) hidden states that the decoder layer was given, before its norm."""
-    module: nn.Module | None = None
-    """The attention module, whose output projection weighs values."""
 
     def features(self, source: str = PROJECTIONS) -> Tensor:
         """Return (B, L, F) of one of `SOURCES`."""
@@ -95,12 +93,12 @@ class Projections:
             parts[name] = self.parts[part][row : row + 1, :, first : first + heads * width]
         hidden, residual = (None if x is None else x[row : row + 1] for x in (self.hidden, self.residual))
         shape = replace(self.shape, num_heads=group, num_kv_heads=1)
-        return Projections(shape, parts, self.latent, hidden, residual, self.module)
+        return Projections(shape, parts, self.latent, hidden, residual)
 
     def clear(self) -> None:
         """Free the tensors once the layer is done."""
         self.parts.clear()
-        self.hidden = self.residual = self.module = None
+        self.hidden = self.residual = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -331,7 +331,6 @@ def _noting(name: str, find: Callable[[], Projections | None]) -> Any:
         projections = find()
         if projections is not None:
             setattr(projections, name, args[0] if args else kwargs.get("hidden_states"))
-            projections.module = module  # that of the attention last: the layer comes first
 
     return hook
 

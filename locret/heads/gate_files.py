@@ -30,7 +30,6 @@ from locret.base.files import read_json, shards
 from locret.heads import checkpoint, official
 from locret.heads.config import HeadsConfig
 from locret.heads.gates import is_number
-from locret.labels.kvzip_plus import KVZIP_PLUS
 from locret.labels.log_attention import LOG_ATTENTION
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -121,7 +120,7 @@ def read_kvzap(path: str, model_or_config: Any, revision: str | None = None) -> 
         raise ValueError(f'{file} has model_type {shown(values.get("model_type"))}, not "kvzap"; give {what}')
     width = values.get("hidden_dim")
     gate = "kvzap-linear" if width is None else "kvzap-mlp"
-    config = _config(model_or_config, width, gate, KVZIP_PLUS.name, path)
+    config = _config(model_or_config, width, gate, "kvzip_plus", path)
 
     def ours(theirs: str) -> str:
         match = re.fullmatch(r"layers\.(\d+)(|\.0|\.2)\.(weight|bias)", theirs)

@@ -1,27 +1,15 @@
 """What a kind of label is: how the attention logits of answer tokens become numbers that heads learn to predict."""
 
-# K KV heads, G query heads of a group, R tokens of a block, Q = G R their queries head by head, S tokens,
-# T labelled tokens
+# K KV heads, Q queries of a block, of all query heads of a group, S tokens, T labelled tokens
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from locret.backbone.chunk import Attended
-
-
-class LabelTerms(NamedTuple):
-    """What a kind of label adds to what each query gives each token, before the largest is taken."""
-
-    query_L: Tensor
-    """(L,) by the token that asks, of those that have just been read."""
-    unit_KGT: Tensor
-    """(K, G, T) by the unit that is asked, for each query head of its group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +22,9 @@ class LabelKind:
     """The same for the model card, to follow "A token's label is"."""
     block: Callable[..., Tensor]
     """Given (K, Q, S) float32 logits after scaling and softcap, which it may overwrite, and T, the number of labelled
-    tokens, which come first: returns (K, T), the largest label that any of the queries gives each token. With `terms`
-    it is given those of the block's R tokens and of the labelled tokens besides."""
+    tokens, which come first: returns (K, T), the largest label that any of the queries gives each token."""
     whole_rows: bool
     """Whether `block` needs the logits of all tokens that a query sees, with -inf for those it does not, because they
     weigh against each other; else it is given those of the labelled tokens alone."""
     comparable: bool
     """Whether equal labels mean equal importance in all KV heads, so that heads which learn the values can compete."""
-    terms: Callable[[Attended, int], LabelTerms] | None = None
-    """Given a layer and T, what is added to each label; it raises ValueError where the layer cannot tell."""

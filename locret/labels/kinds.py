@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from locret.base.nearest import nearest
+from locret.base.nearest import check_retired, nearest
 from locret.labels.base import LabelKind
-from locret.labels.kvzip_plus import KVZIP_PLUS
 from locret.labels.log_attention import LOG_ATTENTION
 from locret.labels.logit import LOGIT
 
-KINDS: dict[str, LabelKind] = {kind.name: kind for kind in (LOGIT, LOG_ATTENTION, KVZIP_PLUS)}
+KINDS: dict[str, LabelKind] = {kind.name: kind for kind in (LOGIT, LOG_ATTENTION)}
 
 
 def names() -> list[str]:
@@ -25,6 +24,7 @@ def get(kind: str | LabelKind) -> LabelKind:
     if isinstance(kind, LabelKind):
         return kind
     if kind not in KINDS:
+        check_retired("label kind", kind)
         near = nearest(kind, KINDS) or names()
         raise ValueError(f'label kind "{kind}" is unknown; did you mean {" or ".join(near)}?')
     return KINDS[kind]

@@ -23,7 +23,7 @@ from locret.backbone.chunk import Attended
 from locret.backbone.instrument import LayerObserver, instrumented
 from locret.backbone.passes import keeping_step, run_decoder
 from locret.labels import kinds
-from locret.labels.base import LabelKind, LabelTerms
+from locret.labels.base import LabelKind
 
 if TYPE_CHECKING:
     from locret.heads.heads import RetainingHeads
@@ -132,7 +132,6 @@ def layer_labels(
     """
     kind = kinds.get(kind)
     labelled = prompt if labelled is None else min(labelled, prompt)
-    terms = None if kind.terms is None else kind.terms(chunk, labelled)
     labels_KT = chunk.key.new_full((chunk.key.shape[1], labelled), -torch.inf, dtype=torch.float32)
     # Float32 even under autocast: labels rounded to bfloat16 tie, and the log-sum-exp is a difference of large numbers.
     with torch.autocast(chunk.query.device.type, enabled=False):
@@ -140,7 +139,7 @@ def layer_labels(
         for first, end in (*earlier_answers, (prompt, chunk.key.shape[2])):
             seen_KT = labels_KT[:, :first]  # a view: an answer labels only what stands before it
             start = max(0, first - include_last_prompt_token)
-            _raise_by_blocks(chunk, keys_KDS, seen_KT, start, end, kind, terms, block_elements)
+            _raise_by_blocks(chunk, keys_KDS, seen_KT, start, end, kind, block_elements)
     return labels_KT
 
 
@@ -151,7 +150,6 @@ def _raise_by_blocks(
     start: int,
     end: int,
     kind: LabelKind,
-    terms: LabelTerms | None,
     block_elements: int | None,
 ) -> None:
     """Raise labels, in place, to the largest that queries `start` to `end` - 1 give, a block of queries at a time."""
@@ -170,10 +168,7 @@ def _raise_by_blocks(
                 sinks_KG = chunk.learned_sinks.float().view(len(logits_KQS), -1)
                 column_KQ = sinks_KG.repeat_interleave(last - first, dim=1)
                 logits_KQS = torch.cat([logits_KQS, column_KQ[..., None]], dim=-1)
-        given: tuple[LabelTerms, ...] = ()
-        if terms is not None:
-            given = (LabelTerms(terms.query_L[first - held : last - held], terms.unit_KGT[..., :labelled]),)
-        torch.maximum(labels_KT, kind.block(logits_KQS, labelled, *given), out=labels_KT)
+        torch.maximum(labels_KT, kind.block(logits_KQS, labelled), out=labels_KT)
 
 
 def _logits(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Attended) -> Tensor:

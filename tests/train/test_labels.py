@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import oracle as reference
 import pytest
 import torch
-from oracle import gates
 from torch import Tensor
 from training_cases import CASES, backbone, golden, loss_of, token_ids, train
-from transformers import DeepseekV3Config
 
 from locret import RetainingHeads, labels
 from locret.backbone.adapters import describe
@@ -115,7 +112,7 @@ def test_a_kind_of_ones_own_labels_trains_and_is_recorded(
     own, logs = (answer_labels(model, *row, kind) for kind in (ATTENTION, "log_attention"))
     torch.testing.assert_close(own, logs.exp(), atol=1e-5, rtol=0)
     monkeypatch.setitem(KINDS, ATTENTION.name, ATTENTION)
-    assert labels.names() == ["logit", "log_attention", "kvzip_plus", "attention"]
+    assert labels.names() == ["logit", "log_attention", "attention"]
     heads = RetainingHeads.for_model(model, hidden_dim=12, seed=3)
     assert train_step(model, heads, *row, loss_of("attention")).total != train_step(model, heads, *row).total
     assert train(paths, tmp_path / "run", "--steps=1", "--warmup-steps=0", "--label-kind=attention") == 0
@@ -139,32 +136,9 @@ def test_only_a_regression_on_comparable_labels_lets_heads_compete(
     assert RetainingHeadScorer(heads=heads).relative(heads) == relative
 
 
-@pytest.mark.parametrize(("family", "block_elements"), [("llama", None), ("qwen3", 64)])
-def test_labels_of_kvzip_plus_are_those_of_the_obvious_version(family: str, block_elements: int | None) -> None:
-    compared: list[int] = []
-
-    def on_layer(chunk: Attended) -> None:
-        module: Any = chunk.projections.module
-        given = (chunk.query[0], chunk.key[0], chunk.value[0], chunk.projections.hidden[0], module.o_proj.weight)
-        slow = gates.kvzip_plus(*given, prompt=11, scaling=chunk.scaling)
-        found = layer_labels(chunk, 11, "kvzip_plus", False, block_elements=block_elements)
-        torch.testing.assert_close(found, slow, atol=2e-5, rtol=1e-5)
-        compared.append(chunk.layer_idx)
-
-    observe(backbone(family), token_ids(17), on_layer)
-    assert compared
-
-
-@pytest.mark.parametrize("kind", ["log_attention", "kvzip_plus"])
-def test_many_questions_of_one_read_label_as_each_by_itself(kind: str) -> None:
+def test_many_questions_of_one_read_label_as_each_by_itself() -> None:
     model, document = backbone("qwen3"), token_ids(20)
     asked = [(token_ids(4, seed=seed), token_ids(3 + seed, seed=9 + seed)) for seed in (1, 2, 3)]
-    each = [answer_labels(model, torch.cat([document, q], 1), a, kind)[..., :20] for q, a in asked]
-    found = labels_of_answers(model, document, asked, kind)
+    each = [answer_labels(model, torch.cat([document, q], 1), a, "log_attention")[..., :20] for q, a in asked]
+    found = labels_of_answers(model, document, asked, "log_attention")
     torch.testing.assert_close(found, torch.stack(each).amax(0), atol=2e-5, rtol=1e-5)
-
-
-def test_kvzip_plus_refuses_latents(paths: tuple[Path, Path], tmp_path: Path) -> None:
-    DeepseekV3Config(kv_lora_rank=16).save_pretrained(tmp_path / "model")  # no weights: the config tells
-    with pytest.raises(ValueError, match="--label-kind kvzip_plus .* holds latents; use log_attention"):
-        train((tmp_path / "model", paths[1]), tmp_path / "run", "--label-kind=kvzip_plus")
