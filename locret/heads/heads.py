@@ -125,6 +125,10 @@ class RetainingHeads(
         projections = chunk.projections if tokens is None else chunk.projections.first(tokens)
         return projections.features(self.config.reads)
 
+    def fingerprint(self) -> str | None:
+        """Return `weight_fingerprint` of the heads."""
+        return weight_fingerprint(self)
+
     def __getitem__(self, layer_idx: int) -> RetainingHead:
         if str(layer_idx) not in self.heads:
             raise KeyError(f"layer {layer_idx} has no retaining head; the layers with one are {list(self.layers)}")

@@ -17,9 +17,8 @@ from torch import nn
 from locret.backbone.adapters import ranks_of
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
-from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
-from locret.heads.shard import ShardedHeads, sharded
+from locret.heads.shard import sharded
 from locret.labels import KINDS
 from locret.scorers.base import FeatureScorer, Scorer
 
@@ -64,8 +63,7 @@ class RetainingHeadScorer(FeatureScorer):
 
     def identity(self, prepared: RetainingHeads) -> dict[str, Any]:
         """Return a fingerprint of the heads' weights."""
-        whole = prepared.whole() if isinstance(prepared, ShardedHeads) else prepared
-        return {"weights": weight_fingerprint(whole)}
+        return {"weights": prepared.fingerprint()}
 
     def relative(self, prepared: RetainingHeads) -> bool:
         """Yes, unless a regression taught labels that compare across heads: a ranking leaves each head's level open."""
