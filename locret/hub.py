@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, errors, get_token
 
+from locret.base.fields import as_arguments
 from locret.publish_options import RepositoryOptions
 
 CARD = "README.md"
@@ -69,6 +71,38 @@ def upload(options: RepositoryOptions, contents: Mapping[str, Path | bytes]) -> 
             parent_commit=parent,
         )
     return {**record, "url": commit.pr_url or url, "commit": commit.oid}
+
+
+def push(
+    repo_id: str,
+    save: Callable[[Path], object],
+    *,
+    commit_message: str = RepositoryOptions.commit_message,
+    private: bool = False,
+    branch: str | None = None,
+    create_pr: bool = False,
+) -> str:
+    """Publish what `save` writes into a folder; return the URL of the repository, or of the pull request.
+
+    Args:
+        repo_id: Repository, org/name; made if it does not exist.
+        save: Given the folder.
+        commit_message: Of the one commit.
+        private: Make a new repository private.
+        branch: Branch to push to, made if it does not exist; main by default.
+        create_pr: Open a pull request instead of committing.
+
+    Raises:
+        ValueError: As `upload`.
+        OSError: As `upload`.
+    """
+    with as_arguments(), tempfile.TemporaryDirectory() as place:
+        options = RepositoryOptions(
+            repo=repo_id, private=private, revision=branch, commit_message=commit_message, create_pr=create_pr
+        )
+        folder = Path(place, "saved")
+        save(folder)
+        return str(upload(options, {file.name: file for file in sorted(folder.iterdir())})["url"])
 
 
 def merged_card(ours: str, theirs: str | None, repo: str) -> str:

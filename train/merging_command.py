@@ -50,8 +50,6 @@ class KernelOptions:
     """First prompt tokens of a row that are read."""
     log_every: int = 10
     """Steps between two lines about the loss."""
-    push_to_hub: str | None = None
-    """Repository (org/name) to upload the kernels to at the end."""
     json: bool = False
     """Print one JSON object at the end."""
 
@@ -129,10 +127,7 @@ def _train(backbone: BackboneSource, options: KernelOptions) -> dict[str, Any]:
         policy=options.policy.to_dict(), training={**facts, "final_loss": losses[-1], "torch": torch.__version__}
     )
     kernels.save_pretrained(options.output)
-    summary = {"output": options.output, "loss_before": losses[0], "loss": losses[-1], "steps": options.steps}
-    if options.push_to_hub is not None:
-        summary["pushed"] = str(kernels.push_to_hub(options.push_to_hub))
-    return summary
+    return {"output": options.output, "loss_before": losses[0], "loss": losses[-1], "steps": options.steps}
 
 
 def _steps(model: nn.Module, heads: Any, kernels: MergingKernels, stream: Any, options: KernelOptions) -> list[float]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
@@ -31,6 +31,16 @@ class Refusal(ValueError):
     def __init__(self, setting: str, value: Any, rule: str) -> None:
         super().__init__(f"{setting}={value} {rule}")
         self.setting, self.value, self.rule = setting, value, rule
+
+
+@contextmanager
+def as_arguments() -> Iterator[None]:
+    """Name the settings of option classes as Python's arguments, not as flags."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        text = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), str(error))
+        raise type(error)(text) from error
 
 
 def check_fields(instance: Any) -> None:

@@ -42,8 +42,8 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "save_total_limit": ("keep_checkpoints",),
     "logging_steps": ("log_every",),
     "resume_from_checkpoint": ("resume",),
-    "hub_model_id": ("repo", "push_to_hub"),
-    "repo_id": ("repo", "push_to_hub"),
+    "hub_model_id": ("repo",),
+    "repo_id": ("repo",),
     # lm-evaluation-harness, servers, methods that bound the cache
     "pretrained": ("model",),
     "peft": ("adapter",),

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 import torch
@@ -124,13 +122,3 @@ class Context(Reading):
     def _turn(self, question: str) -> str:
         check_question(question)
         return self.talk.transcript.copy().ask(question)
-
-
-@contextmanager
-def as_arguments() -> Iterator[None]:
-    """Name the settings of option classes as Python's arguments, not as flags."""
-    try:
-        yield
-    except (ValueError, OSError) as error:
-        text = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), str(error))
-        raise type(error)(text) from error

@@ -14,7 +14,7 @@ from torch import nn
 from locret import loading, scorers
 from locret.backbone.adapters import unwrap
 from locret.backbone.shape import Backbone
-from locret.base.fields import Refusal
+from locret.base.fields import Refusal, as_arguments
 from locret.base.nearest import nearest
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import load_cache
@@ -22,7 +22,7 @@ from locret.cache.disk import Disk
 from locret.cache.store import Store
 from locret.chunked_prefill import prefill
 from locret.conversation.chat import Chat, answer_settings
-from locret.conversation.context import Context, as_arguments
+from locret.conversation.context import Context
 from locret.conversation.document import (
     Document,
     ReadingBar,

@@ -63,7 +63,7 @@ print(context.ask("What is the text about?"))
 
 ## Citation
 
-Locret, [arXiv 2410.01805]({{ paper_url }}):
+Locret, [arXiv 2410.01805](https://arxiv.org/abs/2410.01805):
 
 ```bibtex
 @article{huang2024locret,
@@ -78,51 +78,37 @@ Written by locret {{ toolkit_version }}.
 """
 
 
-def fill(info: Any, config: HeadsConfig, *, repo_id: str | None = None, **values: Any) -> ModelCard:
-    """Fill the template.
-
-    Args:
-        info: huggingface_hub's `MixinInfo` of the class: template, library, tags.
-        config: The heads' config.
-        repo_id: What the example loads; a placeholder if None.
-        values: More values for the template; they win over those from the config.
-
-    Returns:
-        The card, front matter included.
-    """
+def fill(config: HeadsConfig, repo_id: str | None = None) -> ModelCard:
+    """Return the card of heads, front matter included; its example loads `repo_id`, or a placeholder."""
     card: ModelCard = ModelCard.from_template(
-        card_data=_front_matter(info, config),
-        template_str=info.model_card_template,
-        **{
-            "paper_url": info.paper_url,
-            "repo_id": repo_id or PLACEHOLDER,
-            "base_name": config.base_name,
-            "base_id": config.base_model or "path/to/the-backbone",
-            "base_revision": f', revision="{config.base_model_revision}"' if config.base_model_revision else "",
-            "dimensions": _table(_dimensions(config)),
-            "training": _training(config.training) if config.training else "Not trained: the weights are random.",
-            "label": _label(config.label),
-            "policy": _policy(config.policy),
-            "evaluation": _evaluation(config.evaluation) if config.evaluation else "No results recorded.",
-            "toolkit_version": config.toolkit_version,
-            **values,
-        },
+        card_data=_front_matter(config),
+        template_str=TEMPLATE,
+        repo_id=repo_id or PLACEHOLDER,
+        base_name=config.base_name,
+        base_id=config.base_model or "path/to/the-backbone",
+        base_revision=f', revision="{config.base_model_revision}"' if config.base_model_revision else "",
+        dimensions=_table(_dimensions(config)),
+        training=_training(config.training) if config.training else "Not trained: the weights are random.",
+        label=_label(config.label),
+        policy=_policy(config.policy),
+        evaluation=_evaluation(config.evaluation) if config.evaluation else "No results recorded.",
+        toolkit_version=config.toolkit_version,
     )
     return card
 
 
-def _front_matter(info: Any, config: HeadsConfig) -> ModelCardData:
+def _front_matter(config: HeadsConfig) -> ModelCardData:
     """Return the YAML block by which the Hub indexes the repository; keys without a value are left out."""
     dataset = str((config.training or {}).get("dataset", ""))
     return ModelCardData(
-        **{
-            **info.model_card_data.to_dict(),
-            "base_model": config.base_model,
-            "base_model_relation": "adapter" if config.base_model else None,
-            # The Hub refuses a card whose data set is not a repository of its own, such as a local file.
-            "datasets": [dataset] if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) else None,
-            "license": config.license,
-        }
+        library_name="locret",
+        pipeline_tag="text-generation",
+        tags=["kv-cache", "locret", "long-context", "retaining-heads"],
+        base_model=config.base_model,
+        base_model_relation="adapter" if config.base_model else None,
+        # The Hub refuses a card whose data set is not a repository of its own, such as a local file.
+        datasets=[dataset] if re.fullmatch(r"[\w.-]+/[\w.-]+", dataset) else None,
+        license=config.license,
     )
 
 

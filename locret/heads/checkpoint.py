@@ -25,7 +25,6 @@ from locret.heads.config import HeadsConfig
 C = TypeVar("C", bound=HeadsConfig)
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-DOWNLOAD_OPTIONS = ("token", "cache_dir", "local_files_only", "force_download")
 
 
 def find(name: str, *, revision: str | None = None, **download: object) -> Path:

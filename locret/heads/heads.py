@@ -10,9 +10,10 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin
+from huggingface_hub import ModelCard
 from torch import Tensor, nn
 
+from locret import hub
 from locret.backbone.adapters import attention_modules, device_of, unwrap
 from locret.backbone.chunk import Attended
 from locret.heads import card as model_card
@@ -28,15 +29,7 @@ _COMPARED: WeakKeyDictionary[RetainingHeads, WeakSet[nn.Module]] = WeakKeyDictio
 __all__ = ["HeadsConfig", "RetainingHead", "RetainingHeads"]
 
 
-class RetainingHeads(
-    nn.Module,
-    PyTorchModelHubMixin,
-    model_card_template=model_card.TEMPLATE,
-    library_name="locret",
-    pipeline_tag="text-generation",
-    paper_url="https://arxiv.org/abs/2410.01805",
-    tags=["locret", "retaining-heads", "kv-cache", "long-context"],
-):
+class RetainingHeads(nn.Module):
     """One retaining head for every full-attention layer of a backbone: `heads[layer_idx]`.
 
     Sliding-window layers keep a bounded cache of their own and have no head. Iterating gives the layer indices.
@@ -219,15 +212,22 @@ class RetainingHeads(
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | Path, *, revision: str | None = None, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: str | Path,
+        *,
+        revision: str | None = None,
+        map_location: str = "cpu",
+        allow_other_base: bool = False,
+        **download: Any,
     ) -> RetainingHeads:
         """Load heads from a folder or from the Hub: safetensors only, every key, layer and shape checked.
 
         Args:
             pretrained_model_name_or_path: Folder, or `org/name` on the Hub.
             revision: Branch, tag or commit on the Hub.
-            kwargs: Those of huggingface_hub's mixin (`token`, `cache_dir`, `local_files_only`, `force_download`,
-                `map_location`), and `allow_other_base` as in `check_matches`.
+            map_location: Device of the weights.
+            allow_other_base: As in `check_matches`.
+            download: Those of huggingface_hub: `token`, `cache_dir`, `local_files_only`, `force_download`.
 
         Returns:
             Heads in evaluation mode, float32.
@@ -236,28 +236,9 @@ class RetainingHeads(
             ValueError: If there are no heads there, or files that do not fit together; the message shows both sides.
             OSError: If the Hub cannot be reached.
         """
-        download = {name: kwargs[name] for name in checkpoint.DOWNLOAD_OPTIONS if name in kwargs}
         folder = checkpoint.find(str(pretrained_model_name_or_path), revision=revision, **download)
-        checkpoint.read_config(folder)  # the mixin reads it again, but says nothing useful about a broken one
-        return super().from_pretrained(folder, **kwargs)
-
-    @classmethod
-    def _from_pretrained(
-        cls,
-        *,
-        model_id: str,
-        map_location: str = "cpu",
-        strict: bool = True,
-        allow_other_base: bool = False,
-        config: Any = None,
-        **_: Any,
-    ) -> RetainingHeads:
-        if not strict:
-            raise ValueError("strict=False is not possible; retaining heads with missing weights give arbitrary scores")
-        folder = Path(model_id)
-        heads_config: HeadsConfig = checkpoint.read_config(folder)
-        weights = checkpoint.read_weights(folder, heads_config.weight_shapes, map_location)
-        heads = cls._with_weights(heads_config, weights)
+        config = checkpoint.read_config(folder)
+        heads = cls._with_weights(config, checkpoint.read_weights(folder, config.weight_shapes, map_location))
         heads.allow_other_base = allow_other_base
         return heads
 
@@ -267,54 +248,37 @@ class RetainingHeads(
         *,
         dtype: torch.dtype | str = torch.float32,
         repo_id: str | None = None,
-        push_to_hub: bool = False,
-        model_card_kwargs: dict[str, Any] | None = None,
-        **push_to_hub_kwargs: Any,
-    ) -> str | None:
+    ) -> None:
         """Write weights, `config.json` and a filled model card; a folder is never left half-written.
 
         Args:
             save_directory: A new folder, or one of heads, whose files are then replaced one by one.
             dtype: Of the weights in the file, which are float32 again once loaded: float32; or bfloat16 or float16, in
                 half the bytes.
-            repo_id: Repository for `push_to_hub`; the folder's name if None.
-            push_to_hub: Also upload.
-            model_card_kwargs: More values for the card's template.
-            push_to_hub_kwargs: Those of `push_to_hub`.
-
-        Returns:
-            The URL of the commit if uploaded.
+            repo_id: Repository that the card's example loads, if they go into one.
 
         Raises:
             ValueError: If the folder holds another model, or for another dtype.
             OSError: If it cannot be written; the message names it.
         """
-        name, target = str(dtype).removeprefix("torch."), Path(save_directory)
+        name = str(dtype).removeprefix("torch.")
         if name not in ("float32", "bfloat16", "float16"):
             raise ValueError(f"dtype={name} is not one that heads are written in; give float32, bfloat16 or float16")
-        with checkpoint.replacing(target) as staging:
-            super().save_pretrained(staging, model_card_kwargs=model_card_kwargs)
-            if name != "float32":
-                checkpoint.write(staging, self.config, self.state_dict(), getattr(torch, name))
-        if not push_to_hub:
-            return None
-        return self.push_to_hub(repo_id or target.name, model_card_kwargs=model_card_kwargs, **push_to_hub_kwargs)
+        with checkpoint.replacing(Path(save_directory)) as fresh:
+            checkpoint.write(fresh, self.config, self.state_dict(), getattr(torch, name))
+            self.generate_model_card(repo_id=repo_id).save(fresh / checkpoint.CARD)
 
-    def _save_pretrained(self, save_directory: Path) -> None:
-        checkpoint.write(save_directory, self.config, self.state_dict())
-
-    def push_to_hub(self, repo_id: str, *, model_card_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> str:
-        """Upload the heads with their model card; arguments are those of huggingface_hub's mixin.
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Upload the heads with their model card, in one commit; see `locret.hub.push`.
 
         Returns:
-            The URL of the commit.
+            The URL of the repository, or of the pull request.
         """
-        card = {"repo_id": repo_id, **(model_card_kwargs or {})}
-        return super().push_to_hub(repo_id, model_card_kwargs=card, **kwargs)
+        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, repo_id=repo_id), **options)
 
-    def generate_model_card(self, **values: Any) -> Any:
-        """Return the filled model card; `repo_id` in `values` is what its example loads."""
-        return model_card.fill(self._hub_mixin_info, self.config, **values)
+    def generate_model_card(self, repo_id: str | None = None) -> ModelCard:
+        """Return the filled model card, whose example loads `repo_id`."""
+        return model_card.fill(self.config, repo_id)
 
 
 def _numbers(label: str | None) -> str:

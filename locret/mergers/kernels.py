@@ -14,6 +14,7 @@ from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 from torch.nn.functional import conv1d
 
+from locret import hub
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 
@@ -139,10 +140,10 @@ class MergingKernels(
             revision: Branch, tag or commit on the Hub.
             kwargs: Those of huggingface_hub's mixin (`token`, `cache_dir`, `local_files_only`, `map_location`).
         """
-        download = {name: kwargs[name] for name in checkpoint.DOWNLOAD_OPTIONS if name in kwargs}
-        folder = checkpoint.find(str(pretrained_model_name_or_path), revision=revision, **download)
+        device = kwargs.pop("map_location", "cpu")
+        folder = checkpoint.find(str(pretrained_model_name_or_path), revision=revision, **kwargs)
         config = checkpoint.read_config(folder, KernelsConfig)
-        weights = checkpoint.read_weights(folder, config.weight_shapes, kwargs.get("map_location", "cpu"))
+        weights = checkpoint.read_weights(folder, config.weight_shapes, device)
         kernels = cls(config)
         kernels.load_state_dict(weights)
         return kernels.eval()
@@ -151,6 +152,10 @@ class MergingKernels(
         """Write weights, `config.json` and a card; a folder is never left half-written."""
         with checkpoint.replacing(Path(save_directory), KernelsConfig) as staging:
             return super().save_pretrained(staging, **kwargs)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Publish the kernels with their card; see `locret.hub.push`."""
+        return hub.push(repo_id, self.save_pretrained, **options)
 
     def _save_pretrained(self, save_directory: Path) -> None:
         checkpoint.write(save_directory, self.config, self.state_dict())

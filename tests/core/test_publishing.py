@@ -124,30 +124,43 @@ def test_pushed_heads_come_back_identical_and_load_without_the_hub(
 
 
 def test_heads_push_themselves_and_a_revision_is_loaded_by_commit(heads: RetainingHeads, hub: HubServer) -> None:
-    heads.push_to_hub("org/heads")
+    assert heads.push_to_hub("org/heads") == f"{hub.url}/org/heads"
     first = hub.repos["org/heads"].branches["main"]
-    heads.fresh(seed=4).push_to_hub("org/heads")
+    heads.fresh(seed=4).push_to_hub("org/heads", commit_message="Anew")
+    assert hub.repos["org/heads"].messages[1:] == ["Anew"]
     old = RetainingHeads.from_pretrained("org/heads", revision=first)
     assert torch.equal(old[0].fc1.weight, heads[0].fc1.weight)
+    assert 'heads="org/heads"' in card_of(hub)
     with pytest.raises(ValueError, match="cannot load org/heads: that revision does not exist on the Hub"):
         RetainingHeads.from_pretrained("org/heads", revision="nope")
+    with pytest.raises(ValueError, match="create_pr opens a pull request against main, not revision try; drop one"):
+        heads.push_to_hub("org/heads", branch="try", create_pr=True)
 
 
+def again(way: str, saved: Path, **notes: Any) -> None:
+    """Publish heads that are published already, in one of the two ways."""
+    if way == "locret-push":
+        push(options(saved, **notes))
+    else:
+        RetainingHeads.from_pretrained(saved).annotate(**notes).push_to_hub("org/heads")
+
+
+@pytest.mark.parametrize("way", ["locret-push", "push_to_hub"])
 def test_a_card_that_was_edited_on_the_hub_keeps_what_was_added_and_is_not_replaced(
-    saved: Path, hub: HubServer
+    saved: Path, hub: HubServer, way: str
 ) -> None:
     push(options(saved))
     repo = hub.repos["org/heads"]
     edited = repo.files()
     note = "\n## Known limits\n\nWritten by hand on the Hub.\n"
     edited["README.md"] += note.encode()
-    push(options(saved, license="mit"))
+    again(way, saved, license="mit")
     assert card_of(hub).endswith(note)
     assert ModelCard(card_of(hub)).data.license == "mit"
     theirs = card_of(hub).replace("Retaining heads for", "My heads for")
     repo.files()["README.md"] = theirs.encode()
     with pytest.raises(ValueError, match="the card of org/heads was edited on the Hub, .*; take it over as README.md"):
-        push(options(saved))
+        again(way, saved)
     assert card_of(hub) == theirs
     (saved / "README.md").write_text(theirs)  # what the sentence says
     push(options(saved))
