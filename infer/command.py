@@ -100,7 +100,8 @@ def execute(options: Options) -> None:
     with options.ranks.together():
         longest = max(asked, key=len, default=None)
         groups = (options.model, options.scorer, options.policy, options.chosen, options.generation)
-        plan = ready(*groups, lambda: counted(options.model, prompt, document, longest), dry_run=output.dry_run)
+        foresee = prompt.prompt_file not in (None, "-") if output.dry_run else options.generation.num_beams > 1
+        plan = ready(*groups, lambda: counted(options.model, prompt, document, longest), foresee=foresee)
         if prompt.protocol == "aware":
             check_no_turns({"turns": options.policy.turns})
         warn_of_growth(plan)
@@ -292,11 +293,13 @@ def _summary(result: Measured) -> str:
     shown = [f"{size / 2**20:,.1f} MiB {where}" for where, size in held.items() if size]
     fetched = f"; {result.moved_bytes / 2**20:,.1f} MiB fetched from there"
     second = f", beside {' and '.join(shown)}{fetched}" if shown else ""
+    share = min(1, result.kept_units / result.prompt_tokens)
     return (
         f"read {result.prompt_tokens:,} tokens at {result.prefill_tokens_per_second:,.0f}/s, kept "
-        f"{result.kept_units:,} units per KV head; wrote {result.new_tokens:,} tokens at "
-        f"{result.decode_tokens_per_second:,.0f}/s; cache {result.peak_cache_bytes / 2**20:,.1f} MiB at most"
-        f"{second}{'' if result.finished else '; cut off at --max-new-tokens'}\n"
+        f"{result.kept_units:,} units per KV head ({share:.0%}); wrote {result.new_tokens:,} tokens at "
+        f"{result.decode_tokens_per_second:,.0f}/s; cache {result.peak_cache_bytes / 2**20:,.1f} MiB at most{second} "
+        f"(everything: {result.full_cache_bytes / 2**20:,.1f} MiB)"
+        f"{'' if result.finished else '; cut off at --max-new-tokens'}\n"
     )
 
 

@@ -101,12 +101,13 @@ class Ready:
             **self.run.plan(self.policy),
             "planned_weights": self.run.weights.to_dict(),
             "prompt_tokens": self.run.prompt_tokens,
+            "full_cache_bytes": self.run.full_bytes,
             "not_given": self.policy.following(),
             "steps": steps,
         }
         print_json({**record, **self.record(), "options": given})
         if not quiet:
-            sys.stderr.write(sizing.step_lines(self.policy, steps))
+            sys.stderr.write(sizing.step_lines(self.policy, steps) + sizing.text_line(self.run, self.policy))
 
 
 def ready(
@@ -117,7 +118,7 @@ def ready(
     generation: GenerationOptions,
     count: Callable[[], int] | None = None,
     *,
-    dry_run: bool = False,
+    foresee: bool = False,
 ) -> Ready:
     """Resolve the options of a command that reads.
 
@@ -128,7 +129,7 @@ def ready(
         chosen: Names that the user set.
         generation: How answers are written.
         count: Counts the text's tokens, where the plan depends on them; None: there is no such text.
-        dry_run: Whether the plan is all that is wanted.
+        foresee: Whether the text is counted even where the plan does not depend on its length.
     """
     if model.store is not None:
         find_store(model.store)
@@ -139,8 +140,7 @@ def ready(
             raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
     draft = sizing.draft_policy(policy, chosen, recommended)
     config, dtype = _config(model, named, scorer, device)
-    beams = generation.num_beams > 1 and not dry_run
-    counted = sizing.must_count(policy, draft) or draft.budget == EVERY_UNIT or beams
+    counted = foresee or sizing.must_count(policy, draft) or draft.budget == EVERY_UNIT
     run = sizing.PlannedRun(
         config=config,
         scorer=scorer,

@@ -21,7 +21,7 @@ from locret.distributed.shard import part_of
 from locret.infer.infer_options import PolicyOptions
 from locret.loading.options import WeightOptions
 from locret.loading.weights import WeightPlan, plan_weights
-from locret.policy.budget import largest_budget, parse_bytes, units_of_share
+from locret.policy.budget import full_bytes, largest_budget, parse_bytes, units_of_share
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
 from locret.scorers import Scorer
@@ -74,6 +74,12 @@ class PlannedRun:
         """Return the planned bytes of the second tier and its copies; None where it grows with an unknown length."""
         unknown = policy.host_grows and self.prompt_tokens is None
         return None if unknown else self._planned(planned_host_bytes, policy)
+
+    @property
+    def full_bytes(self) -> int | None:
+        """The bytes of the units of all tokens; None where their number is unknown."""
+        tokens = self.prompt_tokens
+        return None if tokens is None else full_bytes(self._backbone, tokens, self.dtype.itemsize)
 
     def plan(self, policy: RetentionPolicy) -> dict[str, int | None]:
         """Return the planned bytes of each tier, as plain data."""
@@ -128,7 +134,8 @@ def final_policy(
 ) -> RetentionPolicy:
     """Return the policy of options for a run, with its budget in units; `recommended` are numbers of the heads."""
     if flags.kv_memory is None:
-        return resolve_options(flags, chosen, recommended, _share(flags, run.prompt_tokens or 1))
+        share, positions = _share(flags, run.prompt_tokens or 1), describe(run.config).max_positions
+        return resolve_options(flags, chosen, recommended, share, positions)
     memory = _memory(flags)
     if memory is None:  # auto
         free = free_bytes(run.device)
@@ -192,6 +199,16 @@ def step_lines(policy: RetentionPolicy, rows: Sequence[dict[str, Any]]) -> str:
     if policy.memory == "adaptive":
         lines.append("layers share what a step keeps by what they retain, which is known only while reading")
     return "\n".join(lines) + "\n"
+
+
+def text_line(run: PlannedRun, policy: RetentionPolicy) -> str:
+    """Return how much of a text of known length stays, and the bytes with and without eviction."""
+    if run.prompt_tokens is None or run.full_bytes is None:
+        return ""
+    kept = min(1, (policy.budget + policy.local_len) / run.prompt_tokens)
+    share = f"{kept:.0%} of their units stay" if kept < 1 else "all units stay, for the budget is not less"
+    cache, full = (size / 2**20 for size in (run.cache_bytes(policy), run.full_bytes))
+    return f"{run.prompt_tokens:,} tokens: {share}; a cache of {cache:,.1f} MiB (everything: {full:,.1f} MiB)\n"
 
 
 def _number(value: int | list[int]) -> str:

@@ -11,7 +11,6 @@ import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -104,6 +103,7 @@ def _load(
 ) -> tuple[LongContextModel, WeightPlan]:
     """Load what the options name; return it with the plan of its weights."""
     from locret import LongContextModel, loading
+    from locret.backbone.adapters import describe
     from locret.loading.weights import DISK, plan_weights
     from locret.policy.resolve import resolve_options
     from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
@@ -111,15 +111,8 @@ def _load(
     device = loading.device_of_source(model)
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
     rates, recommended = load_scorer(scorer)
-    if recommended.get("positions", "compact") != "compact" and "positions" not in chosen:
-        warnings.warn(
-            "texts are read with --positions compact, as engines hold them; this scorer alone would leave gaps between "
-            "the positions of what stays",
-            stacklevel=2,
-        )
-        recommended = {**recommended, "positions": "compact"}
-    final = resolve_options(policy, chosen, recommended)
     config = loading.load_config(model)
+    final = resolve_options(policy, chosen, recommended, positions=describe(config).max_positions)
     check_matches(scorer, rates, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
     tokenizer, weights = loading.load_tokenizer(model), plan_weights(model, config, device, dtype)

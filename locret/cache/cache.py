@@ -33,7 +33,7 @@ from locret.cache.trail import Trail
 from locret.cache.units import Workspace
 from locret.cache.whole import Whole
 from locret.heads.heads import RetainingHeads
-from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy, policy_of
+from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy, policy_of, usual_budget
 from locret.policy.protection import Rows, Span, checked_rows
 from locret.scorers import FALLBACK, RetainingHeadScorer, Scorer, get
 
@@ -96,9 +96,8 @@ class RetentionCache(Whole):
         """The backbone with the KV heads of all processes."""
         self.ranks = ranks_of(model)
         """The processes that share the KV heads; what the cache holds are those of this one."""
-        self.policy = with_shares(
-            policy or RetentionPolicy(), scorer, [shape.num_kv_heads for shape in backbone.full_shapes]
-        )
+        policy = policy or RetentionPolicy(budget=usual_budget(backbone.max_positions))
+        self.policy = with_shares(policy, scorer, [shape.num_kv_heads for shape in backbone.full_shapes])
         self.store = None if store is None else find_store(store)
         """What holds the units, if it is not ours."""
         self.prepared = scorer.prepare(model)

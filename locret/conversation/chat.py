@@ -38,6 +38,7 @@ from locret.conversation.document import Source, decode, is_text
 from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, check_rules, kept_of, rules_of
 from locret.conversation.turns import Layout, Talk
 from locret.generation import checked_options, generate
+from locret.policy.budget import full_bytes
 from locret.policy.protection import Span
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ class Measured:
     planned_cache_bytes: int
     peak_cache_bytes: int
     """Counted from the cache's tensors; in a beam search with the beams' copy."""
+    full_cache_bytes: int
+    """What the units of all tokens of the prompt would take."""
     planned_host_bytes: int
     """Of the second tier in host memory, without indexes; 0 without one."""
     host_bytes: int
@@ -401,6 +404,7 @@ class Chat(Reading):
             final_units=every[-1].units,
             planned_cache_bytes=sum(one.planned for one in every),
             peak_cache_bytes=own.peak if copies is None else max(own.peak, own.actual + copies.actual),
+            full_cache_bytes=full_bytes(cache.backbone, prompt_tokens, self.lm.model.dtype.itemsize),
             planned_host_bytes=sum(one.host_planned for one in every),
             host_bytes=sum(one.host for one in every),
             planned_disk_bytes=sum(one.disk_planned for one in every),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, overload
 from torch import nn
 
 from locret import loading, scorers
-from locret.backbone.adapters import unwrap
+from locret.backbone.adapters import describe, unwrap
 from locret.backbone.shape import Backbone
 from locret.base.fields import Refusal, as_arguments
 from locret.base.nearest import nearest
@@ -48,7 +48,7 @@ from locret.conversation.protect import (
 from locret.conversation.turns import Conversation, Layout, Talk, Transcript, saved_talk, written
 from locret.heads.heads import RetainingHeads
 from locret.loading.options import BackboneSource, ScorerOptions
-from locret.policy.policy import RetentionPolicy, policy_of
+from locret.policy.policy import RetentionPolicy, policy_of, usual_budget
 from locret.policy.protection import Span
 from locret.policy.resolve import resolve
 from locret.scorers import Scorer, chosen
@@ -174,12 +174,15 @@ class LongContextModel:
                     "as heads, or another scorer as scorer",
                     stacklevel=2,
                 )
+            changes = dict[str, Any]()
             if isinstance(heads, (str, Path)):
                 found, _ = chosen.load_scorer(named)
             elif isinstance(found, str):
-                found, recommended = chosen.load_scorer(replace(named, scorer=found))
-                policy = _with_changes(policy, recommended)
+                found, changes = chosen.load_scorer(replace(named, scorer=found))
             config = loading.load_config(source)
+            if changes:
+                policy = policy or RetentionPolicy(budget=usual_budget(describe(config).max_positions))
+                policy = policy.changed(**changes)
             if isinstance(found, RetainingHeads):
                 chosen.check_matches(named, found, config)
                 policy = _with_budget(policy, budget, found)
@@ -555,10 +558,3 @@ def _with_budget(policy: RetentionPolicy | None, budget: int | None, scorer: Any
     if budget is None or not isinstance(scorer, RetainingHeads) or not scorer.config.policy:
         return policy
     return resolve({"budget": budget}, RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy").to_dict())
-
-
-def _with_changes(policy: RetentionPolicy | None, recommended: dict[str, Any]) -> RetentionPolicy:
-    """Return the policy of a scorer that was named with changes of its own, such as snapkv+pyramid."""
-    if policy is None:
-        return resolve({}, recommended)
-    return policy.changed(**{name: value for name, value in recommended.items() if name != "positions"})

@@ -58,6 +58,11 @@ def _copied(shape: LayerShape, form: Any, still: bool) -> int:
     return 0 if still else max(shape.head_dim, shape.value_dim)
 
 
+def full_bytes(backbone: Backbone, tokens: int, element_size: int) -> int:
+    """Return the bytes of the keys and values of all tokens in full-attention layers: what no eviction would hold."""
+    return tokens * element_size * sum(shape.num_kv_heads * shape.unit_dim for shape in backbone.full_shapes)
+
+
 def host_bytes(
     backbone: Backbone,
     capacities: Sequence[int],

@@ -411,6 +411,14 @@ def without_retired(values: Any, *, keep_used: bool = False) -> Any:
     return kept
 
 
+def usual_budget(positions: int) -> int:
+    """Return the budget where nobody gives one: the reference's, or half of a backbone's positions if that is less.
+
+    So what is kept and a chunk, which is as long at most, are within the positions that the backbone knows.
+    """
+    return min(_REFERENCE, max(1, positions // 2))
+
+
 def policy_of(policy: Any, budget: int | None = None) -> RetentionPolicy | None:
     """Return the policy that an argument means: one, the numbers of one by name, or its budget alone."""
     if budget is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy, Wanted
+from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy, Wanted, usual_budget
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,12 +69,18 @@ def check_no_turns(own: Mapping[str, Any]) -> None:
 
 
 def resolve_options(
-    options: Any, chosen: Collection[str], recommended: Mapping[str, Any], budget: int | None = None
+    options: Any,
+    chosen: Collection[str],
+    recommended: Mapping[str, Any],
+    budget: int | None = None,
+    positions: int | None = None,
 ) -> RetentionPolicy:
-    """Return the policy of a command's options."""
+    """Return the policy of a command's options; of a budget in bytes or shares, or for a backbone's `positions`."""
     own = {field.name: getattr(options, field.name) for field in fields(RetentionPolicy) if field.name in chosen}
     if budget is not None:
         own["budget"] = budget
+    elif positions is not None and "budget" not in {*own, *recommended}:
+        own["budget"] = usual_budget(positions)
     policy = resolve(own, recommended)
     check_used(own, [policy])
     return policy

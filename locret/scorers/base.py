@@ -39,7 +39,7 @@ class Scorer(Chosen):
     needs: ClassVar[str] = ""
     """What to say where an option without a default is missing, if naming the option is not enough."""
     positions: ClassVar[str] = "compact"
-    """Position mode of the method's own paper or code; commands use it unless told otherwise."""
+    """Position mode of the method's own paper or code, which methods are compared with."""
     rates_answers: ClassVar[bool] = True
     """Whether the method is defined for generated tokens, so that a cache may evict while it generates."""
     causal: ClassVar[bool] = True

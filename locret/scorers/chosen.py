@@ -43,8 +43,7 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
         if options.label == FULL:
             return keeping_all()
         _check_is_scorer(spec, flag)
-        scorer = scorers.make(spec)
-        return scorer, {"positions": scorer.positions, **spec.changes}
+        return scorers.make(spec), dict(spec.changes)
     if options.heads is None:
         raise ValueError(f"{flag} {spec} takes trained heads; give --heads, or let --heads auto look for some")
     if spec is not None and spec.options:

@@ -16,6 +16,7 @@ from locret import RetentionCache, RetentionPolicy, prefill
 from locret.cache.limits import check_slots
 from locret.policy.budget import parse_bytes, units_of_share
 from locret.policy.growth import adaptive_sizes, memory_sizes, pyramid_budgets
+from locret.policy.policy import usual_budget
 from locret.policy.resolve import resolve
 from locret.policy.schedule import decode_budgets, plan
 
@@ -111,6 +112,14 @@ def test_what_is_not_given_follows_from_the_budget(given: dict[str, int], number
     assert (policy.budget, policy.chunk_size, policy.stabilizers, policy.local_len) == numbers
     assert set(policy.following()) == {"stabilizers", "local_len", "chunk_size"} - set(given)
     assert RetentionPolicy.from_dict(given, "policy") == policy
+
+
+@pytest.mark.parametrize(("positions", "budget"), [(4096, 2048), (8192, 4096), (12_000, 6000), (2**20, 6000)])
+def test_where_nobody_gives_a_budget_what_is_attended_to_fits_the_backbone(positions: int, budget: int) -> None:
+    assert usual_budget(positions) == budget
+    policy = RetentionPolicy(budget=budget)
+    assert policy.budget + policy.chunk_size <= positions
+    assert RetentionCache(build("llama", max_position_embeddings=positions), scorer="h2o").policy == policy
 
 
 def test_stabilizers_are_no_matter_where_everything_is_selected_at_the_prompts_end() -> None:

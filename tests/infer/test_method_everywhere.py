@@ -36,14 +36,14 @@ def test_a_scorer_of_locret_infer_has_its_options_in_any_form(tmp_path: Path) ->
         scorer_options(recipe=tmp_path / "text.yaml"),
     ]
     for options in forms:
-        assert load_scorer(options) == (SNAPKV, {"positions": "original"})
+        assert load_scorer(options) == (SNAPKV, {})
         assert options.label == "snapkv:kernel=7,pooling=max"
 
 
 def test_modifiers_of_a_scorer_change_the_policy_where_no_option_does() -> None:
-    scorer, recommended = load_scorer(scorer_options("--scorer", "snapkv:window=8+prompt_end+compact"))
+    scorer, recommended = load_scorer(scorer_options("--scorer", "snapkv:window=8+prompt_end+original"))
     assert scorer == scorers.SnapKVScorer(window=8)
-    assert recommended == {"positions": "compact", "when": "prompt_end"}
+    assert recommended == {"positions": "original", "when": "prompt_end"}
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_harness_takes_options_of_a_scorer(settings: dict[str, Any]) -> None
 
     model = LocretLM(TINY, device="cpu", budget=64, chunk_size=64, stabilizers=8, local_len=8, **settings)
     assert model.scorer == SNAPKV
-    assert model.policy.positions == "original"
+    assert model.policy.positions == "compact"
 
 
 @pytest.mark.parametrize(

@@ -85,9 +85,9 @@ def test_a_recommended_budget_gives_way_and_recommended_stabilizers_stay_if_they
 
 
 def test_dry_run_shows_the_steps_as_data_and_as_a_table(call: Infer) -> None:
-    outcome = call("--budget", 64, "--stabilizers", 8, "--dry-run")
+    outcome = call("--prompt-file", "-", "--budget", 64, "--stabilizers", 8, "--dry-run")
     record = json.loads(outcome.out)
-    assert record["prompt_tokens"] is None
+    assert (record["prompt_tokens"], record["full_cache_bytes"]) == (None, None), "standard input is left alone"
     assert [(row["chunk"], row["attended"], row["kept"], row["protected"]) for row in record["steps"]] == [
         (32, 96, 64, 8),
         (8, 72, 72, 0),
@@ -102,6 +102,18 @@ def test_dry_run_shows_the_steps_as_data_and_as_a_table(call: Infer) -> None:
     followed = call("--budget", 20, "--dry-run")
     assert json.loads(followed.out)["not_given"] == ["stabilizers"]
     assert followed.err.splitlines()[0] == "not given, so from a budget of 20: stabilizers 5"
+
+
+def test_dry_run_counts_a_file_and_says_what_everything_would_take(ask: Infer, call: Infer) -> None:
+    plan, record = ask("--budget", 64, "--dry-run"), ask("--budget", 64)
+    tokens = record["prompt_tokens"]
+    assert (plan["prompt_tokens"], plan["full_cache_bytes"]) == (tokens, record["full_cache_bytes"])
+    everything = ask("--budget", tokens)
+    assert record["full_cache_bytes"] < everything["peak_cache_bytes"] < 1.5 * record["full_cache_bytes"]
+    last = call("--budget", 64, "--dry-run").err.splitlines()[-1]
+    assert last.startswith(f"{tokens:,} tokens: {72 / tokens:.0%} of their units stay; a cache of ")
+    wide = call("--budget", tokens, "--dry-run").err.splitlines()[-1]
+    assert "all units stay, for the budget is not less" in wide
 
 
 def test_dry_run_counts_the_prompt_where_the_plan_depends_on_it(ask: Infer, call: Infer, tmp_path: Path) -> None:
