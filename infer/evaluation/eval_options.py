@@ -31,7 +31,7 @@ ALL_METHODS = "full,locret,untrained,random,streaming"
 Numbers = int | str | list[int]
 Shares = float | str | list[float]
 Names = str | list[str]
-Methods = str | list[str | dict[str, Any]]
+Methods = str | list[str]
 Value = TypeVar("Value")
 
 
@@ -48,9 +48,9 @@ class EvalOptions:
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
     methods: Methods = ALL_METHODS
-    """Methods, with options and modifiers, such as full,snapkv:kernel=7,pooling=max,locret+pyramid, or in a recipe
-    {snapkv: {kernel: 7}}; scorers of your own as package.module:Class or file.py:Class. --list names ours. If not
-    given, those that need heads are left out without --heads."""
+    """Methods, with options and modifiers, such as full,snapkv:kernel=7,pooling=max,locret+pyramid; scorers of your own
+    as package.module:Class or file.py:Class. --list names ours. If not given, those that need heads are left out
+    without --heads."""
     tasks: Names = "passkey,number,multikey"
     """Tasks; --list names them."""
     suite: str | None = None

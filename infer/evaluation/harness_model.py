@@ -8,7 +8,7 @@ Imported only where lm-evaluation-harness is installed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -51,7 +51,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         **settings: Any,
     ) -> None:
         super().__init__()
-        settings = _with_scorer_options(settings)
+        settings = _rejoined(settings)
         if unknown := sorted(set(settings) - _MODEL_KEYS - _SCORER_KEYS - _POLICY_KEYS):
             known = ", ".join(sorted(_MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS))
             raise ValueError(f"--model_args: {unknown[0]} is not a setting of the model locret; choose among {known}")
@@ -203,15 +203,18 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         return self.eot_token_id if own is None else int(own)
 
 
-def _with_scorer_options(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings with those that only the scorer knows among its options."""
+def _rejoined(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the scorer's own options in its text again, which the harness splits at commas."""
     named, known = settings.get("scorer"), _MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS
     if named is None:
         return settings
-    kind = scorers.find(method_spec.parse(named, "--model_args scorer").name)
-    own = {field.name for field in fields(kind)} - known  # type: ignore[arg-type]
-    options = {**settings.get("scorer_options", {}), **{k: v for k, v in settings.items() if k in own}}
-    return {**{k: v for k, v in settings.items() if k not in own}, "scorer_options": options}
+    spec = method_spec.parse(named, "--model_args scorer")
+    own = {field.name for field in fields(scorers.find(spec.name))} - known  # type: ignore[arg-type]
+    options = {name: value for name, value in settings.items() if name in own}
+    if twice := sorted(spec.options.keys() & options.keys()):
+        raise ValueError(f'scorer "{spec}" has the option {twice[0]} already; give it once')
+    others = {name: value for name, value in settings.items() if name not in own}
+    return {**others, "scorer": str(replace(spec, options={**spec.options, **options}))}
 
 
 _LONGEST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

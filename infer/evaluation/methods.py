@@ -10,7 +10,6 @@ token that joins the document's end with a question counts to the question.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os.path import commonprefix
@@ -180,8 +179,8 @@ def rule(method: Method) -> str:
     return method_spec.parse(method.name).name
 
 
-def get(method: str | Mapping[str, Any]) -> Method:
-    """Return the method that a text or a mapping of YAML names, such as `snapkv:kernel=7+pyramid`."""
+def get(method: str) -> Method:
+    """Return the method that a text names, such as `snapkv:kernel=7+pyramid`."""
     spec = method_spec.parse(method)
     own = next((own for own in _OWN if own.name == spec.name), None)
     return find(spec, "method", names()) if own is None else modified(own, spec, "method")

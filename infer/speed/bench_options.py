@@ -6,7 +6,7 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from locret.base import method_spec
 from locret.base.fields import MOST_THREADS
@@ -29,10 +29,10 @@ class BenchOptions(WeightOptions, PolicyFlags):
     """Instead of --shape: folder of a backbone, or its Hub id."""
     heads: str | None = None
     """Trained retaining heads, a folder or a Hub id; fresh ones, which cost the same, if none."""
-    methods: str | list[str | dict[str, Any]] = "full,floor,locret"
+    methods: str | list[str] = "full,floor,locret"
     """Methods to compare: full (transformers' own cache), floor (the same chunks without scores and eviction), locret
     (retaining heads) or any scorer, with options and modifiers as in locret-eval: snapkv:kernel=7,pooling=max+pyramid,
-    package.module:Class, or in a recipe {snapkv: {kernel: 7}}."""
+    package.module:Class."""
     lengths: int | str | list[int | str] | None = None
     """Prompt tokens, such as 8192,16384 or 8K,16K (K is 1024); the shape's if not given."""
     budget: int | None = None  # type: ignore[assignment]
@@ -78,7 +78,7 @@ class BenchOptions(WeightOptions, PolicyFlags):
             raise ValueError(f"--lengths {self.lengths} is not a list of prompt lengths; write it like 8192 or 8K,16K")
         return tuple(sorted(lengths))
 
-    def method_names(self) -> list[Any]:
+    def method_names(self) -> list[str]:
         """Return the methods as they were written, in the order given, without repeats."""
         found = method_spec.split(self.methods)
         if not found:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -163,8 +163,8 @@ class Floor(Full):
         return write_static(given.model, cache, first, given.new_tokens)
 
 
-def get(method: str | Mapping[str, Any], chosen: Collection[str] = ()) -> Way:
-    """Return the way that a text or a mapping of YAML names, such as `snapkv:kernel=7+pyramid`.
+def get(method: str, chosen: Collection[str] = ()) -> Way:
+    """Return the way that a text names, such as `snapkv:kernel=7+pyramid`.
 
     Args:
         method: What somebody wrote.

@@ -10,8 +10,6 @@
     package.module:Class:power=2        a class that Python finds; its options follow a second colon
     methods/mine.py:Class               a class of a file
 
-In YAML a method with options may also be a mapping, `{snapkv+prompt_end: {kernel: 7, pooling: max}}`, in which a
-mapping under the name of a modifier holds that modifier's options, `{locret+pyramid: {pyramid: {pyramid_beta: 10}}}`.
 Several methods are separated by commas: a part that has an equals sign before any colon belongs to the method before
 it.
 """
@@ -120,8 +118,8 @@ class MethodSpec:
         return "+".join([_spelling(self.name, self.options), *map(str, self.modifiers)])
 
 
-def parse(method: str | Mapping[str, Any] | MethodSpec, where: str = "method") -> MethodSpec:
-    """Return what a text or a mapping of YAML says.
+def parse(method: str, where: str = "method") -> MethodSpec:
+    """Return what a text says.
 
     Args:
         method: As the module's docstring shows.
@@ -131,43 +129,30 @@ def parse(method: str | Mapping[str, Any] | MethodSpec, where: str = "method") -
         >>> parse("snapkv:kernel=7,pooling=max+prompt_end").options
         {'kernel': 7, 'pooling': 'max'}
     """
-    if isinstance(method, MethodSpec):
-        return method
-    text: Any
-    more: Any
-    text, more = method, {}
-    if isinstance(method, Mapping):
-        if len(method) != 1 or not isinstance(next(iter(method)), str):
-            raise ValueError(
-                f"{where} {shown(dict(method))} is not one method with its options; write {{snapkv: {{kernel: 7}}}}"
-            )
-        ((text, more),) = method.items()
-    elif not isinstance(method, str):
-        raise ValueError(f"{where} {shown(method)} is neither a name nor a mapping; write it like snapkv:kernel=7")
-    if not text.isprintable():
-        raise ValueError(f"{where} {shown(text)} has characters that are not printed; write it like snapkv:kernel=7")
-    return _parsed(text.strip(), more, where)
+    if not isinstance(method, str):
+        raise ValueError(f"{where} {shown(method)} is not a text; write it like snapkv:kernel=7")
+    if not method.isprintable():
+        raise ValueError(f"{where} {shown(method)} has characters that are not printed; write it like snapkv:kernel=7")
+    return _parsed(method.strip(), where)
 
 
-def split(methods: str | Sequence[Any]) -> list[Any]:
+def split(methods: str | Sequence[str]) -> list[str]:
     """Return the methods of `a,b:c=1,d=2` or of a list, without repeats; empty parts are left out.
 
     A part with an equals sign before any colon is an option of the method before it.
     """
-    parts = methods.split(",") if isinstance(methods, str) else methods
-    found: list[Any] = []
-    for part in parts:
-        text = part.strip() if isinstance(part, str) else part
-        if isinstance(text, str) and "=" in text.partition(":")[0] and found and isinstance(found[-1], str):
+    found: list[str] = []
+    for part in methods.split(",") if isinstance(methods, str) else methods:
+        text = part.strip()
+        if "=" in text.partition(":")[0] and found:
             # In a list, or after a modifier, an option cannot be meant for anything else either.
             found[-1] = f"{found[-1]},{text}"
         elif text:
             found.append(text)
-    return [one for nth, one in enumerate(found) if one not in found[:nth]]
+    return list(dict.fromkeys(found))
 
 
-def _parsed(text: str, more: Any, where: str) -> MethodSpec:
-    """Return the method of a text; `more` are options from a mapping, those of a modifier under its name."""
+def _parsed(text: str, where: str) -> MethodSpec:
     path = _FILE.match(text)
     start = path.end() if path else 0
     head, *modifiers = _PLUS.split(text[start:])
@@ -177,17 +162,15 @@ def _parsed(text: str, more: Any, where: str) -> MethodSpec:
             f'{where} "{text}" is not NAME, NAME:OPTION=VALUE or MODULE:CLASS; write it like snapkv:kernel=7'
         )
     where = f'{where} "{text}"'
-    if not isinstance(more, Mapping) or not all(isinstance(option, str) for option in more):
-        raise ValueError(f"{where} has {shown(more)} for options; write {{snapkv: {{kernel: 7}}}}")
-    found, by, own = list[Modifier](), dict[str, str](), dict(more)
+    found, by = list[Modifier](), dict[str, str]()
     for one in modifiers:
-        modifier = _modifier(one, own, where)
+        modifier = _modifier(one, where)
         for changed in modifier.changes:
             if changed in by:
                 raise ValueError(f"{where}: +{by[changed]} and +{modifier.name} both set {changed}; drop one of them")
             by[changed] = modifier.name
         found.append(modifier)
-    return MethodSpec(name, _options(given, own, where), tuple(found))
+    return MethodSpec(name, _options(given, where), tuple(found))
 
 
 def _named(text: str, start: int = 0) -> tuple[str, str]:
@@ -205,30 +188,21 @@ def _named(text: str, start: int = 0) -> tuple[str, str]:
     return ":".join(names), ":".join(pieces[len(names) :])
 
 
-def _options(given: str, more: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the options of a text and those of a mapping."""
+def _options(given: str, where: str) -> dict[str, Any]:
+    """Return the options of a text."""
     options: dict[str, Any] = {}
-    pairs: list[tuple[str, Any]] = []
     for part in given.split(",") if given else []:
         option, equals, value = (side.strip() for side in part.partition("="))
         if not option or not equals or not value:
             raise ValueError(f'{where}: "{part}" is not an option; write OPTION=VALUE, such as kernel=7')
-        pairs.append((option, _value(value)))
-    for option, value in (*pairs, *more.items()):
         if option in options:
             raise ValueError(f"{where} has the option {option} twice; drop one of them")
-        plain = isinstance(option, str) and isinstance(value, str | int | float | None)
-        if not plain or (isinstance(value, str) and not _writable(value)):
-            raise ValueError(
-                f"{where}: {option}={shown(value)} cannot be written after a colon; give a number, a word, true or "
-                "false"
-            )
-        options[option] = value
+        options[option] = _value(value)
     return options
 
 
-def _modifier(text: str, own: dict[str, Any], where: str) -> Modifier:
-    """Return a modifier in its one spelling: the options of what it names are its own; takes its mapping from `own`."""
+def _modifier(text: str, where: str) -> Modifier:
+    """Return a modifier in its one spelling: the options of what it names are its own."""
     name, colon, given = text.partition(":")
     name = name.strip()
     if name not in MODIFIERS:
@@ -238,14 +212,13 @@ def _modifier(text: str, own: dict[str, Any], where: str) -> Modifier:
     if colon and not given.strip():
         raise ValueError(f"{where}: +{name}: has no option after the colon; write +{name}:OPTION=VALUE, or drop it")
     change, options = MODIFIERS[name], dict[str, Any]()
-    more = own.pop(name) if isinstance(own.get(name), Mapping) else {}
-    written = _options(given, more, where)
+    written = _options(given, where)
     named = written.get(change.of, change.fields.get(change.of)) if change.of is not None else None
     for option, value in written.items():
         inner: dict[str, Any] = {}
         if option == change.of and isinstance(value, str):
             value, its = _named(value)
-            inner = _options(its, {}, where)
+            inner = _options(its, where)
         for one, of_it in {option: value, **inner}.items():
             if one in options:
                 raise ValueError(f"{where} has the option {one} twice; drop one of them")
@@ -279,8 +252,3 @@ def _text(value: Any) -> str:
     return (
         {True: "true", False: "false", None: "none"}[value] if value is None or isinstance(value, bool) else str(value)
     )
-
-
-def _writable(text: str) -> bool:
-    """Return whether a string is read back as itself."""
-    return bool(text) and text == text.strip() and "," not in text and not _PLUS.search(text) and _value(text) == text

@@ -55,6 +55,7 @@ _RETIRED = (
 _BY_ITSELF = {
     "option memory_cap": "the peak of each row says what a GPU had allocated; leave it out",
     "option compile": "on CUDA the step of one token is captured and replayed by itself where it can be; leave it out",
+    "option scorer_options": "a scorer's options stand behind its name, as in --scorer snapkv:kernel=7",
     "option print_completion": "--help all lists the options",
     "option save_context": "locret-context read TEXT --output FILE writes a context",
     "option context": "locret-context ask FILE --question TEXT asks a context",

@@ -208,7 +208,7 @@ def known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str, 
     root, _, member = name.partition(".")
     if member and root in options and get_origin(options[root].kind) is dict:
         return name, options[root]
-    check_retired("option", name)
+    check_retired("option", root)
     check_retired("option", flag_of(member or name))
     inner = [other.partition(".")[2] for other in options if other.startswith(root + ".")]
     near = nearest(name, [*options, *_QUESTIONS])

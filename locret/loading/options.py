@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -210,27 +210,20 @@ class ScorerOptions:
     downloaded on the Hub."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
-    method: str | dict[str, Any] | None = None
+    method: str | None = None
     """How units are rated and kept, in one word: locret (trained heads) or a scorer such as snapkv, with its options
     and with what it changes in the policy, as in locret+4bit+recall:host_budget=512 or snapkv:kernel=7+pyramid."""
-    scorer: str | dict[str, Any] | None = None
-    """Training-free scorer to use instead of heads, such as snapkv or snapkv:kernel=7,pooling=max (in a recipe also
-    {snapkv: {kernel: 7}}); one of your own is package.module:Class or file.py:Class, a press kvpress:SnapKVPress."""
-    scorer_options: dict[str, Any] = field(default_factory=dict)
-    """The scorer's own options, as --scorer-options.NAME VALUE."""
+    scorer: str | None = None
+    """Training-free scorer to use instead of heads, such as snapkv or snapkv:kernel=7,pooling=max; one of your own is
+    package.module:Class or file.py:Class, a press kvpress:SnapKVPress."""
     exclusive: ClassVar = (("heads", "scorer"), ("method", "scorer"))
 
     @property
     def spec(self) -> method_spec.MethodSpec | None:
-        """What `method` or `scorer` says, with the scorer's own options; None if neither is given."""
+        """What `method` or `scorer` says; None if neither is given."""
         if self.method is not None:
             return method_spec.parse(self.method, "--method")
-        if self.scorer is None:
-            return None
-        spec = method_spec.parse(self.scorer, "--scorer")
-        if twice := sorted(spec.options.keys() & self.scorer_options.keys()):
-            raise ValueError(f'scorer "{spec}" has the option {twice[0]} already; give it once')
-        return replace(spec, options={**spec.options, **self.scorer_options})
+        return None if self.scorer is None else method_spec.parse(self.scorer, "--scorer")
 
     @property
     def label(self) -> str | None:
@@ -240,7 +233,7 @@ class ScorerOptions:
 
     def __post_init__(self) -> None:
         for flag, value in (("--scorer", self.scorer), ("--method", self.method)):
-            if value in ("", {}):
+            if value == "":
                 raise ValueError(f"{flag} is empty; name one, such as snapkv, or drop it")
             trained = flag == "--method" and value is not None and self.spec is not None and self.spec.name == LOCRET
             if self.heads and value and not trained:
@@ -249,8 +242,6 @@ class ScorerOptions:
             check_path("--heads", self.heads)
         if self.method and self.scorer:
             raise ValueError(f"--method {self.method} and --scorer {self.scorer} exclude each other; drop one of them")
-        if self.scorer_options and not self.scorer:
-            raise ValueError("--scorer-options belongs to --scorer, which is not given; add it or drop them")
         if self.allow_other_base and not self.heads:
             raise ValueError("--allow-other-base is about --heads, which are not given; add them, or drop it")
 

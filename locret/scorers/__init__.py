@@ -61,12 +61,12 @@ def names(*, bare: bool = False) -> list[str]:
     return sorted(known | plugins.announced(plugins.SCORERS).keys())
 
 
-def get(name: str | Mapping[str, Any], **options: Any) -> Scorer:
+def get(name: str, **options: Any) -> Scorer:
     """Return the scorer called `name` with its options.
 
     Args:
         name: A name with or without options, as `locret.base.method_spec` says, such as "snapkv:kernel=7",
-            "package.module:Class" or "kvpress:SnapKVPress"; or a mapping, {"snapkv": {"kernel": 7}}.
+            "package.module:Class" or "kvpress:SnapKVPress".
         **options: The scorer's own options.
 
     Raises:

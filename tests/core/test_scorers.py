@@ -191,11 +191,10 @@ def test_an_unfit_option_is_named_as_it_was_typed(spec: str, sentence: str) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_options_are_given_in_any_of_three_ways() -> None:
+def test_options_are_given_behind_the_name_or_beside_it() -> None:
     expected = scorers.SnapKVScorer(kernel=7, pooling="max")
     assert scorers.get("snapkv:kernel=7,pooling=max") == expected
     assert scorers.get("snapkv", kernel=7, pooling="max") == expected
-    assert scorers.get({"snapkv": {"kernel": 7, "pooling": "max"}}) == expected
     with pytest.raises(ValueError, match='"snapkv:kernel=7" has the option kernel already; give it once'):
         scorers.get("snapkv:kernel=7", kernel=9)
 

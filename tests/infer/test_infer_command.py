@@ -167,7 +167,7 @@ def test_scorers_by_name_take_options_and_without_any_a_fallback_is_named(
     ask: Infer, infer: Infer, backbone: Path, text: Path
 ) -> None:
     small = ("--budget", 64, "--stabilizers", 0, "--chunk-size", 32, "--local-len", 8)
-    answers = [ask("--scorer", "random", "--scorer-options.seed", seed, *small) for seed in (0, 1)]
+    answers = [ask("--scorer", f"random:seed={seed}", *small) for seed in (0, 1)]
     assert [one["scorer"] for one in answers] == ["random:seed=0", "random:seed=1"]
     assert answers[0]["answer"] != answers[1]["answer"]
     outcome = infer("--model", backbone, "--prompt-file", text, "--json", *small, "--max-new-tokens", 2)
@@ -249,7 +249,6 @@ REFUSED = {
     "--context a.ctx": "locret-context ask",
     "--ledger 256": 'option "--ledger" was retired',
     "--adapter no/such/adapter": "--adapter no/such/adapter cannot be put on",
-    "--scorer-options.sinks 3": "--scorer-options belongs to --scorer",
     "--question a --question b --protocol aware": "--protocol aware reads the text with its question",
     "--question a --turns text --protocol aware": "--turns text changes nothing here",
     "--question a --question b --compare-full": "--compare-full compares one answer",
@@ -297,7 +296,7 @@ def test_refusals_are_one_sentence_with_setting_value_and_way_out(
         ("--scorer streamin", 'scorer "streamin" is unknown; did you mean streaming'),
         ("--scorer full --budget 64", "--budget 64 means nothing to full, which keeps every unit"),
         ("--scorer full:seed=1", "full keeps every unit, and has no options"),
-        ("--scorer streaming --scorer-options.sink 3", "scorer streaming: "),
+        ("--scorer streaming:sink=3", "scorer streaming: "),
     ],
 )
 def test_scorers_that_cannot_be_are_refused(infer: Infer, backbone: Path, text: Path, options: str, part: str) -> None:

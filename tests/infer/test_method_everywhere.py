@@ -17,25 +17,18 @@ TINY = str(ROOT / "checkpoints" / "tiny")
 SNAPKV = scorers.SnapKVScorer(kernel=7, pooling="max")
 
 
-def scorer_options(*arguments: str, recipe: Path | None = None) -> ScorerOptions:
-    config = [] if recipe is None else ["--config", str(recipe)]
-    (options,), _ = parse_options("test", "", [ScorerOptions], [*config, *arguments])
+def scorer_options(*arguments: str) -> ScorerOptions:
+    (options,), _ = parse_options("test", "", [ScorerOptions], arguments)
     assert isinstance(options, ScorerOptions)
     return options
 
 
-def test_a_scorer_of_locret_infer_has_its_options_in_any_form(tmp_path: Path) -> None:
-    (tmp_path / "recipe.yaml").write_text("scorer: {snapkv: {kernel: 7, pooling: max}}\n")
-    (tmp_path / "text.yaml").write_text("scorer: snapkv:kernel=7,pooling=max\n")
-    forms = [
+def test_a_scorer_of_locret_infer_has_its_options_behind_its_name(tmp_path: Path) -> None:
+    (tmp_path / "recipe.yaml").write_text("scorer: snapkv:kernel=7,pooling=max\n")
+    for options in (
         scorer_options("--scorer", "snapkv:kernel=7,pooling=max"),
-        scorer_options("--scorer=snapkv:kernel=7,pooling=max"),
-        scorer_options("--scorer", "snapkv:kernel=7", "--scorer_options.pooling", "max"),
-        scorer_options("--scorer", "snapkv", "--scorer_options.kernel", "7", "--scorer_options.pooling", "max"),
-        scorer_options(recipe=tmp_path / "recipe.yaml"),
-        scorer_options(recipe=tmp_path / "text.yaml"),
-    ]
-    for options in forms:
+        scorer_options("--config", str(tmp_path / "recipe.yaml")),
+    ):
         assert load_scorer(options) == (SNAPKV, {})
         assert options.label == "snapkv:kernel=7,pooling=max"
 
@@ -53,10 +46,7 @@ def test_modifiers_of_a_scorer_change_the_policy_where_no_option_does() -> None:
         (("--scorer", "oracle"), "scorer oracle needs the labels of the true answer, which only locret-eval knows"),
         (("--scorer", "retaining_heads"), "scorer retaining_heads needs trained heads; give --heads FOLDER"),
         (("--scorer", "snapkv:kernel=1.5"), "scorer snapkv: kernel=1.5 is not a whole number"),
-        (
-            ("--scorer", "snapkv:kernel=7", "--scorer_options.kernel", "9"),
-            "has the option kernel already; give it once",
-        ),
+        (("--scorer", "snapkv", "--scorer-options.kernel", "9"), 'option "scorer_options" was retired: a scorer\'s'),
         (("--scorer", "snapkv+linear+sqrt"), '--scorer "snapkv+linear+sqrt": +linear and +sqrt both set memory'),
     ],
 )
@@ -70,8 +60,7 @@ def test_what_cannot_be_meant_is_refused(arguments: tuple[str, ...], sentence: s
     "settings",
     [
         {"scorer": "snapkv:kernel=7", "pooling": "max"},  # as the harness splits --model_args at commas
-        {"scorer": {"snapkv": {"kernel": 7, "pooling": "max"}}},
-        {"scorer": "snapkv", "scorer_options": {"kernel": 7, "pooling": "max"}},
+        {"scorer": "snapkv:kernel=7,pooling=max"},
     ],
 )
 def test_the_harness_takes_options_of_a_scorer(settings: dict[str, Any]) -> None:

@@ -124,7 +124,7 @@ def test_a_module_in_the_current_folder_is_not_imported_unless_its_file_is_named
 def test_an_announced_scorer_is_as_good_as_ours(installed: None) -> None:
     assert "acme_norm" in scorers.names()
     assert scorers.get("acme_norm:power=2").power == 2  # type: ignore[attr-defined]
-    assert scorers.get({"acme_norm": {"power": 2}}) == scorers.get("acme_memory:ValueNorm", power=2.0)
+    assert scorers.get("acme_norm:power=2") == scorers.get("acme_memory:ValueNorm", power=2.0)
     assert scorers.get("acme_memory:Loose").power == 1  # type: ignore[attr-defined]
 
 
