@@ -34,7 +34,7 @@ from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.cache.memory import CacheMemory
 from locret.chunked_prefill import read_turn
-from locret.conversation.document import Source, decode, is_text
+from locret.conversation.document import decode, is_text
 from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, check_rules, kept_of, rules_of
 from locret.conversation.turns import Layout, Talk
 from locret.generation import checked_options, generate
@@ -229,11 +229,6 @@ class Reading:
     def name(self) -> str:
         """What the document is called."""
         return self.talk.name
-
-    @property
-    def sources(self) -> tuple[Source, ...]:
-        """What was read, with its digest; none in a file of an earlier version."""
-        return self.talk.sources
 
     @property
     def protection(self) -> Protection:

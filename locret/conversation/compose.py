@@ -77,7 +77,6 @@ def compose(
         read,
         stream=contexts[-1].talk.stream.copy(),
         name=" + ".join(context.name for context in contexts) if name is None else name,
-        sources=tuple(source for context in contexts for source in context.sources),
         protection=_protection(whole, turns if known else []),
     )
     return Context(lm, whole, talk)

@@ -13,14 +13,13 @@ is lost, but the tokens next to that cut may differ.
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import re
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -309,30 +308,9 @@ def shared(ids: Iterable[int], others: Iterable[int]) -> int:
 # -- documents --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True)
-class Source:
-    """What a context was read from."""
-
-    name: str
-    sha256: str
-    """Of the text in UTF-8, without byte-order mark, line ends as newlines; or of ids in decimal, one a line."""
-    of: str
-    """What that is the digest of: "text" or "ids"."""
-    tokens: int
-    """Tokens that were read, those before the text included."""
-
-    def __post_init__(self) -> None:
-        if not is_text(self.name) or self.of not in ("text", "ids"):
-            raise ValueError(f"name={shown(self.name)} of {shown(self.of)} is no source")
-        if not isinstance(self.sha256, str) or not re.fullmatch("[0-9a-f]{64}", self.sha256):
-            raise ValueError(f"sha256={shown(self.sha256)} is no SHA-256 in hexadecimal digits")
-        if type(self.tokens) is not int or self.tokens < 1:
-            raise ValueError(f"tokens={shown(self.tokens)} is no number of tokens")
-
-
 @dataclass
 class Document:
-    """A text to read, or its token ids, and how much of it there is; its digest is that of what has been taken."""
+    """A text to read, or its token ids, and how much of it there is."""
 
     name: str
     pieces: Iterable[str] | None = None
@@ -341,25 +319,9 @@ class Document:
     """Characters, bytes or tokens; None if unknown."""
     unit: str = "characters"
     source: Path | None = None
-    _digest: Any = field(default_factory=hashlib.sha256, init=False, repr=False)
-    _of: str = field(default="text", init=False)
 
     def __post_init__(self) -> None:
         self.name = self.name.encode("utf-8", "replace").decode()  # the name of a file may be bytes that are no text
-        if self.pieces is not None:
-            self.pieces = self._noted(self.pieces, str)
-        elif self.ids is not None:
-            self.ids = self._noted(self.ids, lambda block: "".join(f"{one}\n" for one in block))
-            self._of = "ids"
-
-    def _noted(self, parts: Iterable[Any], as_text: Callable[[Any], str]) -> Iterator[Any]:
-        for part in parts:
-            self._digest.update(as_text(part).encode("utf-8", "surrogatepass"))
-            yield part
-
-    def read(self, tokens: int) -> Source:
-        """Return what has been read, once all has been taken, as so many tokens."""
-        return Source(name=self.name, sha256=self._digest.hexdigest(), of=self._of, tokens=tokens)
 
     def count(self, tokenizer: Any) -> None:
         """Tokenise it all, so that its size is known in tokens; 8 bytes each are held."""

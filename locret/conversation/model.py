@@ -289,7 +289,6 @@ class LongContextModel:
         bar = ReadingBar(document, progress)
         ids = layout.watched(self._ids(document, talk.transcript, talk.stream, bar), cache)
         self._read(cache, talk, ids if feed is None else feed(ids), bar, new_tokens, on_chunk)
-        talk.sources = (document.read(cache.seen),)
         talk.protection = Protection(tuple(layout.rules), layout.turns(None))
         return Context(self, cache, talk)
 
@@ -323,7 +322,7 @@ class LongContextModel:
         ids = self._ids(document, talk.transcript, talk.stream, bar, layout, (added, question is not None))
         cache = self.new_cache() if cache is None else cache
         self._read(cache, talk, layout.watched(ids, cache), bar, new_tokens)
-        talk.transcript, talk.sources = asked, (document.read(cache.seen),)
+        talk.transcript = asked
         talk.protection = Protection(tuple(layout.rules), layout.turns(cache.seen))
         talk.protection.apply(cache, cache.seen)
         chat = Chat(self, cache, talk)

@@ -22,7 +22,6 @@ from locret import hub
 from locret.cache.cache_file import SavedCache, described_scorer, read_saved
 from locret.cache.layer import HOST
 from locret.cache.store import POSITIONS
-from locret.conversation.document import Source
 from locret.conversation.protect import NOTHING, KeptTurn, Protection, kept_turns
 from locret.conversation.turns import checked_notes
 from locret.engines.prefix import Prefix
@@ -40,8 +39,6 @@ class SavedContext:
 
     path: Path
     saved: SavedCache
-    sources: tuple[Source, ...] = ()
-    """What it was read from, where the file says."""
     protection: Protection = NOTHING
     """What is protected, and where its turns are."""
 
@@ -50,7 +47,8 @@ class SavedContext:
         """Read and check a file."""
         saved = read_saved(path)
         notes = saved.notes.get("conversation")
-        return cls(Path(path), saved, *(() if notes is None else checked_notes(notes, path, saved.state["vocab_size"])))
+        protection = NOTHING if notes is None else checked_notes(notes, path, saved.state["vocab_size"])
+        return cls(Path(path), saved, protection)
 
     @property
     def conversation(self) -> Mapping[str, Any]:
@@ -105,7 +103,6 @@ class SavedContext:
         return {
             "context": str(self.path),
             "name": self.name,
-            "sources": [asdict(source) for source in self.sources],
             "tokens": self.tokens,
             "units": self.units(),
             "bytes": self.bytes_of(host=False),
@@ -139,9 +136,6 @@ class SavedContext:
         numbers = ("budget", "chunk_size", "stabilizers", "local_len")
         found = {
             "name": self.name,
-            "source": "; ".join(
-                f"{one.name}, {one.tokens:,} tokens, SHA-256 of its {one.of} {one.sha256[:16]}" for one in self.sources
-            ),
             "read": f"{self.tokens:,} tokens, template {facts['template'] or 'none'}, {system}",
             "held": f"{_span(facts['units'])} units per KV head, {facts['bytes']:,} bytes, {self.dtype}",
             "second tier": f"{_span(facts['host_units'])} units per KV head, {facts['host_bytes']:,} bytes"

@@ -20,13 +20,13 @@ import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from locret.base.fields import Refusal, checked_values
+from locret.base.fields import Refusal
 from locret.cache.cache_file import CONTEXT_WRITERS, read_notes
-from locret.conversation.document import LONGEST_PENDING, Source, TokenStream, as_text, is_text, leading_special_ids
+from locret.conversation.document import LONGEST_PENDING, TokenStream, as_text, is_text, leading_special_ids
 from locret.conversation.protect import (
     EACH,
     NOTHING,
@@ -277,7 +277,6 @@ class Talk:
     stream: TokenStream
     transcript: Transcript
     name: str
-    sources: tuple[Source, ...] = ()
     protection: Protection = NOTHING
     unread: tuple[int, ...] = ()
     """Tokens of the last answer that the cache does not hold yet."""
@@ -297,7 +296,7 @@ class Talk:
         """Return what a file holds of it, for `saved_talk`."""
         script = self.transcript
         held: dict[str, Any] = {"name": self.name, "context": self.stream.context, "pending": self.stream.pending}
-        held |= {"sources": [asdict(source) for source in self.sources], **self.protection.data()}
+        held |= self.protection.data()
         held |= {"tokenizer": vocabulary_fingerprint(self.stream.tokenizer)}
         held |= {"template": script.template, "system": script.system, "turns": [list(turn) for turn in script.turns]}
         return {"conversation": {**held, "unread": list(self.unread), **more}}
@@ -314,18 +313,18 @@ def saved_talk(path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary:
     notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
     if notes is None:
         raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
-    sources, protection = checked_notes(notes, path, vocabulary)
+    protection = checked_notes(notes, path, vocabulary)
     # Files of earlier versions do not say.
     if notes.get("tokenizer", ours := vocabulary_fingerprint(tokenizer)) != ours:
         raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
     turns = tuple(Message(role, content) for role, content in notes["turns"])
     transcript = Transcript(tokenizer, notes["template"], notes["system"], turns)
     stream = TokenStream(tokenizer, context=notes["context"], pending=notes["pending"])
-    return Talk(stream, transcript, notes["name"], sources, protection, tuple(notes["unread"]))
+    return Talk(stream, transcript, notes["name"], protection, tuple(notes["unread"]))
 
 
-def checked_notes(notes: Any, path: str | Path, vocabulary: int) -> tuple[tuple[Source, ...], Protection]:
-    """Return what notes say of sources and protection; refuse what a context would not have written."""
+def checked_notes(notes: Any, path: str | Path, vocabulary: int) -> Protection:
+    """Return what notes say of protection; refuse what a context would not have written."""
 
     def waits(value: Any) -> bool:
         return is_text(value) and len(value) <= LONGEST_PENDING
@@ -347,8 +346,7 @@ def checked_notes(notes: Any, path: str | Path, vocabulary: int) -> tuple[tuple[
                 continue
         raise ValueError(f"{path} is damaged: its conversation has no {name} that could be right; save it again")
     try:
-        sources = tuple(Source(**checked_values(Source, one, "sources")) for one in notes.get("sources", []))
-        return sources, protection_from(notes)
+        return protection_from(notes)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged: {error}; save it again") from error
 

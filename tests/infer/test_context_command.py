@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -77,9 +76,6 @@ def test_what_is_shown_is_what_the_context_holds(
     assert facts["units"] == [held.memory().units] * 2
     assert facts["policy"] == held.cache.policy.to_dict()
     assert facts["scorer"]["name"] == "retaining_heads"
-    (source,) = facts["sources"]
-    text = short.read_text()
-    assert (source["name"], source["sha256"]) == ("oslo.txt", hashlib.sha256(text.encode()).hexdigest())
     assert (facts["template"], facts["turns"], facts["host_bytes"]) == ("chat", 0, 0)
     done = context("show", file, "--plot", tmp_path / "kept.png")
     lines = done.out.splitlines()
@@ -219,7 +215,7 @@ def test_a_saved_second_tier_is_asked_from_a_disk(context: Run, pair: list, shor
     ("notes", "message"),
     [
         ({"turns": 5}, "its conversation has no turns"),
-        ({"sources": 3}, "is damaged"),
+        ({"messages": 3}, "is damaged"),
     ],
 )
 def test_what_a_file_says_of_its_conversation_is_checked(
