@@ -178,7 +178,7 @@ class Library:
         try:
             # Turns that follow the text are read by requests, whose tokens nothing protects.
             if rules := rules_of(protect):
-                check_named(rules, (*([SYSTEM] if system and self.lm.system_end(system) else ()), DOCUMENT))
+                check_named(rules, (*([SYSTEM] if system and self.lm.writes_system(system) else ()), DOCUMENT))
         except ValueError as error:
             raise Refusal(400, str(error), param="protect") from None
         called = source or name

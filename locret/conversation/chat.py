@@ -36,7 +36,7 @@ from locret.cache.memory import CacheMemory
 from locret.chunked_prefill import read_turn
 from locret.conversation.document import decode, is_text
 from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, check_rules, kept_of, rules_of
-from locret.conversation.turns import Layout, Talk
+from locret.conversation.turns import Talk
 from locret.generation import checked_options, generate
 from locret.policy.budget import full_bytes
 from locret.policy.protection import Span
@@ -427,13 +427,10 @@ class Chat(Reading):
         if self.asked is not None:
             return
         talk, seen = self.talk.copy(), self.cache.seen + self.cache.held_back
-        protection, stream, layout = talk.protection, talk.stream, None
-        if protection.turns is not None:  # what waits is still part of the turn before
-            layout = Layout(protection.rules, stream, seen + len(talk.unread) - stream.made, protection.turns)
-            layout.turn(USER, stream.taken + len(stream.pending))
-        ids = [*talk.unread, *stream.rest(talk.transcript.ask(text))]
-        if layout is not None:
-            talk.protection = replace(protection, turns=layout.turns(None))
+        more, asked = talk.stream.followed(talk.transcript.ask(text))
+        ids = [*talk.unread, *more]
+        if talk.protection.turns is not None:  # what waits is still part of the turn before
+            talk.protection = talk.protection.began(USER, seen + len(talk.unread) + asked)
             talk.protection.check_answer(self.cache, seen + len(ids), new_tokens)
             talk.protection.apply(self.cache, seen + len(ids))
         self._torn = True

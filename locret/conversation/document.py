@@ -18,7 +18,7 @@ import re
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -157,16 +157,6 @@ class TokenStream:
     ) -> None:
         self.tokenizer, self.window, self.margin = tokenizer, window, margin
         self.context, self.pending = context, pending
-        self.taken = self.made = 0
-        """Characters that have their tokens, and how many tokens those are."""
-        self.found: dict[int, int] = {}
-        """The number of the first token that does not end before a character that `locate` has asked for."""
-        self._wanted: set[int] = set()
-
-    def locate(self, character: int) -> None:
-        """Ask for the place of a character that has no token yet, counted from where this stream began."""
-        assert character >= self.taken
-        self._wanted.add(character)
 
     def add(self, pieces: Iterable[str]) -> Iterator[list[int]]:
         """Take more of the text and yield the tokens that no later text can change."""
@@ -196,30 +186,22 @@ class TokenStream:
         """Return the tokens of all that waits and of a last text."""
         return [*(token for block in self.add([text]) for token in block), *self.finish()]
 
+    def followed(self, text: str) -> tuple[list[int], int]:
+        """Return what `rest` does, and which of these tokens is the first that the last text has a part in."""
+        alone, ids = self.copy().finish(), self.rest(text)
+        return ids, shared(alone, ids)
+
     def copy(self) -> TokenStream:
         """Return a stream that goes its own way."""
-        state = {"context": self.context, "pending": self.pending}
-        twin = TokenStream(self.tokenizer, window=self.window, margin=self.margin, **state)
-        twin.taken, twin.made, twin.found, twin._wanted = self.taken, self.made, dict(self.found), set(self._wanted)
-        return twin
+        return copy.copy(self)
 
     def finish(self) -> list[int]:
         """Return the tokens of all that waits: nothing follows, or what does is no text."""
         ids = _encode_after(self.tokenizer, self.context, self.pending)
-        self._note(self.pending, ids)
         self.context, self.pending = (self.context + self.pending)[-self.margin :], ""
         return ids
 
-    def _note(self, text: str, ids: list[int]) -> None:
-        """Count a text and its tokens, which follow the context, and find what was asked for in it."""
-        inside = [one for one in self._wanted if one < self.taken + len(text)]
-        places = _places(self.tokenizer, self.context, text, ids, [one - self.taken for one in inside])
-        self.found |= {one: self.made + place for one, place in zip(inside, places, strict=True)}
-        self._wanted.difference_update(inside)
-        self.taken, self.made = self.taken + len(text), self.made + len(ids)
-
     def _taken(self, block: _Block) -> Iterator[list[int]]:
-        self._note(self.pending[: block.cut], block.ids)
         self.context, self.pending = block.context, self.pending[block.cut :]
         if block.ids:
             yield block.ids
@@ -281,21 +263,13 @@ def _encode_after(tokenizer: PreTrainedTokenizerBase, context: str, text: str) -
     return ids[len(context_ids) :] if ids[: len(context_ids)] == context_ids else encode(tokenizer, text)
 
 
-def _places(
-    tokenizer: PreTrainedTokenizerBase, context: str, text: str, ids: list[int], characters: list[int]
-) -> list[int]:
-    """Return for characters of a text the first of its tokens, which follow a context, that does not end before it."""
-    if not characters:
-        return []
-    if not tokenizer.is_fast or _BREAK in context + text:  # no offsets: what is the same without what follows
-        return [shared(_encode_after(tokenizer, context, text[:one]), ids) for one in characters]
-    before = len(encode(tokenizer, context)) if context else 0
-    skipped, whole = context, encode(tokenizer, context + text)
-    if whole[before:] != ids:  # they could not be told apart
-        skipped, before = "", 0
+def places_of(tokenizer: PreTrainedTokenizerBase, text: str, characters: Sequence[int]) -> list[int]:
+    """Return for characters of a text the first of its tokens that does not end before it."""
+    if not tokenizer.is_fast or _BREAK in text:  # no offsets: what is the same without what follows
+        ids = encode(tokenizer, text)
+        return [shared(encode(tokenizer, text[:one]), ids) for one in characters]
     arguments: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-    offsets = tokenizer(skipped + text, **arguments)["offset_mapping"][before:]
-    ends = [end - len(skipped) for _, end in offsets]
+    ends = [end for _, end in tokenizer(text, **arguments)["offset_mapping"]]
     return [bisect_right(ends, one) for one in characters]
 
 

@@ -41,11 +41,12 @@ from locret.conversation.protect import (
     USER,
     Protection,
     Rule,
+    Turn,
     check_named,
     check_rules,
     rules_of,
 )
-from locret.conversation.turns import Conversation, Layout, Talk, Transcript, saved_talk, written
+from locret.conversation.turns import Conversation, Talk, Transcript, saved_talk, written
 from locret.heads.heads import RetainingHeads
 from locret.loading.options import BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy, policy_of, usual_budget
@@ -253,9 +254,9 @@ class LongContextModel:
         """Return an empty cache."""
         return RetentionCache(self.model, self.scorer, self.policy, store=self.store, disk=self.disk)
 
-    def system_end(self, system: str) -> int:
-        """Return how many characters the template writes for a system message; 0 where it writes nothing of it."""
-        return self._transcript(system).system_end()
+    def writes_system(self, system: str) -> bool:
+        """Return whether the template writes something of a system message."""
+        return self._transcript(system).system_tokens() > 0
 
     def tokens(self, document: Document, *, system: str | None = None) -> Iterator[list[int]]:
         """Yield the token ids that `read_into` feeds."""
@@ -285,11 +286,10 @@ class LongContextModel:
             on_chunk: Called with the cache after every chunk.
             protect: As in `read`.
         """
-        talk, layout = self._opened(document, system, rules_of(protect))
-        bar = ReadingBar(document, progress)
-        ids = layout.watched(self._ids(document, talk.transcript, talk.stream, bar), cache)
+        talk, bar = self._opened(document, system, rules_of(protect)), ReadingBar(document, progress)
+        talk.protection.apply(cache)
+        ids = self._ids(document, talk.transcript, talk.stream, bar)
         self._read(cache, talk, ids if feed is None else feed(ids), bar, new_tokens, on_chunk)
-        talk.protection = Protection(tuple(layout.rules), layout.turns(None))
         return Context(self, cache, talk)
 
     def converse(
@@ -314,38 +314,44 @@ class LongContextModel:
             new_tokens: Longest answer in tokens, as for `prefill`.
             protect: As in `read`.
         """
-        talk, layout = self._opened(document, system, rules_of(protect))
-        there = [SYSTEM] if talk.transcript.system_end() else []
-        check_named(layout.rules, [*there, DOCUMENT, *([] if question is None else [USER])])
-        asked, bar = talk.transcript.copy(), ReadingBar(document, progress)
-        added = asked.ask(question)
-        ids = self._ids(document, talk.transcript, talk.stream, bar, layout, (added, question is not None))
-        cache = self.new_cache() if cache is None else cache
-        self._read(cache, talk, layout.watched(ids, cache), bar, new_tokens)
-        talk.transcript = asked
-        talk.protection = Protection(tuple(layout.rules), layout.turns(cache.seen))
+        cache, bar = self.new_cache() if cache is None else cache, ReadingBar(document, progress)
+        talk = self._opened(document, system, rules_of(protect))
+        there = [turn.role for turn in talk.protection.known]
+        check_named(talk.protection.rules, there if question is None else [*there, USER])
+        before, talk.transcript = talk.transcript, talk.transcript.copy()
+        added = talk.transcript.ask(question)
+        talk.protection.apply(cache)
+
+        def prompt() -> Iterator[list[int]]:
+            made = 0
+            for block in self._ids(document, before, talk.stream, bar, hold=False):
+                made += len(block)
+                yield block
+            ids, asked = talk.stream.followed(added)
+            if question is not None:
+                talk.protection = talk.protection.began(USER, made + asked)
+                talk.protection.apply(cache)
+            yield ids
+
+        self._read(cache, talk, filter(None, prompt()), bar, new_tokens)
         talk.protection.apply(cache, cache.seen)
         chat = Chat(self, cache, talk)
         chat.asked = question or ""
         return chat
 
-    def _opened(self, document: Document, system: str | None, rules: tuple[Rule, ...]) -> tuple[Talk, Layout]:
-        """Return a conversation about a document that is about to be read, and where its turns will be.
+    def _opened(self, document: Document, system: str | None, rules: tuple[Rule, ...]) -> Talk:
+        """Return a conversation about a document that is about to be read.
 
         Raises:
             Refusal: If a rule is about what there is not.
         """
         transcript = self._transcript(system)
-        end = transcript.system_end()
+        told = transcript.system_tokens()
         dropped = "" if system is None else " of which the template writes something"
-        roles = [*([SYSTEM] if end else []), DOCUMENT, USER, ASSISTANT]
+        roles = [*([SYSTEM] if told else []), DOCUMENT, USER, ASSISTANT]
         check_rules(rules, roles, system=f"give a system message{dropped}")
-        talk = Talk(TokenStream(self.tokenizer), transcript, document.name)
-        layout = Layout(rules, talk.stream, len(transcript.special))
-        if end:
-            layout.turn(SYSTEM)
-        layout.turn(DOCUMENT, end or None)
-        return talk, layout
+        turns = (*([Turn(SYSTEM, 0, told)] if told else []), Turn(DOCUMENT, told, None))
+        return Talk(TokenStream(self.tokenizer), transcript, document.name, Protection(rules, turns))
 
     def _read(
         self,
@@ -392,12 +398,17 @@ class LongContextModel:
         transcript: Transcript,
         stream: TokenStream,
         bar: ReadingBar,
-        layout: Layout | None = None,
-        added: tuple[str, bool] | None = None,
+        *,
+        hold: bool = True,
     ) -> Iterator[list[int]]:
         """Yield the tokens of what comes before the document, and of the document but for its last words.
 
-        No words wait where what the turn adds to the document is given, and whether that is a question.
+        Args:
+            document: What is read.
+            transcript: Says what comes before it.
+            stream: Makes the tokens, and keeps the words that wait.
+            bar: Counts what has been taken.
+            hold: Whether only the last words wait, as where nobody knows what follows.
         """
         if special := transcript.special:
             yield special
@@ -411,19 +422,13 @@ class LongContextModel:
             pieces = pieces if transcript.raw else all_as_text(self.tokenizer, pieces)
             if (first := next(pieces, None)) is None:
                 raise ValueError(f"{document.name} is empty; give a text to read")
-            waiting = () if added is not None else (stream.hold(),)
             some = False
-            for blocks in (stream.add([opening, first]), stream.add(pieces), *waiting):
+            for blocks in (stream.add([opening, first]), stream.add(pieces), *((stream.hold(),) if hold else ())):
                 for block in blocks:
                     some = True
                     yield block
-            if not some and added is None:  # too short to be cut
+            if hold and not some:  # too short to be cut
                 yield stream.finish()
-        if added is not None:
-            if added[1] and layout is not None:
-                layout.turn(USER, stream.taken + len(stream.pending))
-            if ids := stream.rest(added[0]):
-                yield ids
 
     def _given(self, opening: str, ids: Any, stream: TokenStream) -> Iterator[list[int]]:
         """Yield the opening and ids that a user gave, without a begin of text of their own."""

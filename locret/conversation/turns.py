@@ -18,7 +18,7 @@ import json
 import warnings
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,13 +26,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from locret.base.fields import Refusal
 from locret.cache.cache_file import CONTEXT_WRITERS, read_notes
-from locret.conversation.document import LONGEST_PENDING, TokenStream, as_text, is_text, leading_special_ids
+from locret.conversation.document import (
+    LONGEST_PENDING,
+    TokenStream,
+    as_text,
+    encode,
+    is_text,
+    leading_special_ids,
+    places_of,
+    shared,
+)
 from locret.conversation.protect import (
     EACH,
     NOTHING,
     SYSTEM,
     TEMPLATES,
     TOOL,
+    USER,
     KeptTurn,
     Protection,
     Rule,
@@ -157,19 +167,19 @@ class Transcript:
         """Return the text before the document."""
         return self.around(None)[0]
 
-    def system_end(self) -> int:
-        """Return how many characters of the text before the document are the system turn; 0 without one."""
+    def system_tokens(self) -> int:
+        """Return how many tokens come before the document as the system turn; 0 where nothing is written of one."""
         if self.system is None:
             return 0
-        opening, said = self.opening(), self.text(self.system)
-        if self.template == "chat":
-            with suppress(Exception):  # whatever a stranger's template does
-                alone = [Message("system", said)._asdict()]  # with what the template writes at its end
-                text = self.tokenizer.apply_chat_template(alone, tokenize=False, add_generation_prompt=False)
-                if text and opening.startswith(text):
-                    return len(text)
-        found = opening.find(said.strip())
-        return found + len(said.strip()) if found >= 0 else 0
+        opening, template = self.opening(), self.template
+        messages = [{"role": SYSTEM, "content": self.text(self.system)}, {"role": USER, "content": MARK}]
+        try:
+            _, end = _starts(opening + MARK, messages, lambda nth: _begun(self.tokenizer, template, messages[:nth]))
+        except ValueError:  # the template writes nothing of it
+            return 0
+        # The document's first word may be joined with what is in front of it.
+        ids = encode(self.tokenizer, opening + "A")
+        return len(self.special) + shared(encode(self.tokenizer, opening[:end]), ids) if end else 0
 
     def around(self, question: str | None) -> tuple[str, str]:
         """Return the text before and after the document, up to where the assistant answers the question about it."""
@@ -227,47 +237,6 @@ class Transcript:
         except Refusal:
             first = turns[0]._replace(content=f"{system}\n\n{turns[0].content}")
             return render(self.tokenizer, (first, *turns[1:]), self.template)
-
-
-class Layout:
-    """Where the turns of a text are while it is tokenised, and what of it is protected.
-
-    Args:
-        rules: What is to be protected.
-        stream: Makes the tokens.
-        before: Tokens in front of those of the stream.
-        turns: Turns before the text, which end where it begins.
-    """
-
-    def __init__(self, rules: Sequence[Rule], stream: TokenStream, before: int = 0, turns: Sequence[Turn] = ()) -> None:
-        self.rules, self.stream, self.before, self._earlier = rules, stream, before, tuple(turns)
-        self._starts: list[tuple[str, int | None]] = []
-
-    def turn(self, role: str, character: int | None = None) -> None:
-        """Say that a turn begins with a character of the stream; None: with its first token, or those before."""
-        self._starts.append((role, character))
-        if character is not None:
-            self.stream.locate(character)
-
-    def turns(self, end: int | None) -> tuple[Turn, ...]:
-        """Return the turns whose beginning has tokens; the last one goes on to `end`."""
-        begun = [(turn.role, turn.start) for turn in self._earlier]
-        for role, character in self._starts:
-            if character is None:
-                begun.append((role, 0))
-            elif (place := self.stream.found.get(character)) is not None:
-                begun.append((role, self.before + place))
-        ends = [*(start for _, start in begun[1:]), end]
-        return tuple(Turn(role, start, after) for (role, start), after in zip(begun, ends, strict=True))
-
-    def watched(self, blocks: Iterable[list[int]], cache: RetentionCache) -> Iterator[list[int]]:
-        """Pass tokens on; what is protected of them is told to the cache that reads them before it does."""
-        known: list[Span] = []
-        for block in blocks:
-            if self.rules and (found := spans_of(self.rules, self.turns(None))) != known:
-                cache.protect(found)
-                known = found
-            yield block
 
 
 @dataclass
@@ -402,35 +371,43 @@ def written(
     if not messages or not all(isinstance(one, Mapping) and "role" in one for one in messages):
         raise ValueError("messages are no conversation; give a list of {'role': ..., 'content': ...}")
 
-    def text(count: int, tools: Any, *, answers: bool = False) -> str:
-        some = list(messages[:count])
-        if template == "chat":
-            made = tokenizer.apply_chat_template(
-                some, tools=tools or None, tokenize=False, add_generation_prompt=answers
-            )
-            return str(made)
-        turns = [Message(_ROLES.get(one["role"], one["role"]), str(one.get("content") or "")) for one in some]
-        return render(tokenizer, turns, template) if answers else beginning(turns, template)
-
     if tools and template != "chat":
         raise ValueError(f"tools have no effect with template={template}; leave them out, or use the chat template")
     try:
         if not raw:
             messages, tools = _as_text(tokenizer, list(messages)), _as_text(tokenizer, tools)
-        whole = text(len(messages), tools, answers=True)
-        without = text(len(messages), None, answers=True) if tools else None
+        whole = _begun(tokenizer, template, messages, tools, answers=True)
+        without = _begun(tokenizer, template, messages, answers=True) if tools else None
     except Exception as error:  # whatever a stranger's template does
         raise ValueError(f"the tokenizer's chat template refuses these messages ({error}); change them") from error
     if whole == without:
         raise ValueError("tools have no effect, for this tokenizer's chat template does not write them; leave them out")
     special = leading_special_ids(tokenizer) if template != "chat" else []
-    stream = TokenStream(tokenizer)
-    layout = Layout((), stream, len(special))
-    if places:
-        for message, start in zip(messages, _starts(whole, messages, lambda nth: text(nth, tools)), strict=True):
-            layout.turn(_ROLES.get(message["role"], message["role"]), start or None)
-    ids = [*special, *stream.rest(whole)]
-    return Conversation(ids, layout.turns(len(ids)) if places else ())
+    ids = [*special, *TokenStream(tokenizer).rest(whole)]
+    if not places:
+        return Conversation(ids, ())
+    characters = _starts(whole, messages, lambda nth: _begun(tokenizer, template, messages[:nth], tools))
+    starts = [0, *(len(special) + place for place in places_of(tokenizer, whole, characters[1:])), len(ids)]
+    roles = [_ROLES.get(message["role"], message["role"]) for message in messages]
+    return Conversation(ids, tuple(map(Turn, roles, starts, starts[1:])))
+
+
+def _begun(
+    tokenizer: PreTrainedTokenizerBase,
+    template: str,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any = None,
+    *,
+    answers: bool = False,
+) -> str:
+    """Return what a template writes of the first messages of a conversation, or up to where the assistant answers."""
+    if template == "chat":
+        made = tokenizer.apply_chat_template(
+            list(messages), tools=tools or None, tokenize=False, add_generation_prompt=answers
+        )
+        return str(made)
+    turns = [Message(_ROLES.get(one["role"], one["role"]), str(one.get("content") or "")) for one in messages]
+    return render(tokenizer, turns, template) if answers else beginning(turns, template)
 
 
 def _as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
