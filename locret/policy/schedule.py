@@ -168,7 +168,9 @@ def decode_budgets(policy: RetentionPolicy, layers: int, recent: int = 0) -> tup
 
 def lookahead(policy: RetentionPolicy) -> int:
     """Return the tokens of a text of unknown length that must be seen to know that its plan is that of a long one."""
-    return 0 if policy.layer_budgets != "pyramid" else 2 * policy.budget + policy.local_len + 1
+    pyramid = 2 * policy.budget if policy.layer_budgets == "pyramid" else 0
+    filled = policy.budget + policy.host_budget if isinstance(policy.host_budget, int) else 0  # both tiers
+    return max(pyramid, filled) and max(pyramid, filled) + policy.local_len + 1
 
 
 def _local(tokens: int, kept: tuple[int, ...]) -> Step:

@@ -64,6 +64,14 @@ def test_beams_that_recall_everything_are_those_of_full_attention(model: Any) ->
     )
 
 
+@pytest.mark.parametrize("tokens", [30, 71, 130, 300])
+def test_a_tier_is_as_large_as_the_text_although_its_length_is_unknown(model: Any, tokens: int) -> None:
+    known, streamed = read(model, tokens, host_budget=100), new_cache(model, host_budget=100)
+    prefill(model, iter(prompt(tokens)[0].tolist()), streamed)
+    assert streamed.memory().host_units == known.memory().host_units
+    assert streamed.memory().host == known.memory().host <= 3 * 2 * min(100, tokens) * UNIT
+
+
 def test_bytes_of_a_tier_and_of_what_is_recalled_are_what_one_counts_by_hand(model: Any, tmp_path: Path) -> None:
     for disk in (None, tmp_path / "scratch"):
         cache = read(model, disk=disk)
