@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -30,14 +30,27 @@ Asked = Callable[[Callable[[Written], None]], Callable[[], None]]
 
 
 @dataclass(frozen=True)
+class Token:
+    """A token of an answer by the text that it adds: the texts of all its tokens are the answer."""
+
+    begins: int
+    """Characters of the answer before it."""
+    logprob: float | None
+    top: tuple[tuple[str, float], ...]
+    """What the likeliest tokens would have added, and their log-probabilities."""
+    text: str = ""
+    """Empty where a later token completes the character that it is a part of."""
+
+
+@dataclass(frozen=True)
 class Piece:
     """A part of an answer that no later token changes."""
 
     choice: int
     """Which of the answers that were asked together."""
     text: str
-    tokens: tuple[Written, ...]
-    """The tokens that it is made of."""
+    tokens: tuple[Token, ...]
+    """Those whose text ends in it."""
     count: int
     """Tokens of the answer so far, those without a text of their own included."""
     finish: Literal["stop", "length"] | None = None
@@ -59,7 +72,8 @@ class AnswerText:
         self._ids = _beginning(tokenizer, before)
         self._start, self._read = 0, len(self._ids)
         self._held = ""
-        self._tokens: list[tuple[int, Written]] = []
+        self._tokens: list[Token] = []
+        """Those that no piece has yet."""
         self._length = 0
         """Characters of the text so far, held ones included."""
 
@@ -70,9 +84,12 @@ class AnswerText:
         self.count += 1
         finish = step.finish
         if not (finish == "stop" and step.token in self.end_ids):
+            top = tuple((self._added(one) or str(self.tokenizer.decode([one])), logprob) for one, logprob in step.top)
+            self._tokens.append(Token(self._length, step.logprob, top))
             self._ids.append(step.token)
-            self._tokens.append((self._length, step))  # it belongs to the piece in which its text begins
-        self._held += (new := self._decoded(last=finish is not None))
+        if new := self._decoded(last=finish is not None):
+            self._tokens[-1] = replace(self._tokens[-1], text=new)
+        self._held += new
         self._length += len(new)
         at = min((found for stop in self.stops if (found := self._held.find(stop)) >= 0), default=None)
         if at is not None:
@@ -83,18 +100,29 @@ class AnswerText:
         if finish is None and not text:
             return None
         end = self._length - len(self._held)
-        ready = [token for begins, token in self._tokens if begins < end or finish is not None and at is None]
+        if finish is not None:
+            ready = [
+                replace(one, text=one.text[: end - one.begins])
+                for one in self._tokens
+                if one.begins < end or at is None
+            ]
+        else:
+            ready = [one for one in self._tokens if one.begins < end and one.begins + len(one.text) <= end]
         self._tokens = self._tokens[len(ready) :]
         return Piece(choice, text, tuple(ready), self.count, finish)
 
     def _decoded(self, *, last: bool) -> str:
         """Return what the newest tokens add; a character of several tokens comes with the last of them."""
-        before = decode(self.tokenizer, self._ids[self._start : self._read])
-        now = decode(self.tokenizer, self._ids[self._start :])
-        if len(now) <= len(before) or (now.endswith(HALF_A_CHARACTER) and not last):
+        new = self._added()
+        if not new or (new.endswith(HALF_A_CHARACTER) and not last):
             return ""
         self._start, self._read = self._read, len(self._ids)
-        return now[len(before) :]
+        return new
+
+    def _added(self, *more: int) -> str:
+        """Return what the tokens that are not text yet, and more, add to the text."""
+        before = decode(self.tokenizer, self._ids[self._start : self._read])
+        return decode(self.tokenizer, [*self._ids[self._start :], *more])[len(before) :]
 
     def _open_stop(self) -> int:
         """Return how many characters at the end may be the beginning of a stop text."""

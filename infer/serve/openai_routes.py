@@ -89,7 +89,7 @@ class _Work:
         read: Callable[[Callable[[], bool]], list[Prompt]],
     ) -> None:
         self.state, self.request, self.body, self._prompts = state_of(request), request, body, read
-        self.form = form(self.state.model, self.state.lm.tokenizer, body.top is not None)
+        self.form = form(self.state.model, body.top is not None)
         self.answers = [Answer() for _ in range(count * body.choices)]
         self.prompts: list[Prompt] = []
         self._began = time.monotonic()

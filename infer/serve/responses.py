@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from locret.engines.transformers import Written
-from locret.infer.serve.answers import HALF_A_CHARACTER, Piece
+from locret.infer.serve.answers import HALF_A_CHARACTER, Piece, Token
 from locret.infer.serve.prompts import Prompt
 
 
@@ -18,7 +17,7 @@ class Answer:
     """One of the answers to a request, as far as it is written."""
 
     text: str = ""
-    tokens: list[Written] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
     finish: str | None = None
     count: int = 0
     """Tokens, those without a text of their own included."""
@@ -51,8 +50,8 @@ class ChatForm:
 
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
-        self.tokenizer, self.logprobs = tokenizer, logprobs
+    def __init__(self, model: str, logprobs: bool) -> None:
+        self.logprobs = logprobs
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
     def whole(self, answers: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
@@ -68,7 +67,7 @@ class ChatForm:
     def piece(self, piece: Piece) -> dict[str, Any]:
         """Return the chunk of a piece."""
         delta = {"content": piece.text} if piece.text or piece.finish is None else {}
-        return self.chunk([_shaped(piece.choice, self._likely(0, piece.tokens), piece.finish, delta=delta)])
+        return self.chunk([_shaped(piece.choice, self._likely(piece.tokens), piece.finish, delta=delta)])
 
     def chunk(self, choices: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """Return a chunk; without choices it is the last one, which counts tokens."""
@@ -76,35 +75,32 @@ class ChatForm:
 
     def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
         message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return _shaped(nth, self._likely(nth, answer.tokens), answer.finish, message=message)
+        return _shaped(nth, self._likely(answer.tokens), answer.finish, message=message)
 
-    def _likely(self, nth: int, tokens: Sequence[Written]) -> dict[str, Any] | None:
+    def _likely(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         """Return the log-probabilities of tokens of an answer."""
 
-        def one(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._text(token)  # of a token that is part of a character there are no bytes
+        def other(text: str, logprob: float) -> dict[str, Any]:  # of a part of a character there are no bytes
             return {"token": text, "logprob": logprob, "bytes": None if HALF_A_CHARACTER in text else [*text.encode()]}
 
         if not self.logprobs:
             return None
         content = [
-            {**one(each.token or 0, each.logprob), "top_logprobs": [one(*other) for other in each.top]}
-            for each in tokens
+            {
+                "token": one.text,
+                "logprob": one.logprob,
+                "bytes": [*one.text.encode()],
+                "top_logprobs": [other(*each) for each in one.top],
+            }
+            for one in tokens
         ]
         return {"content": content, "refusal": None}
-
-    def _text(self, token: int | None) -> str:
-        return str(self.tokenizer.decode([token], clean_up_tokenization_spaces=False))
 
 
 class CompletionForm(ChatForm):
     """Shapes of `/v1/completions`."""
 
     name, chunk_name, prefix = "text_completion", "text_completion", "cmpl"
-
-    def __init__(self, model: str, tokenizer: Any, logprobs: bool) -> None:
-        super().__init__(model, tokenizer, logprobs)
-        self._offsets = dict[int, int]()
 
     def opening(self, count: int) -> list[dict[str, Any]]:
         """Return no chunks."""
@@ -115,20 +111,18 @@ class CompletionForm(ChatForm):
         return self.chunk([self._choice(piece.choice, Answer(piece.text, list(piece.tokens), piece.finish))])
 
     def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
-        return _shaped(nth, self._likely(nth, answer.tokens), answer.finish, text=answer.text)
+        return _shaped(nth, self._likely(answer.tokens), answer.finish, text=answer.text)
 
-    def _likely(self, nth: int, tokens: Sequence[Written]) -> dict[str, Any] | None:
-        """Return log-probabilities as columns; offsets go on from piece to piece."""
+    def _likely(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        """Return log-probabilities as columns."""
         if not self.logprobs:
             return None
-        texts, offsets, at = [self._text(one.token) for one in tokens], list[int](), self._offsets.get(nth, 0)
-        for text in texts:
-            offsets.append(at)
-            at += len(text)
-        self._offsets[nth] = at
-        top = [{self._text(token): logprob for token, logprob in one.top} for one in tokens]
-        columns = {"tokens": texts, "token_logprobs": [one.logprob for one in tokens]}
-        return {**columns, "top_logprobs": top, "text_offset": offsets}
+        return {
+            "tokens": [one.text for one in tokens],
+            "token_logprobs": [one.logprob for one in tokens],
+            "top_logprobs": [dict(one.top) for one in tokens],
+            "text_offset": [one.begins for one in tokens],
+        }
 
 
 def _shaped(nth: int, logprobs: Any, finish: str | None, **answer: Any) -> dict[str, Any]:

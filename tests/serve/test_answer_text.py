@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from locret.conversation.document import decode
 from locret.engines.transformers import Written
 from locret.infer.serve.answers import AnswerText, Piece
+from locret.infer.serve.responses import Answer, ChatForm, CompletionForm
 
 
 def tokenizer_of(kind: Any, pieces: Any, *decoding: Any, cut: Any = None, **options: Any) -> Any:
@@ -30,6 +31,13 @@ BYTES = tokenizer_of(models.BPE, sorted(LETTERS.alphabet()), decoders.ByteLevel(
 STRIPPED = (decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0))
 SENTENCES = tokenizer_of(models.WordLevel, ["▁The", "▁grass", "▁is", "▁green", ".", "s", "▁"], *STRIPPED, unk_token=".")
 """As SentencePiece's: a space belongs to the word after it, and the first one has none."""
+FALLBACK = tokenizer_of(
+    models.WordLevel,
+    ["▁The", "▁", "s", "<0xE2>", "<0x82>", "<0xAC>", "<0xC3>", "<0xA9>"],
+    *(STRIPPED[0], decoders.ByteFallback(), *STRIPPED[1:]),
+    unk_token="s",
+)
+"""With a token for each byte of a character that it does not know."""
 
 
 def written(
@@ -56,6 +64,23 @@ def test_an_answer_goes_on_with_the_text_before_it(ids: list[int], before: list[
     tokenizer = SENTENCES
     text = "".join(piece.text for piece in written(tokenizer, ids, [], ends=ends, before=before))
     assert decode(tokenizer, before) + text == decode(tokenizer, [*before, *ids])
+
+
+@given(st.data(), st.sampled_from([BYTES, SENTENCES, FALLBACK]), st.booleans())
+def test_tokens_tile_the_answer_in_text_bytes_and_offsets(data: st.DataObject, tokenizer: Any, ends: bool) -> None:
+    ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), min_size=1, max_size=12))
+    stops = data.draw(st.lists(st.text("Theé€ ", min_size=1, max_size=3), max_size=2))
+    pieces = written(tokenizer, ids, stops, ends=ends)
+    answer, text = [token for piece in pieces for token in piece.tokens], "".join(piece.text for piece in pieces)
+    assert [token.logprob for token in answer] == [-float(nth) for nth in range(len(answer))]
+    (told,) = ChatForm("m", True).whole([Answer(text, answer)], {})["choices"]
+    content = told["logprobs"]["content"]
+    assert "".join(one["token"] for one in content) == text
+    assert bytes(byte for one in content for byte in one["bytes"]) == text.encode()
+    (told,) = CompletionForm("m", True).whole([Answer(text, answer)], {})["choices"]
+    columns = told["logprobs"]
+    for at, one in zip(columns["text_offset"], columns["tokens"], strict=True):
+        assert text[at : at + len(one)] == one
 
 
 def cut(text: str, stops: Sequence[str]) -> str:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def test_a_question_about_a_context_is_answered_token_by_token_as_by_ask(
     new = generate(lm.model, iter([asked[0].tolist()]), cache=book.cache.copy(), max_new_tokens=24, do_sample=False)
     ids, ends = new[0, -24:].tolist(), set(lm.end_ids)
     written = [one.token for one in answer.choices[0].logprobs.content]
-    assert written == [lm.tokenizer.decode([one]) for one in ids if one not in ends]
+    texts = [decode(lm.tokenizer, ids[:count]) for count in range(len(ids) + 1)]
+    assert written == [now[len(before) :] for before, now in pairwise(texts)][: -1 if ids[-1] in ends else None]
+    assert "".join(written) == text_of(answer)
     assert answer.choices[0].finish_reason == ("stop" if ids[-1] in ends else "length")
     usage, details = answer.usage, answer.usage.prompt_tokens_details
     assert (usage.completion_tokens, usage.prompt_tokens) == (len(ids), book.cache.seen + asked.shape[1])
