@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, ServeOptions)
 DESCRIPTION = "Serve contexts and answers over HTTP, as OpenAI's clients ask, in memory that is promised at the start."
-_EXTRA = ("fastapi", "openai", "prometheus_client", "uvicorn")
+_EXTRA = ("fastapi", "openai", "uvicorn")
 _LOOK = 0.1
 """Seconds between two looks at whether requests still run when the server is to end."""
 _M_ARENA_MAX = -8

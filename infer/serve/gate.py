@@ -1,4 +1,4 @@
-"""What every request passes before a route sees it: who asks, by which name, and how much; it is counted, too."""
+"""What every request passes before a route sees it: who asks, by which name, and how much."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, body, status, ended = Headers(scope=scope), bytearray(), 499, False
+        headers, body, ended = Headers(scope=scope), bytearray(), False
         waits = headers.get("expect", "").lower() == "100-continue"  # it sends nothing before it is told to
 
         async def take() -> Message:
@@ -63,15 +63,12 @@ class Gate:
                 dropped += len((await take()).get("body", b""))
 
         async def answer(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                if status >= 400 and not ended:
-                    if not waits:
-                        with suppress(asyncio.TimeoutError):
-                            await asyncio.wait_for(drop(), LINGER)
-                    if not ended:
-                        message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+            if message["type"] == "http.response.start" and message["status"] >= 400 and not ended:
+                if not waits:
+                    with suppress(asyncio.TimeoutError):
+                        await asyncio.wait_for(drop(), LINGER)
+                if not ended:
+                    message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
             await send(message)
 
         try:
@@ -85,13 +82,8 @@ class Gate:
                 await JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)(scope, take, answer)
         except ClientDisconnect:
             pass
-        except Exception:
-            status = 500
-            raise
         finally:
             self.held -= len(body)
-            route = getattr(scope.get("route"), "path", "none")  # paths that clients make up must not become labels
-            self.state.metrics.requests.labels(route, str(status)).inc()
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         """Refuse who may not ask."""

@@ -121,7 +121,6 @@ def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, sourc
         def feed(blocks: Iterator[list[int]]) -> Iterable[list[int]]:
             for block in _between_turns(blocks, turn):
                 watch.tokens += len(block)
-                turns.tokens += len(block)
                 yield block
 
         def on_chunk(cache: RetentionCache) -> None:
@@ -136,7 +135,6 @@ def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, sourc
 def read_ids(lm: LongContextModel, turns: Turns, job: Job, ids: Sequence[int], cache: RetentionCache) -> None:
     """Read token ids after what a cache holds; the job holds the memory."""
     watch = _Watch(job)
-    turns.tokens += len(ids)
     with turns.turn(job.check) as turn:
 
         def on_chunk(cache: RetentionCache) -> None:

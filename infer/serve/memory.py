@@ -63,9 +63,6 @@ class Prefixes(Room):
         self._held: OrderedDict[str, Prefix] = OrderedDict()
         self._known: weakref.WeakValueDictionary[str, Prefix] = weakref.WeakValueDictionary()
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def get(self, key: str) -> Prefix | None:
         """Return a prefix, if it is in memory."""
         with self._changed:

@@ -92,8 +92,7 @@ class _Work:
         self.form = form(self.state.model, body.top is not None)
         self.answers = [Answer() for _ in range(count * body.choices)]
         self.prompts: list[Prompt] = []
-        self._began = time.monotonic()
-        self._deadline = self._began + self.state.options.timeout
+        self._deadline = time.monotonic() + self.state.options.timeout
         self._left = threading.Event()
 
     async def respond(self) -> Response:
@@ -142,7 +141,7 @@ class _Work:
                 yield None
                 async with aclosing(state.answers.write(asked, body.stops, place, self._deadline, before)) as pieces:
                     async for piece in pieces:
-                        self._take(piece)
+                        self.answers[piece.choice].add(piece)
                         yield piece
         except TimeLimit:
             why = f"the request has taken {state.options.timeout:g} s, which is the most that --timeout allows"
@@ -157,14 +156,6 @@ class _Work:
         for draft in await self._within(partial(self._prompts, self._left.is_set), long=long):
             settled = partial(self.state.prompts.settled, draft, self._left.is_set)
             self.prompts.append(await self._within(settled, long=draft.long))
-            self.state.metrics.questions.inc(len(self.prompts[-1].rest))
-
-    def _take(self, piece: Piece) -> None:
-        answer, metrics = self.answers[piece.choice], self.state.metrics
-        if not answer.count:
-            metrics.first_token.observe(time.monotonic() - self._began)
-        metrics.written.inc(piece.count - answer.count)
-        answer.add(piece)
 
     async def _within(self, work: Callable[[], _T], *, long: bool) -> _T:
         """Return what blocking work returns, if it does before the time is over."""

@@ -6,8 +6,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
-from prometheus_client.process_collector import ProcessCollector
 from starlette.requests import HTTPConnection
 
 from locret.engines.transformers import PagedContexts
@@ -18,20 +16,6 @@ from locret.infer.serve.serve_options import ServeOptions
 
 SHORT_WORK, LONG_WORK = 4, 16
 """Threads for what takes milliseconds, such as tokenising a question, and for what waits until a text is read."""
-FIRST_TOKEN_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
-
-
-class Metrics:
-    """What one server counts, in a registry of its own: two servers in one process do not add up."""
-
-    def __init__(self) -> None:
-        self.registry = own = CollectorRegistry()
-        ProcessCollector(registry=own)
-        self.requests = Counter("locret_requests", "Requests", ["route", "status"], registry=own)
-        self.questions = Counter("locret_question_tokens", "Tokens of questions", registry=own)
-        self.written = Counter("locret_written_tokens", "Tokens of answers", registry=own)
-        about = "Seconds from a request to the first token of its answer"
-        self.first_token = Histogram("locret_first_token_seconds", about, buckets=FIRST_TOKEN_SECONDS, registry=own)
 
 
 @dataclass(kw_only=True)
@@ -47,7 +31,7 @@ class ServerState:
     """Whether the server is about to end, so that new requests are refused."""
 
     def __post_init__(self) -> None:
-        self.lm, self.api_key, self.started, self.metrics = self.library.lm, self.options.key, time.time(), Metrics()
+        self.lm, self.api_key, self.started = self.library.lm, self.options.key, time.time()
         self.max_body = self.options.bytes_of("max_body")
         self.answers = Answers(self.lm.tokenizer, self.lm.end_ids, max_queue=self.options.max_queue)
         self.prompts = Prompts(self.lm, self.library)

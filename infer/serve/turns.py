@@ -27,8 +27,8 @@ class Turns:
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self.patience = patience
-        self.chunks = self.tokens = 0
-        """Chunks that were read, and tokens that were fed to readers."""
+        self.chunks = 0
+        """Chunks that were read."""
         self._changed = threading.Condition()
         self._waiting: deque[Turn] = deque()
         self._running: Turn | None = None

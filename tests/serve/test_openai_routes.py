@@ -310,7 +310,7 @@ def test_what_breaks_in_the_server_is_its_fault_and_told_without_details(
 
 def test_a_key_is_asked_for_everywhere_but_at_the_door(serving: LongContextModel, tmp_path: Path) -> None:
     with running((serving, tmp_path), api_key="sesame") as server:
-        for path in ("/v1/models", "/v1/contexts", "/metrics", "/openapi.json", "/v1/memory"):
+        for path in ("/v1/models", "/v1/contexts", "/openapi.json", "/v1/memory"):
             for headers in ({}, {"Authorization": "Bearer sesam"}, {"Authorization": "Basic sesame"}):
                 response = httpx.get(server.url + path, headers=headers)
                 assert (response.status_code, response.headers["WWW-Authenticate"]) == (401, "Bearer")
