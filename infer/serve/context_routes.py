@@ -1,4 +1,4 @@
-"""`/v1/contexts`: texts are uploaded, read in the background, listed, looked at, composed and deleted.
+"""`/v1/contexts`: texts are uploaded, read in the background, listed, looked at and deleted.
 
 A context in JSON, as every route here returns it:
 
@@ -7,9 +7,8 @@ A context in JSON, as every route here returns it:
      "made": {}, "progress": {"bytes": 16676, "total": 33352, "seconds": 1.4}, "kept": [0.21, 0.07, ...]}
 
 state is "waiting" (for a reader), "reading", "ready", "failed" or "damaged"; message says why of the last two. bytes
-are those of its file. made: {"bytes", "sha256", "seconds"} of
-an upload, {"of": [names]} of what was composed. progress: null once it is ready. kept: for 50 stretches of
-the text which share of each is kept, 0 to 1; null in lists, but while it is read.
+are those of its file. made: {"bytes", "sha256", "seconds"} of an upload. progress: null once it is ready. kept: for 50
+stretches of the text which share of each is kept, 0 to 1; null in lists, but while it is read.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
-from pydantic import Field
 from safetensors import SafetensorError
 from starlette.concurrency import run_in_threadpool
 
@@ -33,7 +31,6 @@ from locret.infer.serve.index import Entry
 from locret.infer.serve.jobs import mean_shares, positions_of
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal
-from locret.infer.serve.schemas import Body
 from locret.infer.serve.state import state_of
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
@@ -48,21 +45,7 @@ _RATE = 1 << 14
 """Bytes of a text that have to come in each second, on average and after the first `STALL` of them."""
 _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
 """Types of a body that is a text; the last is what curl says of --data-binary."""
-_Name = Annotated[str, Field(max_length=200)]
 _Wait = Annotated[bool, Query(description="Answer only when it is ready")]
-
-
-class Compose(Body):
-    """Contexts that were read apart, joined so that they are asked together."""
-
-    name: _Name
-    """What to call the whole."""
-    contexts: Annotated[list[str], Field(min_length=2, max_length=64, fail_fast=True)]
-    """Names of the contexts, in their order."""
-    budget: Annotated[int, Field(ge=1, le=2**31)] | None = None
-    """Units per KV head of the whole; null: all that are held."""
-    shares: Annotated[str, Field(max_length=64)] | Annotated[list[float], Field(max_length=64, fail_fast=True)] = "fair"
-    """Within a budget: "fair", "score", or a number for each context."""
 
 
 def _library(request: Request) -> Library:
@@ -161,14 +144,6 @@ async def _stored(request: Request, file: Path, library: Library) -> dict[str, A
     if not size:
         raise Refusal(400, "the text is empty; send the text as the body of the request")
     return {"bytes": size, "sha256": digest.hexdigest()}
-
-
-@router.post("/compose", status_code=201, summary="Join contexts so that they are asked together")
-async def compose(request: Request, body: Compose, wait: _Wait = True) -> JSONResponse:
-    """Join contexts in their order under a new name; returns the context, 202 with `wait=false`."""
-    call = _library(request).compose
-    entry = await run_in_threadpool(lambda: call(body.contexts, body.name, budget=body.budget, shares=body.shares))
-    return await _answered(request, entry, wait)
 
 
 @router.get("/{name}", summary="One context")

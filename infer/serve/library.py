@@ -1,4 +1,4 @@
-"""Contexts on disk by name: read, forked, composed, shrunk, deleted, and loaded within the memory of the plan.
+"""Contexts on disk by name: read, shrunk, deleted, and loaded within the memory of the plan.
 
 A context is one file that appears whole or not at all. What is read without a name, so that a conversation goes on,
 goes when it has no more room on the disk, least recently used first.
@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from locret.base.files import locked
 from locret.cache.cache_file import check_header, load_cache
-from locret.conversation.compose import compose
 from locret.conversation.protect import DOCUMENT, SYSTEM, check_named, rules_of
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import NoRoom
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from locret.conversation.model import LongContextModel
 
 _COPIES = 3.5
-"""Of contexts that are joined: themselves, a copy of each, the whole, and what joining works with; measured."""
+"""Of a context that is cut: itself, a copy, what stays of it, and what cutting works with; measured."""
 _FORGOTTEN = 100
 """Failed contexts that are remembered, so that one can see why."""
 
@@ -191,19 +190,6 @@ class Library:
 
         return self._begin(name, called, make, (file,))
 
-    def compose(self, names: Sequence[str], new: str, *, budget: int | None = None, shares: Any = "fair") -> Entry:
-        """Join contexts in their order under a new name, in the background; as `locret.compose` does."""
-        entries, source = [self.get(name) for name in names], " + ".join(names)
-
-        def make(job: Job) -> None:
-            with self._working(job, entries):
-                parts = [self._index.load(entry) for entry in entries]
-                with self.turns.turn(job.check):
-                    whole = compose(parts, budget, shares, name=source)
-                self._index.save(new, whole, {"of": list(names)})
-
-        return self._begin(new, source, make)
-
     def delete(self, name: str) -> None:
         """Remove a context, whatever its state; what is reading it ends first. Answers that use it go on.
 
@@ -238,7 +224,7 @@ class Library:
         key = digest(entry.key, f"shrunk to {budget}, with its end")
 
         def make(job: Job) -> None:
-            with self._working(job, [entry]):
+            with self._working(job, entry):
                 cache = self._index.load(entry).shrink(budget).cache
                 cache.protected = closed(cache.protected, self._index.text_end(entry))
                 self._index.save_automatic(key, cache, entry.key, entry.root)
@@ -326,12 +312,11 @@ class Library:
         return load_cache(path, self.lm.model, self.lm.scorer)
 
     @contextmanager
-    def _working(self, job: Job, entries: Sequence[Entry]) -> Iterator[None]:
-        """Hold the memory that it takes to join or cut contexts, until the block ends."""
-        wanted = int(_COPIES * sum(entry.size for entry in entries))
-        if wanted > self.plan.loaded and wanted > self.plan.reading:
-            most = max(self.plan.loaded, self.plan.reading)
-            raise ValueError(f"this takes {wanted:,} bytes, but --kv-memory leaves {most:,}; take fewer contexts")
+    def _working(self, job: Job, entry: Entry) -> Iterator[None]:
+        """Hold the memory that it takes to cut a context, until the block ends."""
+        wanted = int(_COPIES * entry.size)
+        if wanted > (most := max(self.plan.loaded, self.plan.reading)):
+            raise ValueError(f"this takes {wanted:,} bytes, but --kv-memory leaves {most:,}; give the server more")
         with job.holding(self.room if wanted > self.plan.loaded else self.prefixes, wanted):
             yield
 

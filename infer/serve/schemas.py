@@ -32,10 +32,15 @@ Several = Annotated[list[_T], Field(fail_fast=True, min_length=1, max_length=MOS
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]
 
 
-class Body(BaseModel):
+class _Body(BaseModel):
     """A body that is refused for one field that it does not have, however many it has."""
 
-    model_config = ConfigDict(use_attribute_docstrings=True, json_schema_extra={"additionalProperties": False})
+    model_config = ConfigDict(
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        json_schema_extra={"additionalProperties": False},
+    )
     idle: ClassVar[Mapping[str, Sequence[Any] | None]] = {}
     """Fields that have no effect: the values that ask for nothing, beside null; None: whatever it says."""
 
@@ -52,10 +57,6 @@ class Body(BaseModel):
                 hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
                 raise ValueError(f"{shown(name)[1:-1]} is not a field here; {hint}")
         return value
-
-
-class _Body(Body):
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(_Body):

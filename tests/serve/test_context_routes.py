@@ -105,40 +105,6 @@ def test_a_file_whose_name_is_no_utf_8_is_listed_and_spoils_nothing(client: http
     assert not file.exists()
 
 
-# -- making others ----------------------------------------------------------------------------------------------------
-
-
-def test_composed_contexts(client: httpx.Client) -> None:
-    given = {"name": "both", "contexts": ["book", "short"], "shares": "fair"}
-    both = client.post("/contexts/compose", json=given)
-    assert (both.status_code, both.json()["made"]) == (201, {"of": ["book", "short"]})
-    assert both.json()["tokens"] > shown(client, "book")["tokens"]
-    later = client.post("/contexts/compose", json={**given, "name": "later", "budget": 10}, params={"wait": "false"})
-    assert later.status_code == 202
-    assert read(client, "later")[-1]["units"] == 10
-    assert client.delete("/contexts/both").json() == {"object": "context.deleted", "name": "both", "deleted": True}
-
-
-TWO = {"name": "x", "contexts": ["book", "short"]}
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "message"),
-    [
-        ("/compose", {**TWO, "name": "short"}, 409, "is there already"),
-        ("/compose", {**TWO, "contexts": ["bok", "short"]}, 404, "did you mean book"),
-        ("/compose", {"name": "x", "contexts": ["book"]}, 400, "contexts"),
-        ("/compose", {**TWO, "shares": "best"}, 400, "shares='best' is unknown"),
-        ("/compose", {"name": "x", "contexts": ["book"] * 64}, 400, "bytes"),
-    ],
-)
-def test_what_cannot_be_made_is_refused(
-    client: httpx.Client, path: str, body: dict[str, Any], status: int, message: str
-) -> None:
-    assert message in refused(client.post(f"/contexts{path}", json=body), status)
-    assert [name for name in names(client) if shown(client, name)["state"] == "ready"] == ["book", "short"]
-
-
 # -- what is wrong ----------------------------------------------------------------------------------------------------
 
 
@@ -240,9 +206,8 @@ def test_no_more_texts_wait_than_may(
     monkeypatch.setattr(shared, "max_waiting", 4)
     with shared.turns.turn(lambda: None):  # nothing is read meanwhile
         assert [upload(client, name, book).status_code for name in "abcd"] == [202] * 4
-        assert "still being read" in refused(
-            client.post("/contexts/compose", json={"name": "x", "contexts": ["a", "b"]}), 409
-        )
+        asked = {"context": "a", "messages": [{"role": "user", "content": "What?"}]}
+        assert "still being read" in refused(client.post("/chat/completions", json=asked), 409)
         response = upload(client, "e", book)
         assert "4 texts are read or wait" in refused(response, 429)
         assert int(response.headers["retry-after"]) >= 1

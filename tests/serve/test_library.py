@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from running import KV_MEMORY, ROOT, ids, never, refusal
 
-from locret import LongContextModel, RetentionCache, RetentionPolicy, compose, prefill, save_cache
+from locret import LongContextModel, RetentionCache, RetentionPolicy, prefill, save_cache
 from locret.engines.prefix import Prefix
 from locret.infer.serve.index import AUTO, UPLOADS
 from locret.infer.serve.library import Library
@@ -34,12 +35,6 @@ def again(library: Library, **options: Any) -> Library:
 def read_on(library: Library, text: list[int], base: Any = None, cancelled: Callable[[], bool] = never) -> Any:
     """Read a text from its beginning, after a context if one is given."""
     return library.read_on(text, (base, 0), base, cancelled)
-
-
-def made(entry: Any) -> Any:
-    """Return a context that is made in the background when it has been."""
-    assert (job := entry.job) is None or job.done.wait(30)
-    return entry
 
 
 def in_threads(*calls: Callable[[], Any]) -> list[Any]:
@@ -82,14 +77,11 @@ def test_contexts_are_there_after_a_restart(library: Library, read: Read, book: 
     library.close()
 
 
-def test_shrunk_and_composed_contexts_are_those_of_python(library: Library, read: Read, book: str) -> None:
-    read(library, "a", book)
-    read(library, "b", book[1000:2500])
-    both = made(library.compose(["a", "b"], "both", budget=80))
-    parts = [library.lm.load(library.get(name).path) for name in ("a", "b")]
-    assert library.prefix(both).digest == Prefix.of(compose(parts, 80)).digest
-    assert both.notes == {"of": ["a", "b"]}
-    assert library.prefix(library.shrunk("a", 24)).digest == Prefix.of(parts[0].shrink(24)).digest
+def test_shrunk_contexts_are_those_of_python(library: Library, read: Read, book: str) -> None:
+    whole = library.lm.load(read(library, "a", book).path)
+    assert library.prefix(library.shrunk("a", 24)).digest == Prefix.of(whole.shrink(24)).digest
+    library.plan = replace(library.plan, loaded=1, reader=1)
+    assert "but --kv-memory leaves 2; give the server more" in refusal(lambda: library.shrunk("a", 20)).message
 
 
 # -- names and files --------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 "use strict";
 
 const POLL_MS = 2000, READING_MS = 200;
-const state = { contexts: [], selected: null, ticked: new Set(), model: "", key: sessionStorage.getItem("key") || "",
+const state = { contexts: [], selected: null, model: "", key: sessionStorage.getItem("key") || "",
   asking: null, following: null, lost: false, keyless: false };
 const $ = (id) => document.getElementById(id);
 
@@ -63,8 +63,6 @@ async function reason(response) {
 }
 
 const json = async (path, options) => (await call(path, options)).json();
-const post = (path, body, more = {}) =>
-  json(path, { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), ...more });
 const at = (name) => `v1/contexts/${encodeURIComponent(name)}`;
 
 // Server-sent events over fetch: EventSource cannot send a key.
@@ -217,25 +215,17 @@ function showContexts() {
   const list = $("contexts"), old = new Map([...list.children].map((item) => [item.dataset.name, item]));
   const items = state.contexts.map((context) => old.get(context.name) || contextItem(context.name));
   items.forEach((item, nth) => {
-    const context = state.contexts[nth], [tick, button] = item.children;
-    tick.disabled = context.state !== "ready";
+    const context = state.contexts[nth], [button] = item.children;
     button.lastChild.textContent = summary(context);
     button.setAttribute("aria-current", String(context.name === state.selected));
     if (list.children[nth] !== item) list.insertBefore(item, list.children[nth] || null);
   });
   while (list.children.length > items.length) list.lastChild.remove();
   $("empty").hidden = items.length > 0;
-  const names = new Set(state.contexts.map((context) => context.name));
-  for (const name of state.ticked) if (!names.has(name)) state.ticked.delete(name);
-  $("compose").disabled = state.ticked.size < 2;
 }
 
 function contextItem(name) {
-  const tick = make("input", { type: "checkbox", "aria-label": `Tick ${name} for joining`, onchange: () => {
-    if (tick.checked) state.ticked.add(name); else state.ticked.delete(name);
-    $("compose").disabled = state.ticked.size < 2;
-  } });
-  const item = make("li", {}, tick, make("button", { type: "button", onclick: () => select(name, true) },
+  const item = make("li", {}, make("button", { type: "button", onclick: () => select(name, true) },
     make("span", {}, name), make("span", { class: "small" })));
   item.dataset.name = name;
   return item;
@@ -287,7 +277,7 @@ async function select(name, focus = false) {
 function showFacts(context) {
   const rows = { "Read from": context.source, "Tokens read": context.tokens && number(context.tokens),
     "Units kept": context.units && `${number(context.units)} per layer and KV head`,
-    "Made of": context.made?.of?.join(", "), "File": context.bytes && bytes(context.bytes),
+    "File": context.bytes && bytes(context.bytes),
     "What is wrong": context.message };
   $("facts").replaceChildren(...Object.entries(rows).filter(([, value]) => value).flatMap(([name, value]) =>
     [make("dt", {}, name), make("dd", {}, String(value))]));
@@ -406,24 +396,6 @@ async function upload(file) {
   if (context && state.selected !== name) await select(name);
 }
 
-async function change(path, body, done) {
-  const context = await attempt(() => post(path, body));
-  if (!context) return;
-  await attempt(refresh);
-  await select(context.name, true);
-  say(done);
-}
-
-async function compose() {
-  const contexts = state.contexts.map(({ name }) => name).filter((name) => state.ticked.has(name));
-  const typed = await dialog({ title: "Join contexts", text: `In this order: ${contexts.join(", ")}.`, label: "Name",
-    value: contexts.join("-").slice(0, 60), yes: "Join" });
-  if (typed === null) return;
-  state.ticked.clear();
-  for (const tick of document.querySelectorAll("#contexts input")) tick.checked = false;
-  await change("v1/contexts/compose", { name: typed.trim(), contexts }, "The contexts have been joined.");
-}
-
 async function remove() {
   const name = state.selected;
   const sure = await dialog({ title: `Delete ${name}?`, text: "Its file is removed from the server.", yes: "Delete" });
@@ -458,8 +430,7 @@ function listen() {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
   });
   $("stop").addEventListener("click", () => state.asking?.abort());
-  const actions = { compose, delete: remove };
-  for (const [id, action] of Object.entries(actions)) $(id).addEventListener("click", action);
+  $("delete").addEventListener("click", remove);
 }
 
 async function begin() {
