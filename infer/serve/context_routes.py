@@ -26,6 +26,7 @@ from fastapi.responses import JSONResponse
 from safetensors import SafetensorError
 from starlette.concurrency import run_in_threadpool
 
+from locret.base.fields import shown
 from locret.infer.serve.gate import STALL
 from locret.infer.serve.index import Entry
 from locret.infer.serve.jobs import mean_shares, positions_of
@@ -37,10 +38,6 @@ router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 
 _LOOK = 0.1
 """Seconds between two looks at how far a text has been read."""
-_PROTECT = (
-    "What stays whatever its scores: system, document, message:N or tokens:A-B, each with a least share of the "
-    "budget, as document=0.5, instead of all its units; each=0.05"
-)
 _RATE = 1 << 14
 """Bytes of a text that have to come in each second, on average and after the first `STALL` of them."""
 _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
@@ -89,7 +86,6 @@ async def upload(
     name: str = Query(description="What to call the context", max_length=200),
     source: str | None = Query(None, description="What the text is called; else the name", max_length=200),
     system: str | None = Query(None, description="System message that comes before the text", max_length=20_000),
-    protect: Annotated[list[str], Query(description=_PROTECT, max_length=64)] = [],  # noqa: B006 (FastAPI copies it)
     wait: _Wait = False,
 ) -> JSONResponse:
     """Take a text of any length as the body, in UTF-8, and read it in the background when all of it has come.
@@ -97,6 +93,8 @@ async def upload(
     Returns the context: 202 while it is read, 201 with `wait=true` when it is ready, if that takes no longer than
     `--timeout`.
     """
+    if unknown := request.query_params.keys() - {"name", "source", "system", "wait"}:
+        raise Refusal(400, f"{shown(min(unknown))} is no parameter of an upload; leave it out", param=min(unknown)[:40])
     library, kind = _library(request), request.headers.get("content-type", "text/plain").lower()
     if not kind.startswith(_TEXTS) or ("charset=" in kind and "utf-8" not in kind):
         raise Refusal(415, f"Content-Type {kind[:80]} is no text in UTF-8; send the text itself, as text/plain")
@@ -105,8 +103,7 @@ async def upload(
     file = await run_in_threadpool(library.upload, name)
     try:
         notes = await _stored(request, file, library)
-        about: dict[str, Any] = {"source": source, "system": system, "protect": protect, "notes": notes}
-        entry = await run_in_threadpool(lambda: library.read(name, file, **about))
+        entry = await run_in_threadpool(library.read, name, file, source=source, system=system, notes=notes)
     except BaseException:
         file.unlink(missing_ok=True)
         raise

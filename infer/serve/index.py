@@ -1,6 +1,6 @@
 """The files of contexts, and what they say: `NAME.ctx` each, those without a name in the folder `auto`.
 
-A context without a name is under the digest of what it follows, its token ids, and what is protected of them.
+A context without a name is under the digest of what it follows and its token ids.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from locret.conversation.document import encode, is_text
 from locret.conversation.turns import saved_talk
 from locret.infer.serve.jobs import Job, Progress
 from locret.infer.serve.refusal import Refusal, fault_of, one_line
-from locret.policy.protection import Span, clipped
 
 if TYPE_CHECKING:
     from locret import RetentionCache
@@ -243,20 +242,15 @@ def check_name(name: str) -> None:
         )
 
 
-def digests(
-    base: str, what: str, ids: Sequence[int], counts: Sequence[int], protected: Sequence[Span] = ()
-) -> Iterator[tuple[int, str]]:
-    """Yield for rising counts the key of what was made after `base` of so many of the first ids and what is protected
-    of them, in one pass."""
+def digests(base: str, what: str, ids: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Yield for rising counts the key of what was made after `base` of so many of the first ids, in one pass."""
     total, done = hashlib.sha256(f"{base} {what} ".encode()), 0
     for count in counts:
         total.update(array("Q", ids[done:count]).tobytes())
-        done, own = count, total.copy()
-        if spans := clipped(protected, count):
-            own.update(repr(sorted((one.start, one.end, str(one.share)) for one in spans)).encode())
-        yield count, own.hexdigest()
+        done = count
+        yield count, total.hexdigest()
 
 
-def digest(base: str, what: str, ids: Sequence[int] = (), protected: Sequence[Span] = ()) -> str:
+def digest(base: str, what: str, ids: Sequence[int] = ()) -> str:
     """Return the key of what was made of all ids after `base`."""
-    return next(key for _, key in digests(base, what, ids, [len(ids)], protected))
+    return next(key for _, key in digests(base, what, ids, [len(ids)]))

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from locret.base.files import locked
 from locret.cache.cache_file import check_header, load_cache
-from locret.conversation.protect import DOCUMENT, SYSTEM, check_named, rules_of
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import NoRoom
 from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digest, digests
@@ -31,7 +30,7 @@ from locret.infer.serve.plan import MemoryPlan, reader_bytes
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.turns import Turns
 from locret.policy.policy import RetentionPolicy
-from locret.policy.protection import Span, closed
+from locret.policy.protection import closed
 
 if TYPE_CHECKING:
     from locret import RetentionCache
@@ -170,22 +169,14 @@ class Library:
         *,
         source: str | None = None,
         system: str | None = None,
-        protect: Sequence[str] = (),
         notes: dict[str, Any] | None = None,
     ) -> Entry:
         """Read a text in the background; its file is removed then."""
-        try:
-            # Turns that follow the text are read by requests, whose tokens nothing protects.
-            if rules := rules_of(protect):
-                check_named(rules, (*([SYSTEM] if system and self.lm.writes_system(system) else ()), DOCUMENT))
-        except ValueError as error:
-            raise Refusal(400, str(error), param="protect") from None
         called = source or name
 
         def make(job: Job) -> None:
             with job.holding(self.room, self.plan.reader):
-                about: dict[str, Any] = {"source": called, "system": system, "protect": protect}
-                context = read_file(self.lm, self.turns, job, file, **about)
+                context = read_file(self.lm, self.turns, job, file, source=called, system=system)
                 self._index.save(name, context, {**(notes or {}), "seconds": round(job.progress.seconds, 3)})
 
         return self._begin(name, called, make, (file,))
@@ -231,12 +222,10 @@ class Library:
 
         return self._made_automatic(key, entry.source, make, cancelled)
 
-    def longest(
-        self, ids: Sequence[int], base: Entry | None = None, protected: Sequence[Span] = ()
-    ) -> tuple[Entry | None, int]:
+    def longest(self, ids: Sequence[int], base: Entry | None = None) -> tuple[Entry | None, int]:
         """Return what has read the most of a text, and how many of its tokens; (None, 0) if nothing has.
 
-        `base` is a context that the text follows. What has read it has to have protected as much of it.
+        `base` is a context that the text follows.
         """
         with self._lock:
             before, automatic = self._policy if base is None else base.key, self._index.automatic
@@ -246,7 +235,7 @@ class Library:
                 if entry.state == "ready" and entry.notes.get("base") == before and entry.notes["read"] <= len(ids)
             }
             best, read = None, 0
-            for count, key in digests(before, "read", ids, sorted(known), protected):
+            for count, key in digests(before, "read", ids, sorted(known)):
                 if (found := automatic.get(key)) is not None and found.state == "ready":
                     best, read = found, count
             if best is None:
@@ -262,7 +251,6 @@ class Library:
         read: tuple[Entry | None, int],
         base: Entry | None,
         cancelled: Callable[[], bool],
-        protected: Sequence[Span] = (),
     ) -> Entry:
         """Read all of a text into a context without a name, chunk by chunk in turns with other readers.
 
@@ -271,7 +259,7 @@ class Library:
         """
         start, done = read
         before = self._policy if base is None else base.key
-        key = digest(before, "read", ids, protected)
+        key = digest(before, "read", ids)
         if start is not None and done == len(ids):
             return start
 
@@ -281,8 +269,6 @@ class Library:
                 cache = self.lm.new_cache() if start is None else self._index.load(start, self._cache)
                 if base is not None and any(one.end is None for spans in cache.protected for one in spans):
                     cache.protect(*closed(cache.protected, self._index.text_end(base)))
-                if protected:
-                    cache.protect(protected)
                 read_ids(self.lm, self.turns, job, ids[done:], cache)
                 self._index.save_automatic(key, cache, before, "" if base is None else base.root, len(ids))
 

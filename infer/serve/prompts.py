@@ -23,7 +23,6 @@ from locret.infer.serve.index import Entry
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal, one_line
 from locret.infer.serve.schemas import ChatRequest, CompletionRequest, Message
-from locret.policy.protection import Span, clipped
 from locret.token_ids import vocabulary
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ class Prompt:
     """How many of them it has read."""
     long: bool
     """Whether more has to be read before the prompt can be answered."""
-    spans: tuple[Span, ...] = ()
-    """What of it is protected."""
     read: int = 0
     """Tokens that were read for this request."""
 
@@ -90,10 +87,7 @@ class Prompts:
         """Return the prompt of a conversation; `cancelled` is asked while a smaller context is made for it."""
         named, base = self._base(request, cancelled)
         if named is None:
-            return [self._prompt(*self._written(request))]
-        if request.protect:
-            why = f"protect comes too late for context {named.name}, which has been read; give it with the upload"
-            raise Refusal(400, why, param="protect")
+            return [self._prompt(self._written(request))]
         return [self._prompt(self._ids_after(named, request), base=base)]
 
     def of_completion(self, request: CompletionRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Prompt]:
@@ -105,9 +99,9 @@ class Prompts:
         """Return a prompt of which all but a question's length has been read; `cancelled` is asked between chunks."""
         if not prompt.long:
             return prompt
-        end, known = self._end(prompt.ids), (prompt.holder, prompt.known)
-        protected = clipped(prompt.spans, end)
-        holder = self.library.read_on(prompt.ids[:end], known, prompt.base, cancelled, protected)
+        # The others are the question.
+        end, known = len(prompt.ids) - max(1, self.lm.policy.chunk_size // 2), (prompt.holder, prompt.known)
+        holder = self.library.read_on(prompt.ids[:end], known, prompt.base, cancelled)
         return replace(prompt, holder=holder, known=end, read=end - prompt.known)
 
     def _base(
@@ -122,34 +116,24 @@ class Prompts:
         named = self.library.get(request.context)
         return named, named if budget is None else self.library.shrunk(named.name, budget, cancelled)
 
-    def _prompt(self, ids: list[int], spans: tuple[Span, ...] = (), base: Entry | None = None) -> Prompt:
+    def _prompt(self, ids: list[int], base: Entry | None = None) -> Prompt:
         if not ids:
             raise Refusal(400, "prompt is empty; write what is to be continued", param="prompt")
-        holder, known = self.library.longest(ids[:-1], base, spans)
-        prompt = Prompt(ids, base, holder, known, len(ids) - known > self.lm.policy.chunk_size, spans)
-        if prompt.long and spans:
-            with _refused("protect"):
-                self.lm.new_cache().check_room((clipped(spans, self._end(ids)),))
-        return prompt
-
-    def _end(self, ids: Sequence[int]) -> int:
-        """Return how many tokens of a long prompt are read; the others are the question."""
-        return len(ids) - max(1, self.lm.policy.chunk_size // 2)
+        holder, known = self.library.longest(ids[:-1], base)
+        return Prompt(ids, base, holder, known, len(ids) - known > self.lm.policy.chunk_size)
 
     # -- without a context --------------------------------------------------------------------------------------------
 
-    def _written(self, request: ChatRequest) -> tuple[list[int], tuple[Span, ...]]:
-        """Return a conversation as the template writes it, and what of it is protected."""
+    def _written(self, request: ChatRequest) -> list[int]:
+        """Return a conversation as the template writes it."""
         tools = [] if request.tool_choice == "none" else request.tools or []
         if self.lm.template != "chat":
             _check_plain(request)
         with _refused("messages"):
             messages = [_as_template_takes(one) for one in request.messages]
             given = [one.model_dump(exclude_none=True) for one in tools]
-            how = {"places": bool(request.protect), "raw": self.lm.parse_special}
-            prompt = written(self.lm.tokenizer, self.lm.template, messages, given, **how)
-        with _refused("protect"):
-            return prompt.ids, tuple(prompt.spans(*request.protect or ()))
+            how = {"places": False, "raw": self.lm.parse_special}
+            return written(self.lm.tokenizer, self.lm.template, messages, given, **how).ids
 
     # -- after a context ----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from locret.base.fields import shown
 from locret.base.nearest import nearest
 from locret.conversation.document import is_text
 
-MOST_CHOICES, MOST_STOPS, MOST_TOP_LOGPROBS, MOST_PROTECTED = 128, 16, 20, 64
+MOST_CHOICES, MOST_STOPS, MOST_TOP_LOGPROBS = 128, 16, 20
 MOST_PARTS = 1 << 14
 """Messages of a request, and parts of one."""
 
@@ -193,10 +193,6 @@ class ChatRequest(_Asked):
     tools: Few[Tool] | None = None
     """Handed to the backbone's chat template; calls come back in the answer's text."""
     tool_choice: Literal["auto", "none"] | None = None
-    protect: Annotated[list[Name], Field(max_length=MOST_PROTECTED)] | None = None
-    """What of the conversation stays whatever its scores when it is read in bounded memory: system, tools, question,
-    user, assistant, tool, message:N or tokens:A-B, each with a least share of the budget, as message:3=0.1, instead of
-    all its units; each=0.05 gives every message a share."""
 
     @model_validator(mode="after")
     def _agree(self) -> ChatRequest:

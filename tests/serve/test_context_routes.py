@@ -114,6 +114,7 @@ def test_a_file_whose_name_is_no_utf_8_is_listed_and_spoils_nothing(client: http
         (b"a text", "", {"name": None}, 400, "name is missing"),
         (b"a text", "", {"name": "book"}, 409, "a context book is there already"),
         (b"a text", "", {"name": "a/b"}, 400, "is no name of a context"),
+        (b"a text", "", {"protect": "system"}, 400, "'protect' is no parameter of an upload; leave it out"),
         (b" \n\t", "", {"wait": "true"}, 400, "is empty; give a text to read"),
         (b"good \xff", "", {}, 400, "not UTF-8"),
         (b"a" * 300_001, "", {}, 413, "more than 300,000 bytes"),
