@@ -18,9 +18,8 @@ from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.backbone.passes import gathering_root
 from locret.conversation.document import decode
-from locret.generation import check_finite_logits
+from locret.generation import FiniteLogits
 from locret.infer.evaluation.methods import Prompt, make_scorer
-from locret.infer.evaluation.records import second_tier
 
 if TYPE_CHECKING:
     from locret.data.tasks import Task
@@ -30,8 +29,9 @@ if TYPE_CHECKING:
 @torch.no_grad()
 def answer(prompt: Prompt, run: Run, task: Task) -> dict[str, Any]:
     """Read a prompt as a whole, answer it greedily, and return the prediction, units, bytes and seconds."""
-    settings = settings_of(prompt, task)
-    return _plain(prompt, settings) if run.method.plain else _write(_read(prompt, run, task.max_new_tokens), settings)
+    # The plain cache reads within `generate`: transformers alone, and nothing of ours but a look at it in between.
+    read = _Read(prompt, cache_of(prompt, run), {}) if run.method.plain else _read(prompt, run, task.max_new_tokens)
+    return _write(read, settings_of(prompt, task))
 
 
 @torch.no_grad()
@@ -40,12 +40,9 @@ def answers_on_forks(prompts: Sequence[Prompt], run: Run, task: Task) -> Iterato
 
     The seconds of the read count for every question, as if it were the only one.
     """
-    if run.method.plain:
-        yield from _asked_plainly(prompts, task)
-        return
     document = _read(prompts[0].document, run, 0)
     for prompt in prompts:
-        yield _write(replace(document, prompt=prompt, cache=document.cache.copy()), settings_of(prompt, task))
+        yield _write(replace(document, prompt=prompt, cache=fork(document.cache)), settings_of(prompt, task))
 
 
 @dataclass
@@ -53,91 +50,87 @@ class _Read:
     """A prompt that has been read, as a whole or up to its question, whose answer has not been written."""
 
     prompt: Prompt
-    cache: RetentionCache
+    cache: RetentionCache | DynamicCache
     measured: dict[str, Any]
-    """Of the read, by the names of a record."""
+    """Of the read, by the names of a record; empty where it is read with its answer."""
 
 
 def _read(prompt: Prompt, run: Run, new_tokens: int) -> _Read:
-    ids_1N, meter = prompt.ids_1N, _UnitMeter()
-    cache = RetentionCache(prompt.setup.model, make_scorer(run.method, prompt), run.policy_of(ids_1N.shape[1]))
+    ids_1N, cache, meter = prompt.ids_1N, cache_of(prompt, run), _UnitMeter()
+    kept = peak = ids_1N.shape[1]
     start = now(ids_1N.device)
-    prefill(prompt.setup.model, ids_1N, cache, new_tokens=new_tokens, on_chunk=meter)
-    measured = {
-        "kept_units": round(fmean(layer.fill for layer in cache.governed)),
-        "peak_units": max(meter.peak, ids_1N.shape[1] if cache.policy.when == "prompt_end" else 0),
-        "cache_bytes": cache.memory().actual,
-        "prefill_seconds": now(ids_1N.device) - start,
-    }
-    return _Read(prompt, cache, measured)
+    if isinstance(cache, RetentionCache):
+        prefill(prompt.setup.model, ids_1N, cache, new_tokens=new_tokens, on_chunk=meter)
+        kept = round(fmean(layer.fill for layer in cache.governed))
+        peak = max(meter.peak, peak if cache.policy.when == "prompt_end" else 0)
+    else:
+        model: Any = unwrap(prompt.setup.model)
+        model(input_ids=ids_1N, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    measured = {"kept_units": kept, "peak_units": peak, "cache_bytes": held(cache)["cache_bytes"]}
+    return _Read(prompt, cache, {**measured, "prefill_seconds": now(ids_1N.device) - start})
 
 
 def _write(read: _Read, settings: dict[str, Any]) -> dict[str, Any]:
     """Read what a cache has not of its prompt, write the answer, and return what a record says."""
-    prompt, cache, measured, times = read.prompt, read.cache, read.measured, dict[str, float]()
-    whole = cache.seen == prompt.ids_1N.shape[1]
+    prompt, cache, device, seen = read.prompt, read.cache, read.prompt.ids_1N.device, dict[str, Any]()
 
     def look(_ids: Tensor, logits: Tensor) -> Tensor:
-        times.setdefault("read", now(prompt.ids_1N.device))  # the prompt has been read, and nothing has been written
+        if not seen:  # the prompt's last logits: it has been read, and nothing has been written
+            seen.update(at=now(device), units=units_of(cache), size=held(cache)["cache_bytes"])
         return logits
 
-    start = now(prompt.ids_1N.device)
-    ids = () if whole else (prompt.ids_1N,)
-    out = generate(prompt.setup.model, *ids, cache=cache, logits_processor=[look], **settings)
-    end, after = now(prompt.ids_1N.device), cache.memory()
+    start = now(device)
+    new = written(prompt.setup.model, cache, prompt.ids_1N, {**settings, "logits_processor": [look]})
+    end, measured = now(device), {"kept_units": seen["units"], "cache_bytes": seen["size"], **read.measured}
     return {
-        **_said(prompt, out[0, 0 if whole else prompt.ids_1N.shape[1] :].tolist()),
+        "prediction": decode(prompt.setup.tokenizer, new),
+        "generated_tokens": len(new),
+        **held(cache),
         **measured,
-        "peak_units": max(measured["peak_units"], after.units),
-        "peak_bytes": after.peak,
-        **second_tier(after),
-        "prefill_seconds": measured["prefill_seconds"] + times["read"] - start,
-        "decode_seconds": end - times["read"],
+        "peak_units": max(measured.get("peak_units", 0), units_of(cache)),
+        "prefill_seconds": measured.get("prefill_seconds", 0.0) + seen["at"] - start,
+        "decode_seconds": end - seen["at"],
     }
 
 
-def _said(prompt: Prompt, new: Sequence[int]) -> dict[str, Any]:
-    return {"prediction": decode(prompt.setup.tokenizer, new), "generated_tokens": len(new)}
+def cache_of(prompt: Prompt, run: Run) -> RetentionCache | DynamicCache:
+    """Return a new cache of a run, for a prompt of such a length."""
+    if run.method.plain:
+        return DynamicCache(config=unwrap(prompt.setup.model).config)
+    policy = run.policy_of(prompt.ids_1N.shape[1])
+    return RetentionCache(prompt.setup.model, make_scorer(run.method, prompt), policy)
 
 
-def _asked_plainly(prompts: Sequence[Prompt], task: Task) -> Iterator[dict[str, Any]]:
-    """Read a document into the plain cache of transformers, and yield the answers to its questions, each on a copy."""
-    model, ids_1D = unwrap(prompts[0].setup.model), prompts[0].document.ids_1N
-    cache, start = DynamicCache(config=model.config), now(ids_1D.device)
-    model(input_ids=ids_1D, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    seconds, held = now(ids_1D.device) - start, {"kept_units": ids_1D.shape[1], "cache_bytes": bytes_of(cache)}
-    for prompt in prompts:
-        found = _plain(prompt, settings_of(prompt, task), copy.deepcopy(cache))
-        yield {**found, **held, "prefill_seconds": found["prefill_seconds"] + seconds}
+def fork(cache: Any) -> Any:
+    """Return a copy of a cache that can be read and answered without changing it."""
+    return cache.copy() if isinstance(cache, RetentionCache) else copy.deepcopy(cache)
 
 
-def _plain(prompt: Prompt, settings: dict[str, Any], cache: DynamicCache | None = None) -> dict[str, Any]:
-    """Answer with transformers alone: its cache, its `generate`, nothing of ours but a look at the cache in between."""
-    ids_1N, model = prompt.ids_1N, unwrap(prompt.setup.model)
-    cache = DynamicCache(config=model.config) if cache is None else cache
-    if gathering_root(prompt.setup.model) is not None:
-        settings = {**settings, "synced_gpus": False}  # `in_step` keeps the processes together
-    read: dict[str, Any] = {}
+def units_of(cache: Any) -> int:
+    """Return the units that the fullest KV head holds."""
+    return cache.memory().units if isinstance(cache, RetentionCache) else int(cache.get_seq_length())
 
-    def look(_ids: Tensor, logits: Tensor) -> Tensor:
-        if not read:  # the prompt's last logits: it has been read, and nothing has been written
-            read.update(seconds=now(ids_1N.device), units=cache.get_seq_length(), size=bytes_of(cache))
-        check_finite_logits(model, logits)
-        return logits
 
-    start = now(ids_1N.device)
-    out = model.generate(
-        ids_1N, attention_mask=torch.ones_like(ids_1N), past_key_values=cache, logits_processor=[look], **settings
-    )
-    return {
-        **_said(prompt, out[0, ids_1N.shape[1] :].tolist()),
-        "kept_units": read["units"],
-        "peak_units": cache.get_seq_length(),
-        "cache_bytes": read["size"],
-        "peak_bytes": bytes_of(cache),
-        "prefill_seconds": read["seconds"] - start,
-        "decode_seconds": now(ids_1N.device) - read["seconds"],
-    }
+def held(cache: Any) -> dict[str, int]:
+    """Return what a record says of a cache's bytes."""
+    if isinstance(cache, RetentionCache):
+        memory = cache.memory()
+        tier = {"host_bytes": memory.host, "moved_bytes": memory.moved} if memory.host_planned else {}
+        return {"cache_bytes": memory.actual, "peak_bytes": memory.peak, **tier}
+    return dict.fromkeys(("cache_bytes", "peak_bytes"), bytes_of(cache))
+
+
+def written(model: Any, cache: Any, ids_1N: Tensor, settings: dict[str, Any]) -> list[int]:
+    """Let the backbone's own `generate` read what a cache lacks of a prompt and go on; return the new tokens."""
+    if isinstance(cache, RetentionCache):
+        whole = cache.seen == ids_1N.shape[1]
+        out_1N = generate(model, *(() if whole else (ids_1N,)), cache=cache, **settings)
+        return out_1N[0, 0 if whole else ids_1N.shape[1] :].tolist()  # type: ignore[no-any-return]
+    look = [*settings.get("logits_processor", ()), FiniteLogits(model)]
+    given = {"attention_mask": torch.ones_like(ids_1N), "past_key_values": cache, **settings, "logits_processor": look}
+    if gathering_root(model) is not None:
+        given["synced_gpus"] = False  # `in_step` keeps the processes together
+    return unwrap(model).generate(ids_1N, **given)[0, ids_1N.shape[1] :].tolist()  # type: ignore[operator]
 
 
 class _UnitMeter:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from locret.base.files import write_text
-
-if TYPE_CHECKING:
-    from locret.cache.memory import CacheMemory
 
 SAMPLES, RESULTS, TABLE = "samples.jsonl", "results.json", "results.md"
 PART = "samples.process-{}.jsonl"
@@ -66,11 +63,6 @@ def size(count: float) -> str:
             return f"{count:.4g} {unit}"
         count /= 1024
     return f"{count:.4g} GiB"
-
-
-def second_tier(memory: CacheMemory) -> dict[str, int]:
-    """Return what a record says of a second tier, if there is one."""
-    return {"host_bytes": memory.host, "moved_bytes": memory.moved} if memory.host_planned else {}
 
 
 class SampleLog:

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import time
 from os.path import commonprefix
@@ -19,29 +18,9 @@ from locret.backbone.adapters import input_device, unwrap
 from locret.chunked_prefill import read_turn
 from locret.conversation.document import decode, encode, leading_special_ids
 from locret.conversation.turns import MARK, Message, Transcript
-from locret.generation import FiniteLogits, check_finite_logits
-from locret.infer.evaluation.answering import bytes_of, settings_of
-from locret.infer.evaluation.methods import Prompt, make_scorer
-from locret.infer.evaluation.records import second_tier
-
-
-def _cache_of(prompt: Prompt, run: Any) -> Any:
-    if run.method.plain:
-        return DynamicCache(config=unwrap(prompt.setup.model).config)
-    policy = run.policy_of(prompt.ids_1N.shape[1])
-    return RetentionCache(prompt.setup.model, make_scorer(run.method, prompt), policy)
-
-
-def _units(cache: Any) -> int:
-    return cache.memory().units if isinstance(cache, RetentionCache) else int(cache.get_seq_length())
-
-
-def _held(cache: Any) -> dict[str, int]:
-    """Return what a record says of a cache at a session's end."""
-    if isinstance(cache, RetentionCache):
-        memory = cache.memory()
-        return {"cache_bytes": memory.actual, "peak_bytes": memory.peak, **second_tier(memory)}
-    return dict.fromkeys(("cache_bytes", "peak_bytes"), bytes_of(cache))
+from locret.generation import check_finite_logits
+from locret.infer.evaluation.answering import cache_of, fork, held, settings_of, units_of, written
+from locret.infer.evaluation.methods import Prompt
 
 
 @torch.no_grad()
@@ -53,7 +32,7 @@ def answer_turns(prompt: Prompt, run: Any) -> dict[str, Any]:
     `budget + max(chunk_size, local_len)` units; a cache of transformers grows with every turn.
     """
     model, tokenizer, sample = prompt.setup.model, prompt.setup.tokenizer, prompt.sample
-    cache, start, most, answers = _cache_of(prompt, run), time.perf_counter(), 0, list[str]()
+    cache, start, most, answers = cache_of(prompt, run), time.perf_counter(), 0, list[str]()
     said = {choice: _after(tokenizer, sample.turns[-1].rstrip(" "), choice) for choice in sample.choices}
     if len({ids[0] for ids in said.values()}) < len(said):
         raise ValueError(
@@ -66,14 +45,14 @@ def answer_turns(prompt: Prompt, run: Any) -> dict[str, Any]:
         check_finite_logits(model, logits_V)
         chances = torch.log_softmax(logits_V, dim=-1)
         answers.append(max(said, key=lambda choice: float(chances[said[choice][0]])))  # the first of equals
-        unread, most = said[answers[-1]], max(most, _units(cache))
+        unread, most = said[answers[-1]], max(most, units_of(cache))
     return {
         "prediction": "".join(answers),
         "prompt_tokens": cache.seen if isinstance(cache, RetentionCache) else cache.get_seq_length(),
         "generated_tokens": len(answers),
         "kept_units": most,
         "peak_units": most,
-        **_held(cache),
+        **held(cache),
         "prefill_seconds": time.perf_counter() - start,
         "decode_seconds": 0.0,
     }
@@ -109,7 +88,7 @@ class _Bounded:
 
     def write(self, *, stands: bool) -> tuple[list[int], list[int], Any]:
         """Return the tokens of an answer, those of them that its cache does not hold, and the cache."""
-        cache = self.cache if stands else self.cache.copy()
+        cache = self.cache if stands else fork(self.cache)
         seen = cache.seen
         new: list[int] = generate(self.model, cache=cache, **self.settings)[0].tolist()
         return new, new[cache.seen - seen :], cache
@@ -119,7 +98,7 @@ class _Plain:
     """A talk in the plain cache of transformers, which keeps everything."""
 
     def __init__(self, prompt: Prompt, cache: DynamicCache, settings: dict[str, Any]) -> None:
-        self.model, self.settings, self.ids_1N = unwrap(prompt.setup.model), settings, prompt.ids_1N[:, :0]
+        self.model, self.settings, self.ids_1N = prompt.setup.model, settings, prompt.ids_1N[:, :0]
         self.cache = cache
         self.read(prompt.ids_1N[0].tolist())
 
@@ -132,19 +111,16 @@ class _Plain:
         self.ids_1N = torch.cat([self.ids_1N, self.ids_1N.new_tensor([ids])], dim=1)
         rest_1L = self.ids_1N[:, self.cache.get_seq_length() : -1]
         if rest_1L.shape[1]:
-            self.model(input_ids=rest_1L, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+            model: Any = unwrap(self.model)
+            model(input_ids=rest_1L, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
 
     def write(self, *, stands: bool) -> tuple[list[int], list[int], Any]:
-        cache, mask_1N = self.cache if stands else copy.deepcopy(self.cache), torch.ones_like(self.ids_1N)
-        look = [FiniteLogits(self.model)]
-        out_1N = self.model.generate(
-            self.ids_1N, attention_mask=mask_1N, past_key_values=cache, logits_processor=look, **self.settings
-        )
-        new: list[int] = out_1N[0, self.seen :].tolist()
-        held = cache.get_seq_length() - self.seen
+        cache = self.cache if stands else fork(self.cache)
+        new = written(self.model, cache, self.ids_1N, self.settings)
+        read = cache.get_seq_length() - self.seen
         if stands:
-            self.ids_1N = out_1N[:, : cache.get_seq_length()]
-        return new, new[held:], cache
+            self.ids_1N = torch.cat([self.ids_1N, self.ids_1N.new_tensor([new[:read]])], dim=1)
+        return new, new[read:], cache
 
 
 @torch.no_grad()
@@ -159,8 +135,8 @@ def answer_conversation(prompt: Prompt, run: Any) -> dict[str, Any]:
     # The first turn has been rendered with the document in it; a mark stands for it here.
     transcript = Transcript(tokenizer, prompt.text.template, sample.system or None, (Message("user", MARK),))
     start, writing, answers, count = time.perf_counter(), 0.0, list[str](), 0
-    talk = (_Plain if run.method.plain else _Bounded)(prompt, _cache_of(prompt, run), settings)
-    kept = most = talk.seen if run.method.plain else _units(talk.cache)
+    talk = (_Plain if run.method.plain else _Bounded)(prompt, cache_of(prompt, run), settings)
+    kept = most = talk.seen if run.method.plain else units_of(talk.cache)
     unread: list[int] = []
     for number, turn in enumerate(sample.turns):
         if number:
@@ -169,7 +145,7 @@ def answer_conversation(prompt: Prompt, run: Any) -> dict[str, Any]:
             talk.read([*unread, *encode(tokenizer, f"{said if sample.said else ''}{transcript.ask(turn)}")])
         begun = time.perf_counter()
         new, unread, cache = talk.write(stands=not sample.said)
-        writing, most, count = writing + time.perf_counter() - begun, max(most, _units(cache)), count + len(new)
+        writing, most, count = writing + time.perf_counter() - begun, max(most, units_of(cache)), count + len(new)
         if sample.said:
             unread = []
         elif unread and unread[-1] in ends:  # the template writes its own end of a turn
@@ -181,7 +157,7 @@ def answer_conversation(prompt: Prompt, run: Any) -> dict[str, Any]:
         "kept_units": kept,
         "peak_units": most,
         "prompt_tokens": talk.seen,
-        **_held(talk.cache),
+        **held(talk.cache),
         "prefill_seconds": time.perf_counter() - start - writing,
         "decode_seconds": writing,
     }
