@@ -14,7 +14,6 @@ files with questions, as those of recipes/train/smollm2.yaml are. Only what stan
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
@@ -29,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from tqdm import tqdm
-from transformers import DynamicCache
 
 from locret import LongContextModel, scorers
 from locret.base import method_spec
@@ -38,9 +36,9 @@ from locret.base.tables import markdown
 from locret.cli.command import parse_options, print_json
 from locret.conversation.document import encode, open_document
 from locret.conversation.evidence import Likelihood, likelihood, likelihood_of, policy_of_share
+from locret.conversation.turns import Transcript
 from locret.data import real
 from locret.infer.evaluation import output_folder
-from locret.infer.evaluation.answering import bytes_of
 from locret.infer.evaluation.eval_options import LONGEST, numbers, words
 from locret.infer.infer_options import PlacedModelOptions
 from locret.labels.many_answers import labels_of_answers
@@ -199,25 +197,28 @@ class _Reading:
         self, cell: Cell, piece: real.Piece, asked: Sequence[real.Asked]
     ) -> tuple[Callable[[real.Asked], Likelihood], dict[str, Any]]:
         """Read a piece; return what scores an answer about it, and what is held."""
-        if cell.share is not None:
-            context = self.by(cell, piece, asked).read(piece.text, progress=False)
-            memory = context.memory()
-            held = {"units": memory.units, "cache_bytes": memory.actual}
-            return (lambda one: likelihood(context, one.question, one.answer)), held
-        model = self.lm.model
-        cache, ids = (DynamicCache(), self.opening(piece)) if cell.method == FULL else (None, [])
-        if cache is not None:
-            likelihood_of(model, ids, 1, cache)  # reads it; its last token's likelihood is of no interest
+        if cell.method == NOTHING:
+            return self.alone, {"units": 0, "cache_bytes": 0}
+        context = self.by(cell, piece, asked).read(piece.text, progress=False)
+        memory = context.memory()
+        held = {"units": memory.units, "cache_bytes": memory.actual}
+        return (lambda one: likelihood(context, one.question, one.answer)), held
 
-        def score(one: real.Asked) -> Likelihood:
-            answer = encode(self.lm.tokenizer, one.answer)
-            turn = self.turn(one.question, alone=cache is None) + answer
-            return likelihood_of(model, turn, len(answer), copy.deepcopy(cache))
+    def alone(self, one: real.Asked) -> Likelihood:
+        """Score an answer to a question that is asked without any text."""
+        before, behind = Transcript(self.lm.tokenizer, "chat").around(one.question)
+        turn, answer = (encode(self.lm.tokenizer, text) for text in (before + behind.lstrip(), one.answer))
+        return likelihood_of(self.lm.model, turn + answer, len(answer))
 
-        return score, {"units": len(ids), "cache_bytes": 0 if cache is None else bytes_of(cache)}
+    @cached_property
+    def whole(self) -> LongContextModel:
+        """The model that keeps every unit."""
+        return LongContextModel(self.lm.model, self.lm.tokenizer, FULL)
 
     def by(self, cell: Cell, piece: real.Piece, asked: Sequence[real.Asked]) -> LongContextModel:
         """Return the model with a method's scorer and policy."""
+        if cell.method == FULL:
+            return self.whole
         spec = method_spec.parse(cell.method, "--methods")
         if spec.name == ORACLE:
             chosen: Any = OracleScorer(labels=self.labels(piece, asked))
@@ -237,24 +238,12 @@ class _Reading:
         kept = policy_of_share(piece.tokens, float(cell.share or 0) / 100, **own)
         return LongContextModel(self.lm.model, self.lm.tokenizer, chosen, kept)
 
-    def opening(self, piece: real.Piece) -> list[int]:
-        """Return the tokens of a conversation that begins with a piece."""
-        return [token for block in self.lm.tokens(open_document(piece.text, "piece")) for token in block]
-
-    def turn(self, question: str, *, alone: bool = False) -> list[int]:
-        """Return the tokens of a question that follows a text, or of one that is asked without any."""
-        mark = "LocretQuestion"
-        messages = [{"role": "user", "content": mark}]
-        written = self.lm.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        before, behind = written.split(mark)
-        text = f"{before}{question}{behind}" if alone else f"\n\n{question}{behind}"
-        return encode(self.lm.tokenizer, text)
-
     def labels(self, piece: real.Piece, asked: Sequence[real.Asked]) -> Tensor:
-        """Return the labels of all right answers together."""
-        turns = [(self.turn(one.question), encode(self.lm.tokenizer, one.answer)) for one in asked]
-        pairs = [(torch.tensor(turn), torch.tensor(answer)) for turn, answer in turns]
-        return labels_of_answers(self.lm.model, torch.tensor(self.opening(piece)), pairs, "log_attention", True)
+        """Return the labels of all right answers together; the end of a text is read with each question."""
+        context, tokenizer = self.whole.read(piece.text, progress=False), self.lm.tokenizer
+        text = [token for block in self.lm.tokens(open_document(piece.text, "piece")) for token in block]
+        pairs = [(context.question_ids(one.question)[0], torch.tensor(encode(tokenizer, one.answer))) for one in asked]
+        return labels_of_answers(self.lm.model, torch.tensor(text), pairs, "log_attention", True)
 
 
 def summary(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

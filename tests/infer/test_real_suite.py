@@ -11,10 +11,13 @@ import torch
 from transformers import AutoTokenizer
 
 from locret import LongContextModel, shipped
+from locret.conversation.document import encode
 from locret.conversation.evidence import likelihood, policy_of_share
+from locret.conversation.turns import Transcript
 from locret.data import real
 from locret.infer.evaluation import command as locret_eval
-from locret.infer.evaluation.real import Cell, recovered, summary, tables
+from locret.infer.evaluation.real import Cell, RealOptions, _Reading, recovered, summary, tables
+from locret.loading.options import ScorerOptions
 
 TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
 SMALL = ["--sets", "sqlite_faq", "--tokens", "128", "--pieces", "1", "--questions", "2", "--quiet"]
@@ -88,25 +91,20 @@ def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
         run(tmp_path / "other", "--methods", "nothing")
 
 
-def test_a_likelihood_is_that_of_the_whole_prompt_where_everything_is_kept() -> None:
+def test_a_likelihood_is_that_of_the_whole_text_where_everything_is_kept() -> None:
     lm = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", budget=4096)
-    text = "The grass is green. " * 20 + "The pass key is 71432. " + "The sky is blue. " * 20
-    context = lm.read(text, progress=False)
+    text = "The grass is green. " * 20 + "The pass key is 71432. " + "The sky is blue. " * 20 + "Nothing stands"
     question, answer = "What is the pass key?", "The pass key is 71432."
-    found = likelihood(context, question, answer)
-    prompt = [token for block in lm.tokens(_document(text)) for token in block]
-    wanted = lm.tokenizer(answer, add_special_tokens=False)["input_ids"]
-    ids = torch.tensor([[*prompt, *context.question_ids(question)[0].tolist(), *wanted]])
+    asked = (real.Asked(question, answer),)
+    whole = _Reading(lm, RealOptions(suite="real", output=""), ScorerOptions())
+    score, _ = whole.read(Cell("full", None, 512), real.Piece(text, 512, asked), asked)
+    wanted = encode(lm.tokenizer, answer)
+    ids = torch.tensor([[*encode(lm.tokenizer, text.join(Transcript(lm.tokenizer, "chat").around(question))), *wanted]])
     logs = lm.model(ids).logits[0, -len(wanted) - 1 : -1].log_softmax(-1)
-    assert found.tokens == len(wanted)
-    assert found.nats == pytest.approx(-float(logs.gather(1, torch.tensor(wanted)[:, None]).sum()), abs=1e-3)
-    assert found.hits == int((logs.argmax(-1) == torch.tensor(wanted)).sum())
-
-
-def _document(text: str) -> Any:
-    from locret.conversation.document import open_document
-
-    return open_document(text, "text")
+    for found in (score(asked[0]), likelihood(lm.read(text, progress=False), question, answer)):
+        assert found.tokens == len(wanted)
+        assert found.nats == pytest.approx(-float(logs.gather(1, torch.tensor(wanted)[:, None]).sum()), abs=1e-3)
+        assert found.hits == int((logs.argmax(-1) == torch.tensor(wanted)).sum())
 
 
 def test_a_share_counts_the_newest_tokens_too() -> None:
