@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from functools import cache
 from typing import Any
 
 import torch
-from transformers import (
-    CONFIG_MAPPING,
-    AutoModelForCausalLM,
-    Gemma2Config,
-    Gemma3TextConfig,
-    GptOssConfig,
-    GraniteConfig,
-    LlamaConfig,
-    MistralConfig,
-    MixtralConfig,
-    Olmo3Config,
-    Phi3Config,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    SmolLM3Config,
-)
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 SHAPE = {
     "vocab_size": 199,
@@ -61,32 +44,6 @@ PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor
 SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 
-def _configs() -> dict[str, PreTrainedConfig]:
-    return {
-        "llama": LlamaConfig(**SHAPE),
-        "llama-mha": LlamaConfig(**{**SHAPE, "num_key_value_heads": 4}),
-        "llama-mqa": LlamaConfig(**{**SHAPE, "num_key_value_heads": 1}),
-        "llama-3.1-rope": LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
-        "llama-yarn": LlamaConfig(**SHAPE, rope_parameters=YARN),
-        "mistral": MistralConfig(**SHAPE, sliding_window=None),
-        "qwen2": Qwen2Config(**SHAPE),
-        "qwen3": Qwen3Config(**SHAPE, head_dim=8),
-        "phi3": Phi3Config(**SHAPE, sliding_window=600),
-        "phi3-partial": Phi3Config(**SHAPE, rope_parameters=PARTIAL),
-        "phi3-longrope": Phi3Config(**SHAPE, rope_parameters=LONGROPE, original_max_position_embeddings=64),
-        "smollm3": SmolLM3Config(**SHAPE),
-        "granite": GraniteConfig(**SHAPE, logits_scaling=2.0, residual_multiplier=0.5, attention_multiplier=0.3),
-        "olmo3": Olmo3Config(**SHAPE, **SLIDING),
-        "qwen3-moe": Qwen3MoeConfig(
-            **SHAPE, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
-        ),
-        "mixtral": MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
-        "gpt-oss": GptOssConfig(**{**SHAPE, **SLIDING}, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
-        "gemma2": Gemma2Config(**{**SHAPE, **SLIDING}, head_dim=8, query_pre_attn_scalar=8),
-        "gemma3": Gemma3TextConfig(**{**SHAPE, **SLIDING}, head_dim=8, query_pre_attn_scalar=8),
-    }
-
-
 DELTA = {
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "linear_num_key_heads": 2,
@@ -96,40 +53,57 @@ DELTA = {
     "linear_conv_kernel_dim": 4,
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-MAMBA = {"mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
+LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MAMBA = {"num_hidden_layers": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
 MAMBA2 = {**MAMBA, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-_HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3-next": ("qwen3_next", {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16, "head_dim": 8}),
+JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0}
+_OF_STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3-next": (
+        "qwen3_next",
+        {"num_hidden_layers": 4, **DELTA, **EXPERTS, "shared_expert_intermediate_size": 16, "head_dim": 8},
+    ),
     "lfm2": (
         "lfm2",
-        {"layer_types": ["conv", "full_attention"] * 2, "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
+        {
+            "num_hidden_layers": 4,
+            "layer_types": ["conv", "full_attention"] * 2,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": False,
+        },
     ),
     "bamba": ("bamba", {**MAMBA2, "attn_layer_indices": [1, 3]}),
     "falcon-h1": ("falcon_h1", {**MAMBA2, "mamba_d_ssm": 64, "head_dim": 8, "key_multiplier": 0.7}),
-    "jamba": (
-        "jamba",
-        {
-            **MAMBA,
-            **EXPERTS,
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 0,
-            "mamba_dt_rank": 4,
-            "use_mamba_kernels": False,
-        },
-    ),
+    "jamba": ("jamba", {**MAMBA, **EXPERTS, **JAMBA, "mamba_dt_rank": 4, "use_mamba_kernels": False}),
 }
-FAMILIES = sorted(_configs())
-HYBRIDS = sorted(_HYBRIDS)
+_OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-mha": ("llama", {"num_key_value_heads": 4}),
+    "llama-mqa": ("llama", {"num_key_value_heads": 1}),
+    "llama-3.1-rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 8}),
+    "phi3": ("phi3", {"sliding_window": 600}),
+    "phi3-partial": ("phi3", {"rope_parameters": PARTIAL}),
+    "phi3-longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64}),
+    "smollm3": ("smollm3", {}),
+    "granite": ("granite", {"logits_scaling": 2.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3}),
+    "olmo3": ("olmo3", SLIDING),
+    "qwen3-moe": ("qwen3_moe", {"head_dim": 8, **EXPERTS}),
+    "mixtral": ("mixtral", LOCAL_EXPERTS),
+    "gpt-oss": ("gpt_oss", {**SLIDING, "head_dim": 8, **LOCAL_EXPERTS}),
+    "gemma2": ("gemma2", {**SLIDING, "head_dim": 8, "query_pre_attn_scalar": 8}),
+    "gemma3": ("gemma3_text", {**SLIDING, "head_dim": 8, "query_pre_attn_scalar": 8}),
+}
+FAMILIES = sorted(_OTHERS)
+HYBRIDS = sorted(_OF_STATES)
 """Families with layers that carry a state; a list of their own, which not every test walks."""
 
 
 def _config(family: str) -> PreTrainedConfig:
-    if family in _HYBRIDS:
-        kind, own = _HYBRIDS[family]
-        return CONFIG_MAPPING[kind](**{**SHAPE, "num_hidden_layers": 4, **own})
-    return _configs()[family]
+    kind, own = {**_OTHERS, **_OF_STATES}[family]
+    return CONFIG_MAPPING[kind](**copy.deepcopy({**SHAPE, **own}))
 
 
 def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:

@@ -9,7 +9,6 @@ from typing import Any
 import oracle as reference
 import pytest
 import torch
-from chunks import make_chunk
 from families import build, prompt
 from scorer_passes import GREEDY, dense, policy, read_and_answer, watch
 from torch import Tensor
@@ -114,16 +113,6 @@ def test_scissorhands_fades_where_no_pass_is_as_long_as_its_history(monkeypatch:
     compare_every_pass(monkeypatch, scorer, slow_scissorhands(30), "chunk", "llama")
 
 
-def test_h2o_accumulates_over_chunks_and_answers_to_the_dense_column_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tova, rows = build("llama"), scorers.get("tova"), []
-    cache = RetentionCache(model, "h2o", policy(budget=200))
-    ids = generate(model, prompt(61), cache=cache, max_new_tokens=10, **GREEDY)[:, :-1]
-    watch(monkeypatch, tova, lambda chunk, _: rows.append(dense(chunk).sum(1)))
-    prefill(model, ids, RetentionCache(model, tova, policy(budget=200, chunk_size=200, local_len=ids.shape[1])))
-    expected = rows[0].unflatten(0, (2, 2)).mean(1)
-    torch.testing.assert_close(cache.kept_scores(0)[0], expected, atol=1e-4, rtol=0)
-
-
 def test_snapkv_is_refused_where_answers_are_evicted_or_its_window_is_longer_than_a_pass() -> None:
     with pytest.raises(ValueError, match="scorer snapkv is not defined for generated tokens"):
         RetentionCache(build("llama"), "snapkv", policy(decode_budget=40, decode_interval=4))
@@ -175,27 +164,6 @@ def test_nacl_keeps_what_the_slow_version_keeps(
                 sums[head].tolist(), chance, positions.tolist(), numbers, scorer.sampling == "attention"
             )
             assert set(kept[0, head].tolist()) == expected
-
-
-def test_nacl_draws_with_the_odds_of_its_attention() -> None:
-    """Two of four units are drawn; the odds are those of drawing twice without replacement."""
-    sums = torch.tensor([0.0, 1.0, 2.0, 0.5])
-    odds = sums.softmax(0)
-    expected = torch.zeros(4)
-    for i in range(4):
-        for j in range(4):
-            if i != j:
-                chance = odds[i] * odds[j] / (1 - odds[i])
-                expected[i] += chance
-                expected[j] += chance
-    runs = 4000
-    # Sinks, none; one newest unit that stays; every one of many KV heads draws on its own.
-    chunk = make_chunk(torch.zeros(1, 1, 1, 1), torch.zeros(1, runs, 5, 1), 1.0, selects=True, budget=3, recent=1)
-    scorer = scorers.get("nacl", random_share=1.0, protect_share=0.0)
-    raised = scorer._selected(chunk, torch.cat([sums, torch.zeros(1)]).expand(1, runs, 5))
-    drawn = (raised[0, :, :4] > sums.max()).float()
-    assert (drawn.sum(-1) == 2).all()
-    assert (drawn.mean(0) - expected).abs().max() < 4 * 0.5 / runs**0.5
 
 
 @pytest.mark.parametrize("when", ["chunk", "prompt_end"])

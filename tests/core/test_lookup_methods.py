@@ -75,9 +75,6 @@ def test_dense_layers_and_memory_are_the_published_ones(name: str) -> None:
         assert math.isclose(share, memory_share(filters, layers, ratio))
 
 
-# -- the lookup -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 @pytest.mark.parametrize(
     ("options", "newest"),
@@ -123,45 +120,6 @@ def test_rows_turns_and_files_do_not_matter(options: str, tmp_path: Path) -> Non
         torch.testing.assert_close(fourth, third, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("filter_layers=8-2", "filter_layers=8-2 are not layers in ascending order; write 2-8-18"),
-        ("filter_layers=2-x", "filter_layers=2-x are not layers"),
-        ("selector=first", 'selector="first" is unknown; choose one of uniform, exp, last, raw'),
-        ("tokens=0", "tokens=0 is neither a number of units nor a share"),
-        ("tokens=1.5", "tokens=1.5 is neither"),
-        ("memory=1.5", "memory=1.5 is not a share"),
-        ("tokens=9,memory=0.5", "tokens=9 and memory=0.5 both say"),
-        ("window=0", "window=0 is too small"),
-        ("window=4", "window=4 is what uniform and exp look from"),
-        ("prefill=-1", "prefill=-1 is too small"),
-        ("filters=2", 'has no option "filters"; did you mean filter_layers'),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        lookups.get(f"omnikv:{options}")
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ("filter_layers=2-9", "filter_layers=2-9 names layers that a backbone of 6 does not have"),
-        ("filter_layers=4", "filter_layers=4 leave no sparse layer of 6"),
-        ("memory=0.5", "memory=0.5 is no more than the dense layers take, 0.5"),
-        ("tokens=100", "tokens=100, but recall=8; leave tokens out, or recall as many"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused_before_anything_is_read(options: str, says: str) -> None:
-    policy = RetentionPolicy(budget=8, host_budget=64, recall=8, recall_by=f"omnikv:{options}")
-    with pytest.raises(ValueError, match=says):
-        RetentionCache(build("llama", **LAYERS), "random", policy)
-
-
-# -- the lookup -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 @pytest.mark.parametrize("options", ["page=3,dense=1", "page=4,dense=2,last_page=true", "page=1,dense=0"])
 def test_answers_of_quest_are_the_oracles(family: str, options: str) -> None:
@@ -182,19 +140,3 @@ def test_a_budget_of_the_prompts_length_is_the_full_cache() -> None:
         settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **options}
         cache = fresh(model, method("quest:page=4", 91))
         assert torch.equal(generate(model, ids, cache=cache, **settings), model.generate(ids, **settings))
-
-
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [("page=0", "page=0 is too small"), ("dense=-1", "dense=-1 is too small"), ("pages=4", "did you mean page")],
-)
-def test_options_of_quest_that_mean_nothing_are_refused(options: str, says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        lookups.get(f"quest:{options}")
-
-
-def test_options_of_quest_that_do_not_fit_are_refused_before_anything_is_read() -> None:
-    for spec, says in (("quest:dense=6", "dense=6 leaves no layer of 6"), ("quest:tokens=9", "tokens=9, but recall=8")):
-        policy = RetentionPolicy(budget=8, host_budget=64, recall=8, recall_by=spec)
-        with pytest.raises(ValueError, match=says):
-            RetentionCache(build("llama", **LAYERS), "random", policy)

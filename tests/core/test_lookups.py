@@ -118,12 +118,41 @@ def test_with_everything_recalled_every_lookup_is_full_attention(spec: str, posi
     [
         ("codes:bits=3", "lookup codes: bits=3 is unknown; choose one of 2, 4, 8"),
         ("codes:oversample=0", "lookup codes: oversample=0 is too small"),
-        ("codes:bit=2", 'lookup codes: it has no option "bit"; did you mean bits'),
-        ("code", 'lookup "code" is unknown; did you mean codes'),
         ("codes:oversample=2.5", "is not a whole number"),
+        ("code", 'lookup "code" is unknown; did you mean codes'),
         ("pages", 'lookup "pages" was retired; release 0.1.0'),
+        ("omnikv:filter_layers=8-2", "filter_layers=8-2 are not layers in ascending order; write 2-8-18"),
+        ("omnikv:filter_layers=2-x", "filter_layers=2-x are not layers"),
+        ("omnikv:selector=first", 'selector="first" is unknown; choose one of uniform, exp, last, raw'),
+        ("omnikv:tokens=0", "tokens=0 is neither a number of units nor a share"),
+        ("omnikv:tokens=1.5", "tokens=1.5 is neither"),
+        ("omnikv:memory=1.5", "memory=1.5 is not a share"),
+        ("omnikv:tokens=9,memory=0.5", "tokens=9 and memory=0.5 both say"),
+        ("omnikv:window=0", "window=0 is too small"),
+        ("omnikv:window=4", "window=4 is what uniform and exp look from"),
+        ("omnikv:prefill=-1", "prefill=-1 is too small"),
+        ("omnikv:filters=2", 'has no option "filters"; did you mean filter_layers'),
+        ("quest:page=0", "page=0 is too small"),
+        ("quest:dense=-1", "dense=-1 is too small"),
     ],
 )
 def test_a_lookup_that_makes_no_sense_is_refused(spec: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         lookups.get(spec)
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("omnikv:filter_layers=2-9", "filter_layers=2-9 names layers that a backbone of 3 does not have"),
+        ("omnikv:filter_layers=1", "filter_layers=1 leave no sparse layer of 3"),
+        ("omnikv:memory=0.5", "memory=0.5 is no more than the dense layers take"),
+        ("omnikv:tokens=100", "tokens=100, but recall=8; leave tokens out, or recall as many"),
+        ("quest:dense=3", "dense=3 leaves no layer of 3"),
+        ("quest:tokens=9", "tokens=9, but recall=8"),
+    ],
+)
+def test_a_lookup_that_does_not_fit_is_refused_before_anything_is_read(spec: str, says: str) -> None:
+    policy = RetentionPolicy(budget=8, host_budget=64, recall=8, recall_by=spec)
+    with pytest.raises(ValueError, match=says):
+        RetentionCache(build("llama"), "random", policy)

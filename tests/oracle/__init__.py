@@ -10,14 +10,12 @@ from oracle.attention_scorers import (
     h2o,
     low_events,
     nacl_kept,
-    pool,
     reduce_group,
     sage_kept,
     snapkv,
     snapkv_of_imdc,
     tova,
 )
-from oracle.compose import Text, composed
 from oracle.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
 from oracle.head_split import select_over_heads
 from oracle.infllm import infllm
@@ -44,7 +42,6 @@ from oracle.rounding import (
     packed,
     rounded_by_channel,
     rounded_by_token,
-    spread,
 )
 from oracle.sparse_reading import read_by_choice
 from oracle.token_and_key_scorers import (
@@ -57,49 +54,11 @@ from oracle.token_and_key_scorers import (
 )
 
 __all__ = [
-    "Text",
-    "adaptive_sizes",
-    "answer_with_recall",
-    "attend",
-    "attention",
-    "best_units",
-    "composed",
-    "decremental_chunks",
-    "dense_layers",
-    "expected_attention",
-    "h2o",
-    "infllm",
-    "kept_after_chunks",
-    "kept_with_protection",
-    "key_difference",
-    "key_norm",
-    "labels",
-    "loco",
-    "loss",
-    "low_events",
-    "mean_rotation",
-    "memory_share",
-    "memory_sizes",
-    "nacl_kept",
-    "omnikv_visible",
-    "packed",
-    "pool",
-    "pyramid_budgets",
-    "quest_visible",
-    "ranking_loss",
-    "read_by_choice",
-    "read_prompt",
-    "reduce_group",
-    "rotate",
-    "rounded_by_channel",
-    "rounded_by_token",
-    "sage_kept",
-    "select_kept",
-    "select_over_heads",
-    "snapkv",
-    "snapkv_of_imdc",
-    "spread",
-    "surprisal",
-    "surprisal_of_the_release",
-    "tova",
-]
+    "adaptive_sizes", "answer_with_recall", "attend", "attention", "best_units", "decremental_chunks",
+    "dense_layers", "expected_attention", "h2o", "infllm", "kept_after_chunks", "kept_with_protection",
+    "key_difference", "key_norm", "labels", "loco", "loss", "low_events", "mean_rotation", "memory_share",
+    "memory_sizes", "nacl_kept", "omnikv_visible", "packed", "pyramid_budgets", "quest_visible", "ranking_loss",
+    "read_by_choice", "read_prompt", "reduce_group", "rotate", "rounded_by_channel", "rounded_by_token",
+    "sage_kept", "select_kept", "select_over_heads", "snapkv", "snapkv_of_imdc", "surprisal",
+    "surprisal_of_the_release", "tova",
+]  # fmt: skip

@@ -12,26 +12,6 @@ from torch import Tensor
 from oracle.head_split import select_over_heads
 
 
-def head_scores(features_TF: Tensor, w1_RF: Tensor, w2_KR: Tensor, mix_RW: Tensor | None = None) -> Tensor:
-    """Return (K, T): W2 silu(W1 [q; k; v]) of every token (Locret, Eq. 1).
-
-    Args:
-        features_TF: q, k and v of each token, before rotation.
-        w1_RF: First weights.
-        w2_KR: Second weights.
-        mix_RW: What each hidden number takes over from the same number of W - 1 tokens before and, last, of its own.
-    """
-    columns = []
-    for t in range(len(features_TF)):
-        hidden_R = w1_RF @ features_TF[t]
-        if mix_RW is not None:
-            hidden_R = hidden_R * mix_RW[:, -1]
-            for back in range(1, min(mix_RW.shape[1] - 1, t) + 1):
-                hidden_R = hidden_R + mix_RW[:, -1 - back] * (w1_RF @ features_TF[t - back])
-        columns.append(w2_KR @ (hidden_R * torch.sigmoid(hidden_R)))
-    return torch.stack(columns, dim=1)
-
-
 def select_kept(scores_S: list[float], budget: int, protected: set[int]) -> list[int]:
     """Return the kept slots of one head, ascending: protected ones first, then by score, newer first among equals."""
     slots = range(len(scores_S))
