@@ -16,7 +16,8 @@ _FOREIGN = ("MASTER_", "ACCELERATE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHE
 def start(*line: object, processes: int = 2, **more: str) -> subprocess.Popen[str]:
     """Start a program with torchrun, on a port that is free; a single process without it."""
     own = {name: value for name, value in os.environ.items() if not name.startswith(_FOREIGN)}
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *filter(None, [own.get("PYTHONPATH")])])
+    places = [*(str(ROOT / folder) for folder in ("", "tests", "tests/core")), own.get("PYTHONPATH")]
+    paths = os.pathsep.join(filter(None, places))
     own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": paths}
     launch = ["-m", "torch.distributed.run", f"--nproc-per-node={processes}", "--standalone"] if processes > 1 else []
     return subprocess.Popen(
@@ -50,7 +51,7 @@ def alone(*line: object) -> str:
     return done("-m", *line, processes=1)
 
 
-def found(*line: object, **more: str) -> dict[str, list[Any]]:
-    """Return what `shard_checks.py` found: for every check, a value of each process."""
-    out = done("tests/distributed/shard_checks.py", *line, **more)
+def found(shard: str, folder: Path, **more: str) -> dict[str, list[Any]]:
+    """Return what `worker.py` found: for every check, a value of each process."""
+    out = done("tests/distributed/worker.py", shard, folder, **more)
     return dict(json.loads(next(text for text in out.splitlines() if text.startswith("{"))))

@@ -45,13 +45,19 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("shard", ["fsdp", pytest.param("zero3", marks=pytest.mark.engine)])
-def test_parts_of_a_backbone_do_what_the_whole_does(shard: str) -> None:
+def test_parts_of_a_backbone_do_what_the_whole_does(shard: str, tmp_path: Path) -> None:
     if shard == "zero3" and find_spec("deepspeed") is None:
         pytest.skip("deepspeed is not installed")
-    checks = found(shard, DS_ACCELERATOR="cpu")
-    assert all(0.49 < share < 0.52 for share in checks.pop("share"))
-    assert all(value in (0.0, True) for values in checks.values() for value in values), checks
-    assert set(checks) >= {"train_step", "prefill", "generate", "alone"}
+    checks = found(shard, tmp_path, DS_ACCELERATOR="cpu")
+    assert all(0.49 < share < 0.52 for share in checks["share"])
+    assert checks["same"] == [True, True], "fingerprints, and where ids go"
+    assert checks["train_step"] == [0.0, 0.0]
+    for same in (*checks["read"], *checks["alone"], *checks["adapter"]):
+        assert same["logits"] == 0.0
+        assert same["kept"]
+        assert same["kept_after"]
+        assert same["tokens"][0] == same["tokens"][1]
+        assert same["bytes"][0] == same["bytes"][2]
 
 
 def test_training_leaves_the_heads_of_one_process(rows: Path, tmp_path: Path) -> None:

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
-from launches import ROOT, finish, start
+from launches import found
 
-WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
-MODULES = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "core")])
 CLOSE = 5e-5
 """Was 1e-5, which other processors hold; up to 2.6e-5 was found on one with AVX-512, and why was not looked into."""
 REFUSED = {
@@ -24,13 +19,8 @@ REFUSED = {
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """Run the checks in two processes, and return what each of them found, by check."""
-    folder = tmp_path_factory.mktemp("tensor_parallel")
     # Nothing here is equal to the last bit, and products that would be (MKL_CBWR=COMPATIBLE) are rounded more.
-    running = start(WORKER, folder, PYTHONPATH=MODULES, MKL_CBWR="")
-    code, _, err = finish(running, 280)
-    assert code == 0, err[-3000:]
-    found: dict[str, list[Any]] = json.loads((folder / "found.json").read_text())
-    return found
+    return found("tp", tmp_path_factory.mktemp("tensor_parallel"), MKL_CBWR="")
 
 
 def check_same(name: str, same: dict[str, Any]) -> None:
