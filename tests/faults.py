@@ -221,7 +221,7 @@ FAULTS = (
         "out = attention_weights(logits, by_kv_head(sinks, key.shape[1])).to(query.dtype) @ value[:, :, None]",
         "out = attention_weights(logits, None).to(query.dtype) @ value[:, :, None]",
         "prefill of gpt-oss: learned sinks take their share",
-        "tests/core/test_learned_sinks.py tests/core/test_attention.py",
+        "tests/core/test_attention.py",
     ),
     Fault(
         "a-token-read-twice",

@@ -49,4 +49,4 @@ def watch(monkeypatch: pytest.MonkeyPatch, scorer: scorers.Scorer, see: Callable
 def dense(chunk: Chunk) -> Tensor:
     """Return (N, L, S) attention of the only row of a chunk."""
     assert len(chunk.query) == 1
-    return reference.attention(chunk.query[0], chunk.key[0], chunk.scaling, chunk.softcap)
+    return reference.attention(chunk.query[0], chunk.key[0], chunk.scaling, chunk.softcap, chunk.learned_sinks)

@@ -5,9 +5,15 @@ from __future__ import annotations
 import oracle as reference
 import pytest
 import torch
+from families import build, prompt
 
 from locret.backbone import attention
-from locret.backbone.attention import MaskMemo, View, attend
+from locret.backbone.attention import MaskMemo, Recalled, View, attend
+from locret.backbone.chunk import Attended
+from locret.labels.labels import layer_labels, observe
+
+SINKS = torch.tensor([0.7, -1.2, 2.5, 0.1])
+LEARNED = pytest.mark.parametrize("sinks", [None, SINKS])
 
 
 def tensors(new: int, slots: int, heads: int = 4, kv_heads: int = 2) -> tuple[torch.Tensor, ...]:
@@ -16,12 +22,57 @@ def tensors(new: int, slots: int, heads: int = 4, kv_heads: int = 2) -> tuple[to
     return tuple(torch.randn(shape, generator=g) for shape in shapes)
 
 
-@pytest.mark.parametrize(("new", "slots"), [(1, 1), (1, 37), (5, 5), (5, 6), (7, 41), (300, 333)])
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_attention_equals_the_oracle(new: int, slots: int, kv_heads: int) -> None:
+@LEARNED
+@pytest.mark.parametrize(("new", "slots"), [(1, 37), (300, 333), (1, 1), (5, 5), (5, 6), (7, 41)])
+@pytest.mark.parametrize("kv_heads", [2, 1, 4])
+def test_attention_equals_the_oracle(new: int, slots: int, kv_heads: int, sinks: torch.Tensor | None) -> None:
     query, key, value = tensors(new, slots, kv_heads=kv_heads)
-    out = attend(query, View(key, value), scaling=0.3, memo=MaskMemo())
-    torch.testing.assert_close(out[0], reference.attend(query[0], key[0], value[0], 0.3), atol=1e-5, rtol=0)
+    out = attend(query, View(key, value), scaling=0.3, memo=MaskMemo(), sinks=sinks)
+    torch.testing.assert_close(out[0], reference.attend(query[0], key[0], value[0], 0.3, sinks), atol=1e-5, rtol=0)
+
+
+@LEARNED
+def test_heads_with_different_numbers_of_units_attend_to_their_own(sinks: torch.Tensor | None) -> None:
+    query, key, value = tensors(3, 20)
+    segments = [[slice(0, 12), slice(12, 20)]]
+    view = View(key[:, :1], value[:, :1], segments=segments)
+    out = attend(query, view, scaling=0.3, memo=MaskMemo(), sinks=sinks)
+    for head, span in enumerate(segments[0]):
+        own = slice(2 * head, 2 * head + 2)
+        its = None if sinks is None else sinks[own]
+        alone = reference.attend(query[0, own], key[0, :1, span], value[0, :1, span], 0.3, its)
+        torch.testing.assert_close(out[0, own], alone, atol=1e-5, rtol=0)
+
+
+@LEARNED
+@pytest.mark.parametrize("shared", [True, False])
+def test_recalled_units_share_one_softmax_with_the_others(shared: bool, sinks: torch.Tensor | None) -> None:
+    query, key, value = tensors(5, 20)
+    g = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(1, 2, 1 if shared else 5, 7, 8, generator=g) for _ in range(2))
+    view = View(key, value, recalled=Recalled(keys, values, None))
+    out = attend(query, view, scaling=0.3, memo=MaskMemo(), sinks=sinks)
+    for n, i in ((n, i) for n in range(4) for i in range(5)):
+        far, of, seen = n // 2, 0 if shared else i, 20 - 5 + i + 1
+        all_keys = torch.cat([keys[0, far, of], key[0, far, :seen]])[None]
+        all_values = torch.cat([values[0, far, of], value[0, far, :seen]])[None]
+        its = None if sinks is None else sinks[n : n + 1]
+        alone = reference.attend(query[0, n : n + 1, i : i + 1], all_keys, all_values, 0.3, its)
+        torch.testing.assert_close(out[0, n, i], alone[0, 0], atol=1e-5, rtol=0)
+
+
+def test_labels_of_gpt_oss_equal_the_oracle() -> None:
+    model, ids, found = build("gpt-oss"), prompt(40), {}
+
+    def on_layer(chunk: Attended) -> None:
+        assert chunk.learned_sinks is not None
+        ours, sinks = layer_labels(chunk, 30, "log_attention", False), chunk.learned_sinks.detach()
+        theirs = reference.labels(chunk.query[0], chunk.key[0], 30, 30, chunk.scaling, "log_attention", sinks)
+        found[chunk.layer_idx] = (ours - theirs).abs().max().item()
+
+    observe(model, ids, on_layer)
+    assert list(found) == [1]
+    assert max(found.values()) < 1e-4
 
 
 @pytest.mark.parametrize(("new", "slots", "window"), [(1, 9, 4), (6, 20, 4), (6, 6, 3), (3, 5, 50)])

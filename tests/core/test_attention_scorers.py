@@ -100,7 +100,7 @@ def compare_every_pass(monkeypatch: pytest.MonkeyPatch, scorer: Any, slow: Slow,
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("when", ["chunk", "prompt_end"])
-@pytest.mark.parametrize("family", ["llama", "llama-mha", "gemma2"])  # groups of 2 and 1; capped logits
+@pytest.mark.parametrize("family", ["llama", "gpt-oss", "gemma2", "llama-mha"])  # learned sinks; caps; groups of 1
 def test_scores_equal_the_slow_version_on_every_pass(
     monkeypatch: pytest.MonkeyPatch, case: str, when: str, family: str
 ) -> None:

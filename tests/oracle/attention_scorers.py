@@ -11,19 +11,21 @@ from torch import Tensor
 
 
 def attention(
-    query_NLD: Tensor, key_KSD: Tensor, scaling: float, softcap: float | None = None, start: int = 0
+    query_NLD: Tensor, key_KSD: Tensor, scaling: float, softcap: float | None = None, sinks_N: Tensor | None = None
 ) -> Tensor:
-    """Return (N, L, S) post-softmax attention: new token i of L sees slots start .. S - L + i."""
+    """Return (N, L, S) post-softmax attention: new token i of L sees slots 0 .. S - L + i, and its learned sink."""
     heads, new, _ = query_NLD.shape
     kv_heads, slots, _ = key_KSD.shape
     weights = torch.zeros(heads, new, slots)
     for n in range(heads):
         for i in range(new):
             end = slots - new + i + 1
-            logits = key_KSD[n // (heads // kv_heads), start:end].float() @ query_NLD[n, i].float() * scaling
+            logits = key_KSD[n // (heads // kv_heads), :end].float() @ query_NLD[n, i].float() * scaling
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
-            weights[n, i, start:end] = torch.softmax(logits, dim=0)
+            if sinks_N is not None:
+                logits = torch.cat([logits, sinks_N[n : n + 1]])
+            weights[n, i, :end] = torch.softmax(logits, dim=0)[:end]
     return weights
 
 
@@ -88,15 +90,15 @@ def pool(sums_NS: Tensor, kernel: int, pooling: str) -> Tensor:
     return pooled
 
 
-def low_events(weights_NLS: Tensor, kv_heads: int, history: int, start: int = 0) -> Tensor:
+def low_events(weights_NLS: Tensor, kv_heads: int, history: int) -> Tensor:
     """Return (K, S): how often the last queries gave a unit they see less than an equal share (Scissorhands)."""
     heads, new, slots = weights_NLS.shape
     counts = torch.zeros(heads, slots)
     for n in range(heads):
         for i in range(max(0, new - history), new):
             end = slots - new + i + 1
-            for j in range(start, end):
-                counts[n, j] += float(weights_NLS[n, i, j] < 1 / torch.tensor(end - start))
+            for j in range(end):
+                counts[n, j] += float(weights_NLS[n, i, j] < 1 / torch.tensor(end))
     return reduce_group(counts, kv_heads, "sum")
 
 
