@@ -5,7 +5,6 @@ A text is read before its questions are known, as everywhere in locret, unless `
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -265,23 +264,10 @@ def questions_of(prompt: QuestionOptions) -> list[str]:
         return list(prompt.question)
     from locret.conversation.document import read_text
 
-    name, found = prompt.questions, list[str]()
-    for number, line in enumerate("".join(read_text(name, setting="--questions ")).splitlines(), 1):
-        if not line.strip():
-            continue
-        value: Any = line.strip()
-        if name.endswith(".jsonl"):
-            try:
-                value = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise Refusal("questions", name, f"is no JSON in line {number} ({error}); mend it") from None
-            value = value.get("question") if isinstance(value, dict) else value
-        if not isinstance(value, str) or not value.strip():
-            rule = f'holds no question in line {number}; write "TEXT" or {{"question": "TEXT"}}'
-            raise Refusal("questions", name, rule)
-        found.append(value)
+    lines = "".join(read_text(prompt.questions, setting="--questions ")).splitlines()
+    found = [line.strip() for line in lines if line.strip()]
     if not found:
-        raise Refusal("questions", name, "holds no questions; write one per line")
+        raise Refusal("questions", prompt.questions, "holds no questions; write one per line")
     return found
 
 

@@ -76,26 +76,22 @@ def read(
 
 def show(options: ShowOptions, given: frozenset[str]) -> int:
     """Print what saved contexts are, and what they kept of their texts."""
-    from locret import loading, pictures, shipped
+    from locret import loading, shipped
     from locret.conversation.saved import SavedContext, find_context
     from locret.infer import kept_page
     from locret.infer.reading import check_target
 
     if options.plot is not None:
-        if options.text is None or not options.plot.endswith(".html"):
-            pictures.require_matplotlib("--plot")
         check_target("--plot", options.plot)
     found = [SavedContext.open(find_context(path)) for path in options.context]
     retentions = [one.retention(one.path.name) for one in found]
-    if options.text is not None:
-        words, notes = Path(shipped.find(options.text)).read_text(encoding="utf-8"), found[0].conversation
+    if options.plot is not None:
+        words, notes = Path(shipped.find(str(options.text))).read_text(encoding="utf-8"), found[0].conversation
         tokenizer, template = loading.tokenizer_of(str(options.model)), str(notes.get("template", "none"))
         share = kept_page.share_of_heads(retentions[0])
         pieces = kept_page.marked(words, share, tokenizer, template, notes.get("system"))
         title = f"What {found[0].path.name} kept of {found[0].shown_name}"
-        kept_page.write(str(options.plot), pieces, title, "The darker a word, the more KV heads hold it.")
-    elif options.plot is not None:
-        pictures.retention_map(retentions, options.plot)
+        kept_page.write(options.plot, pieces, title, "The darker a word, the more KV heads hold it.")
     if options.json:
         print_json({"contexts": [one.facts() for one in found]})
         return 0

@@ -39,11 +39,10 @@ class ShowOptions(SeveralContexts):
     """What is looked at."""
 
     plot: str | None = None
-    """PNG file to write: which positions of the text each layer kept, of several contexts one below the other. Needs
-    locret[eval]."""
+    """PNG or HTML file to write: the text of --text, the words that heads hold dark and forgotten ones pale. A PNG file
+    needs locret[eval]."""
     text: str | None = None
-    """The text file that a context was read from: --plot, a PNG or HTML file, draws it instead, the words that heads
-    hold dark and forgotten ones pale. Needs --model."""
+    """The text file that the context was read from. Needs --plot and --model."""
     model: str | None = None
     """Backbone whose tokenizer tells the words of --text: a folder, its Hub id, a GGUF file, or smollm2."""
     json: bool = False
@@ -51,7 +50,7 @@ class ShowOptions(SeveralContexts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.text is None) != (self.model is None) or (self.text is not None and self.plot is None):
+        if len({one is None for one in (self.plot, self.text, self.model)}) > 1:
             raise ValueError("--text draws a text with the words of --model into the file of --plot; give all three")
         if self.text is not None and len(self.context) > 1:
             raise Refusal("text", self.text, f"is that of one context, and {len(self.context)} are given; give one")

@@ -86,7 +86,7 @@ class QuestionOptions:
     question: list[str] = field(default_factory=list)
     """What to ask; of several, --question TEXT for each, each is answered from its own copy of what was read."""
     questions: str | None = None
-    """File with questions, one per line, or one JSON text or object with a question per line (.jsonl)."""
+    """File with questions, one per line."""
     evidence: bool = False
     """Say of each answer how sure it is: an unsure one may lack what was evicted."""
 

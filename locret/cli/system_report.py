@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from locret._version import __version__
 from locret.cli import recipes
 from locret.cli.command import parse_options, print_json, run
 
 _PACKAGES = (
-    "torch transformers accelerate datasets huggingface_hub peft safetensors tokenizers lm_eval matplotlib "
+    "accelerate datasets huggingface_hub peft safetensors tokenizers lm_eval matplotlib "
     "deepspeed fastapi uvicorn vllm llama_cpp_python gguf"
 )
 
@@ -31,10 +30,9 @@ def report() -> dict[str, Any]:
     """Return versions, devices and what of the environment commands look at."""
     import torch  # for the report alone
 
-    from locret.environment import source_commit
+    from locret.environment import versions
 
-    found: dict[str, Any] = {"locret": __version__, "commit": source_commit(), "python": platform.python_version()}
-    found["platform"] = platform.platform()
+    found: dict[str, Any] = {"platform": platform.platform(), **versions()}
     for name in _PACKAGES.split():
         try:
             found[name] = version(name)

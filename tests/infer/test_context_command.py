@@ -77,14 +77,13 @@ def test_what_is_shown_is_what_the_context_holds(
     assert facts["policy"] == held.cache.policy.to_dict()
     assert facts["scorer"]["name"] == "retaining_heads"
     assert (facts["template"], facts["turns"], facts["host_bytes"]) == ("chat", 0, 0)
-    done = context("show", file, "--plot", tmp_path / "kept.png")
+    done = context("show", file)
     lines = done.out.splitlines()
     assert f"read          {held.cache.seen:,} tokens, template chat, no system message" in lines
     assert any(line.startswith(f"other engines a prefix of {held.memory().units} tokens, digest ") for line in lines)
     bars = [line for line in lines if line.endswith("|")]
     assert [line.split()[0] for line in bars] == ["0", "1"]
     assert all(line[-2] == "█" for line in bars), "the local tokens are all there"
-    assert (tmp_path / "kept.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_several_contexts_each_answer_every_question(
@@ -146,7 +145,7 @@ def test_a_context_is_exported_without_its_backbone(context: Run, file: Path, tm
         ("show no.ctx", "no.ctx does not exist; give a file written by context.save"),
         ("show {text}", "is not a saved cache"),
         ("show {file} --context {file}", "and --context set the same; drop one of them"),
-        ("show {file} --plot no/such/a.png", "--plot no/such/a.png: there is no folder"),
+        ("show {file} --text t --model m --plot no/such/a.png", "--plot no/such/a.png: there is no folder"),
         ("ask {file} --model m", "waits for a question; give --question or --questions"),
         ("ask no.ctx --model m --question Why?", "no.ctx does not exist"),
         ("ask {file} {pair} --question Why? --budget 3", "--budget is unknown"),

@@ -1,32 +1,22 @@
-"""What the pictures of retention count, and that they are written whole."""
+"""What the bars of retention count."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from locret import RetentionCache, RetentionPolicy, prefill
-from locret.pictures import Retention, column_edges, kept_shares, require_matplotlib, retention_map, retention_of
-
-
-def made(prompt_tokens: int, layers: int, heads: int, units: int) -> Retention:
-    generator = torch.Generator().manual_seed(0)
-    kept = {
-        layer: [torch.randperm(prompt_tokens, generator=generator)[:units].sort().values for _ in range(heads)]
-        for layer in range(layers)
-    }
-    return Retention("random", kept, prompt_tokens)
+from locret.pictures import Retention, as_lines, kept_shares, require_matplotlib, retention_of
 
 
 def test_shares_count_kept_positions_column_by_column() -> None:
     kept = {0: [torch.tensor([0, 1, 9]), torch.tensor([4, 5, 6])], 3: [torch.tensor([7, 8, 9])]}
-    assert column_edges(10, 4).tolist() == [0, 2, 5, 8, 10]
     shares = kept_shares(Retention("", kept, 10), 4)
     expected = [[1, 0, 0, 0.5], [0, 1 / 3, 2 / 3, 0], [0, 0, 1 / 3, 1]]
-    assert torch.allclose(shares, torch.tensor(expected))
+    assert torch.allclose(shares, torch.tensor(expected))  # of the columns [0, 2), [2, 5), [5, 8) and [8, 10)
+    assert as_lines(Retention("", {0: kept[0], 3: kept[3]}, 10), 4) == ["    0 |▆▄▅▄|", "    3 |  ▅█|"]
 
 
 def test_retention_of_a_cache_names_its_governed_layers(tiny_llama: Any) -> None:
@@ -35,12 +25,6 @@ def test_retention_of_a_cache_names_its_governed_layers(tiny_llama: Any) -> None
     retention = retention_of(cache, "streaming")
     assert (list(retention.kept), retention.prompt_tokens) == ([0, 1], 30)
     assert retention.kept[1][1].tolist() == [0, 1, 2, 3, 24, 25, 26, 27, 28, 29]
-
-
-def test_text_shorter_than_the_columns_is_drawn(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures need the extra locret[eval]")
-    retention_map([made(5, 1, 1, 2)], tmp_path / "map.png")
-    assert (tmp_path / "map.png").stat().st_size > 1000
 
 
 def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
