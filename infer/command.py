@@ -272,10 +272,8 @@ def questions_of(prompt: QuestionOptions) -> list[str]:
 
 
 def _summary(result: Measured) -> str:
-    held = {"in host memory": result.host_bytes, "on disk": result.disk_bytes}
-    shown = [f"{size / 2**20:,.1f} MiB {where}" for where, size in held.items() if size]
-    fetched = f"; {result.moved_bytes / 2**20:,.1f} MiB fetched from there"
-    second = f", beside {' and '.join(shown)}{fetched}" if shown else ""
+    tier, fetched = (f"{size / 2**20:,.1f} MiB" for size in (result.host_bytes, result.moved_bytes))
+    second = f", beside {tier} in host memory; {fetched} fetched from there" if result.host_bytes else ""
     share = min(1, result.kept_units / result.prompt_tokens)
     return (
         f"read {result.prompt_tokens:,} tokens at {result.prefill_tokens_per_second:,.0f}/s, kept "

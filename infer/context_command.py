@@ -113,7 +113,7 @@ def ask(
     """Answer questions, each from copies of saved contexts."""
     asked, records = infer.questions_of(about), list[dict[str, Any]]()
     infer.check_evidence(about, generation)
-    how = {"allow_other_scorer": about.allow_other_scorer, "disk": about.disk}
+    how = {"allow_other_scorer": about.allow_other_scorer}
     with _loaded(model, scorer, "ask", about.context, output.quiet, **how) as (contexts, plan):
         for path, context in zip(about.context, contexts, strict=True):
             if len(about.context) > 1 and not output.json:

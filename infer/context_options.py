@@ -64,9 +64,6 @@ class AskOptions(QuestionOptions, SeveralContexts):
     """Accept other heads or another scorer than a context was read with: what was kept stays."""
     question: list[str] = field(default_factory=list)
     """What to ask; of several, --question TEXT for each, each is answered from its own copy of the context."""
-    disk: str | None = None
-    """A new file, or a folder, that holds the second tier (--host-budget) instead of host memory; it is scratch space,
-    which nobody sees and which is given back at the end."""
 
     def __post_init__(self) -> None:
         QuestionOptions.__post_init__(self)

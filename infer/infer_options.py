@@ -35,9 +35,6 @@ class PlacedModelOptions(ModelOptions):
 
     store: str | None = None
     """What holds the units, if one of your own is to: package.module:Class, file.py:Class, or an announced name."""
-    disk: str | None = None
-    """A new file, or a folder, that holds the second tier (--host-budget) instead of host memory; it is scratch space,
-    which nobody sees and which is given back at the end."""
 
 
 @dataclass(frozen=True, kw_only=True)

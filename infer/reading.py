@@ -19,8 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from locret import LongContextModel, RetainingHeads, RetentionPolicy, loading
 from locret.base.fields import Refusal
-from locret.cache.disk import Disk
-from locret.cache.layers import checked_disk, find_store
+from locret.cache.layers import find_store
 from locret.cli.command import print_json
 from locret.conversation.document import Document, encode, open_file
 from locret.conversation.turns import Transcript
@@ -55,7 +54,6 @@ class Ready:
     dtype: torch.dtype
     run: sizing.PlannedRun | None = None
     """What the policy was found for; None for texts that have been read."""
-    disk: Disk | None = None
 
     @contextmanager
     def loaded(self, template: str | None = None) -> Iterator[LongContextModel]:
@@ -63,7 +61,7 @@ class Ready:
         try:
             tokenizer = loading.load_tokenizer(self.model)
             backbone = loading.load_model(self.model, self.config, self.device, self.dtype)
-            where = {"template": template, "store": self.model.store, "disk": self.disk}
+            where = {"template": template, "store": self.model.store}
             lm = LongContextModel(backbone, tokenizer, self.scorer, self.policy, **where)  # type: ignore[arg-type]
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -149,13 +147,11 @@ def ready(
         prompt_tokens=count() if counted and count is not None else None,
         new_tokens=generation.max_new_tokens,
         num_beams=generation.num_beams,
-        on_disk=model.disk is not None,
         source=model,
     )
     final = sizing.final_policy(policy, chosen, recommended, run)
     sizing.check_fits(run, final)
-    disk = checked_disk(model.disk, final)
-    return Ready(model, named, scorer, final, config, device, dtype, run, disk)
+    return Ready(model, named, scorer, final, config, device, dtype, run)
 
 
 def ready_for_saved(model: PlacedModelOptions, named: ScorerOptions) -> Ready:
@@ -163,7 +159,7 @@ def ready_for_saved(model: PlacedModelOptions, named: ScorerOptions) -> Ready:
     device, named = loading.device_of_source(model), _chosen(model, named)
     scorer, _ = load_scorer(named)
     config, dtype = _config(model, named, scorer, device)
-    return Ready(replace(model, disk=None), named, scorer, RetentionPolicy(), config, device, dtype)
+    return Ready(model, named, scorer, RetentionPolicy(), config, device, dtype)
 
 
 def _chosen(model: PlacedModelOptions, named: ScorerOptions) -> ScorerOptions:

@@ -51,8 +51,6 @@ class PlannedRun:
     """Beams, each of which holds the cache once more."""
     source: WeightOptions | None = None
     """How the weights are loaded; None: as they are, on the device."""
-    on_disk: bool = False
-    """Whether a second tier is in a file, rather than in host memory."""
 
     @cached_property
     def _backbone(self) -> Backbone:
@@ -83,8 +81,7 @@ class PlannedRun:
 
     def plan(self, policy: RetentionPolicy) -> dict[str, int | None]:
         """Return the planned bytes of each tier, as plain data."""
-        second = "planned_disk_bytes" if self.on_disk else "planned_host_bytes"
-        beside = {second: self.host_bytes(policy)} if policy.has_host else {}
+        beside = {"planned_host_bytes": self.host_bytes(policy)} if policy.has_host else {}
         return {"planned_cache_bytes": self.cache_bytes(policy), **beside}
 
     def schedule(self, policy: RetentionPolicy) -> Schedule:
@@ -170,9 +167,9 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
     """
     check_named(policy)
     check_pair(as_scorer(run.scorer), policy)
-    needed = 0 if run.on_disk else run.host_bytes(policy) or 0
+    needed = run.host_bytes(policy) or 0
     if needed > (there := total_bytes(torch.device("cpu"))):
-        rule = f"needs {needed:,} bytes of host memory, but this machine has {there:,}; lower it, or put it on a disk"
+        rule = f"needs {needed:,} bytes of host memory, but this machine has {there:,}; lower it"
         raise Refusal("host_budget", policy.host_budget, rule)
     run = replace(run, prompt_tokens=run.prompt_tokens or 1)
     has, needed = total_bytes(run.device), run.cache_bytes(policy)

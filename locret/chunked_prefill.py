@@ -148,7 +148,6 @@ def read_prompt(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Wa
         return None
     if cache.pad is None and not apart and mask is None:
         return _read(model, Stream(ids, device, known), cache, way)
-    cache.reserve_disk(ids.shape[1], way.new_tokens, 2 * ids.shape[0])  # one by one, and all of them once more
     width = cache.seen + ids.shape[1]
     texts = [row[None] if mask is None else row[None, len(row) - int(mask[i].sum()) :] for i, row in enumerate(ids)]
     # Before the first text nothing is a turn.
@@ -210,7 +209,6 @@ def _read(model: nn.Module, stream: Stream, cache: RetentionCache, way: Way) -> 
     length = stream.length
     if length is None and (enough := lookahead(policy)) > (available := stream.available(enough)):
         length = available
-    cache.reserve_disk(length, way.new_tokens, stream.rows)
     with reading(model, cache, length, way.new_tokens) as reader, _bar(stream.length, way.progress) as bar:
         return _read_on(model, reader, stream, bar, way)
 

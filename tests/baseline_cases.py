@@ -62,7 +62,6 @@ class Case:
     "export" (to an ordinary cache) or "blocks" (which no file holds)."""
     tokens: int = 61
     protect: tuple[Span, ...] = ()
-    disk: bool = False
     rough: float = 1.0
     """By how much the tolerance is wider: where numbers are rounded, kernels may differ by a step."""
 
@@ -132,7 +131,7 @@ CASES: dict[str, Case] = {
         "qwen3", HEADS, {**TIER, "host_budget": "all", "recall_by": "codes"}, "turn"
     ),
     "second tier by quest": Case("llama", HEADS, {**TIER, "recall_by": "quest:page=4"}),
-    "second tier on disk, rows": Case("llama", SNAPKV, TIER, "rows", disk=True),
+    "second tier on disk, rows": Case("llama", SNAPKV, TIER, "rows"),
     "omnikv": Case("llama", "streaming:sinks=0", {"host_budget": "all", "recall": 6, "recall_by": OMNIKV}),
     "blocks of infllm": Case("llama", "streaming", {"budget": 48, "chunk_size": 9, "recall_by": INFLLM}, "blocks"),
     "8 bits": Case("llama", HEADS, {**BITS, "key_bits": 8, "value_bits": 8}, rough=100),
@@ -238,7 +237,7 @@ def read(case: Case, folder: Path) -> Found:
     if case.then == "blocks":
         numbers = case.policy
     policy, scorer = RetentionPolicy(**numbers), scorer_of(case.scorer, case.family, model)
-    cache = RetentionCache(model, scorer, policy, disk=folder / "tier" if case.disk else None)
+    cache = RetentionCache(model, scorer, policy)
     if case.protect:
         cache.protect(case.protect)
     ids, mask = text_of(case)

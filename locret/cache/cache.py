@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +17,9 @@ from locret.backbone.adapters import compute_dtype, describe, describe_whole, fi
 from locret.backbone.passes import unrotated_layers
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.backbone.shape import BOTH, RECURRENT
-from locret.cache.disk import Disk
 from locret.cache.export import to_dynamic_cache
 from locret.cache.layer import RetentionLayer
-from locret.cache.layers import checked_disk, find_store, make_layer
+from locret.cache.layers import find_store, make_layer
 from locret.cache.limits import Limits, check_pair, check_slots, with_shares
 from locret.cache.memory import Account, CacheMemory
 from locret.cache.over_ranks import check_over_ranks
@@ -33,7 +31,7 @@ from locret.cache.trail import Trail
 from locret.cache.units import Workspace
 from locret.cache.whole import Whole
 from locret.heads.heads import RetainingHeads
-from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy, policy_of, usual_budget
+from locret.policy.policy import NO_MERGER, RetentionPolicy, policy_of, usual_budget
 from locret.policy.protection import Rows, Span, checked_rows
 from locret.scorers import FALLBACK, RetainingHeadScorer, Scorer, get
 
@@ -54,12 +52,10 @@ class RetentionCache(Whole):
         policy: How many units stay; if None, what the heads recommend, else the defaults.
         store: What holds the units, a class derived from `locret.cache.store.Store`, `package.module:Class`,
             `file.py:Class` or a name announced in the group `locret.stores`; if None, ours. Planned bytes are ours too.
-        disk: A new file, or a folder, that holds the second tier instead of host memory; see `locret.cache.disk.Disk`.
 
     Raises:
         ValueError: If the model has no keys and values to evict, scorer and model do not match, the store cannot hold
-            what the policy selects, or there is no second tier for the disk.
-        OSError: If the disk cannot be written.
+            what the policy selects.
 
     Examples:
         >>> cache = RetentionCache(model, scorer="snapkv", policy=policy)
@@ -77,7 +73,6 @@ class RetentionCache(Whole):
         policy: RetentionPolicy | Mapping[str, Any] | None = None,
         *,
         store: type[Store] | str | None = None,
-        disk: Disk | str | Path | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a {type(model).__name__}; load it with AutoModelForCausalLM.from_pretrained")
@@ -103,8 +98,6 @@ class RetentionCache(Whole):
         self.prepared = scorer.prepare(model)
         """What the scorer needs of this backbone."""
         check_pair(scorer, self.policy)
-        self.disk = checked_disk(disk, self.policy)
-        """Where the second tier is, if not in host memory."""
         self.merger = None if self.policy.merge == NO_MERGER else mergers.get(self.policy.merge)
         """Folds the units that go into those that stay."""
         self.merging = None if self.merger is None else self.merger.prepare(model)
@@ -170,18 +163,14 @@ class RetentionCache(Whole):
         layers, rows, begun = self.governed, self.rows or 1, self.seen > 0
         hosts = [layer.tier for layer in layers if layer.tier is not None]
         self._account.note(layers)
-        where = "host" if self.disk is None else "disk"
         fills = [layer.fill for layer in layers] or [0]
-        second = {
-            f"{where}_planned": self._account.second(rows, begun=begun),
-            where: sum(host.away_nbytes for host in hosts),
-        }
         return CacheMemory(
             self._account.first(rows, begun=begun),
             self.nbytes,
             max(self._peak, self.nbytes),
             round(sum(fills) / len(fills)) if self.policy.head_budgets == "shares" else max(fills),
-            **second,
+            self._account.second(rows, begun=begun),
+            sum(host.away_nbytes for host in hosts),
             index_planned=self._account.indexes(layers, rows, begun=begun),
             index=sum(layer.host.index_nbytes for layer in layers if layer.host is not None),
             host_units=max((host.fill for host in hosts if not host.resident), default=0),
@@ -340,28 +329,9 @@ class RetentionCache(Whole):
                 layer.tier.reserve(capacity)
         self._account.note(self.governed)
 
-    def reserve_disk(self, prompt_tokens: int | None, new_tokens: int, rows: int) -> None:
-        """Refuse to begin a read whose second tier the disk has no room for; arguments as for `reserve`."""
-        if self.disk is None:
-            return
-        if prompt_tokens is None and self.policy.host_budget == EVERYTHING:
-            raise ValueError(
-                f'disk={self.disk.path} cannot set aside room for host_budget="{EVERYTHING}" of a text of unknown '
-                "length; give host_budget as a number of units, or the text as a whole"
-            )
-        schedule = self.limits.plan(prompt_tokens, [layer.fill for layer in self.governed])
-        slots = self.limits.host_capacity(schedule, [layer.held for layer in self.governed], new_tokens)
-        hosts = [layer.host for layer in self.governed if layer.host is not None]
-        # A tier that has no room for more moves, and gives back where it was.
-        wanted = [
-            0 if host.resident or (host.store.batch and host.capacity >= most) else most
-            for host, most in zip(hosts, slots, strict=True)
-        ]
-        self.disk.check_room(self._account.second_bytes(wanted, rows))
-
     def fresh(self) -> RetentionCache:
         """Return an empty cache for the same model, scorer and policy."""
-        return RetentionCache(self.model, self.scorer, self.policy, store=self.store, disk=self.disk)
+        return RetentionCache(self.model, self.scorer, self.policy, store=self.store)
 
     def split(self, batch: int) -> list[RetentionCache]:
         """Return one cache per row, without the empty slots in front of short rows; new ones if nothing was read."""

@@ -24,7 +24,6 @@ from locret.backbone.shape import BOTH, FULL, Backbone, LayerShape
 from locret.base.fields import checked_values, shown
 from locret.base.files import written_whole
 from locret.cache.cache import RetentionCache
-from locret.cache.disk import Disk
 from locret.cache.export import check_one_row, check_prefix, positions_now, turned_back
 from locret.cache.layer import HOST
 from locret.cache.over_ranks import own_state, whole_state
@@ -157,7 +156,6 @@ def load_cache(
     scorer: RetainingHeads | Scorer | str,
     *,
     allow_other_scorer: bool = False,
-    disk: Disk | str | Path | None = None,
 ) -> RetentionCache:
     """Read a cache back, ready for `generate` or for more text.
 
@@ -169,7 +167,6 @@ def load_cache(
         scorer: Scores the units of further tokens; the one it was made with.
         allow_other_scorer: Accept another scorer, or other options of it: what was kept stays, with its scores, and
             only further tokens are scored in the other way.
-        disk: A new file, or a folder, for the second tier, if it is not to be in host memory; wherever it was before.
 
     Raises:
         ValueError: If there is no such file, it is not a cache, is damaged, or belongs to another backbone, other
@@ -190,7 +187,7 @@ def load_cache(
     """
     state, _ = _header(path)
     with _named(path):
-        cache = _empty(state, model, scorer, allow_other_scorer, disk)
+        cache = _empty(state, model, scorer, allow_other_scorer)
         cache.load(own_state(_read_units(path, state, cache), cache.ranks), state)
     return cache
 
@@ -210,7 +207,7 @@ def check_header(path: str | Path, model: nn.Module, scorer: RetainingHeads | Sc
     """Return the counters and settings of a saved cache, without reading its units; arguments as for `load_cache`."""
     state, _ = _header(path)
     with _named(path):
-        _empty(state, model, scorer, False, None)
+        _empty(state, model, scorer, False)
     return state
 
 
@@ -219,10 +216,9 @@ def _empty(
     model: nn.Module,
     scorer: RetainingHeads | Scorer | str,
     allow_other_scorer: bool,
-    disk: Disk | str | Path | None,
 ) -> RetentionCache:
     """Return an empty cache for what a file holds, which fits its backbone and scorer."""
-    cache = RetentionCache(model, scorer, _policy(state), disk=disk)
+    cache = RetentionCache(model, scorer, _policy(state))
     _check_backbone(state, cache)
     _check_scorer(state, cache, allow_other_scorer)
     return cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +11,6 @@ from locret.backbone.shape import NONE, RECURRENT, Backbone
 from locret.base import plugins
 from locret.base.nearest import nearest
 from locret.cache.block_layer import BlockLayer, block_columns
-from locret.cache.disk import Disk
 from locret.cache.host import HostTier, host_memory
 from locret.cache.layer import RetentionLayer
 from locret.cache.merging import Folding
@@ -70,21 +68,6 @@ def check_backbone(policy: RetentionPolicy, backbone: Backbone, index: int) -> N
             raise ValueError(f"{name}={value} {why}; leave {name} out, or take another backbone")
 
 
-def checked_disk(disk: Disk | str | Path | None, policy: RetentionPolicy) -> Disk | None:
-    """Return the place for a second tier that an argument means."""
-    if disk is None:
-        return None
-    if not policy.has_host:
-        where = disk.path if isinstance(disk, Disk) else disk
-        raise ValueError(f"disk={where} holds a second tier, but there is none; give host_budget and recall as well")
-    if policy.recalls_blocks:
-        raise ValueError(
-            f"recall_by={policy.recall_by} holds blocks in host memory, not in a file; leave disk out, or take another "
-            "recall_by"
-        )
-    return disk if isinstance(disk, Disk) else Disk(disk)
-
-
 def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLayer | EmptyLayer:
     """Return the layer of a cache for the one of its backbone with this index."""
     policy, backbone = cache.policy, cache.backbone
@@ -130,7 +113,7 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
         assert isinstance(own, DenseStore)
         assert isinstance(far, DenseStore)
         beside = limits.resident[nth]
-        far.empty = torch.empty if beside else host_memory if cache.disk is None else cache.disk.empty
+        far.empty = torch.empty if beside else host_memory
         most = None if policy.host_budget == EVERYTHING else int(policy.host_budget)
         found, by_score = lookups.get(policy.recall_by), policy.host_by == "score"
         tier = HostTier(far, own, found, most, policy.recall, by_score, beside, limits.windows[nth])

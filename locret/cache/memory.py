@@ -20,11 +20,8 @@ class CacheMemory:
     units: int
     """Units held per KV head, on average: in the fullest layer, or over all layers where each head has its share."""
     host_planned: int = 0
-    """Of the second tier, where it is in host memory."""
+    """Of the second tier, in host memory."""
     host: int = 0
-    disk_planned: int = 0
-    """Of the second tier, where it is in a file."""
-    disk: int = 0
     index_planned: int = 0
     """Of what lookups make of the second tier's keys, to find units faster."""
     index: int = 0

@@ -131,9 +131,7 @@ class Measured:
     planned_host_bytes: int
     """Of the second tier in host memory, without indexes; 0 without one."""
     host_bytes: int
-    planned_disk_bytes: int
     """Of the second tier in a file."""
-    disk_bytes: int
     moved_bytes: int
     """Fetched from the second tier, for the prompt's last tokens and the answer."""
     peak_device_bytes: int | None
@@ -402,8 +400,6 @@ class Chat(Reading):
             full_cache_bytes=full_bytes(cache.backbone, prompt_tokens, self.lm.model.dtype.itemsize),
             planned_host_bytes=sum(one.host_planned for one in every),
             host_bytes=sum(one.host for one in every),
-            planned_disk_bytes=sum(one.disk_planned for one in every),
-            disk_bytes=sum(one.disk for one in every),
             moved_bytes=every[-1].moved,  # a copy goes on counting
             peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             prefill_seconds=seconds,
@@ -540,9 +536,7 @@ def check_question(text: Any) -> None:
 
 def second_tier(memory: CacheMemory) -> str:
     """Return what the second tier holds and takes, as the end of a sentence about the first; empty without one."""
-    held = {"in host memory": memory.host, "on disk": memory.disk}
-    shown = [f"{size:,} bytes {where}" for where, size in held.items() if size]
-    return f", beside {memory.host_units:,} units in {' and '.join(shown)}" if shown else ""
+    return f", beside {memory.host_units:,} units in {memory.host:,} bytes in host memory" if memory.host else ""
 
 
 def now(device: torch.device) -> float:

@@ -18,7 +18,6 @@ from locret.base.fields import Refusal, as_arguments
 from locret.base.nearest import nearest
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import load_cache
-from locret.cache.disk import Disk
 from locret.cache.store import Store
 from locret.chunked_prefill import prefill
 from locret.conversation.chat import Chat, answer_settings
@@ -82,7 +81,6 @@ class LongContextModel:
         template: How turns become text: "chat" (the tokenizer's chat template), "original" (the one the original heads
             were trained on) or "none" (plain text); if None, the chat template where there is one, else plain text.
         store: What holds the units, as in `RetentionCache`; if None, ours.
-        disk: A new file, or a folder, for the second tiers of all contexts, as in `RetentionCache`.
         parse_special: Let what spells a special token become one in documents, questions and messages, too. A risk:
             then a text can end the user's turn and speak for the system.
 
@@ -106,7 +104,6 @@ class LongContextModel:
         budget: int | None = None,
         template: str | None = None,
         store: type[Store] | str | None = None,
-        disk: Disk | str | Path | None = None,
         parse_special: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.parse_special = model, tokenizer, parse_special
@@ -114,9 +111,9 @@ class LongContextModel:
             scorer, numbers = chosen.keeping_all()
             policy, budget = replace(policy_of(policy) or RetentionPolicy(), **numbers), None
         policy = _with_budget(policy_of(policy, budget), budget, scorer)
-        empty = RetentionCache(model, scorer, policy, store=store, disk=disk)
+        empty = RetentionCache(model, scorer, policy, store=store)
         self.scorer, self.policy, self.backbone = empty.scorer, empty.policy, empty.backbone
-        self.store, self.disk = empty.store, empty.disk
+        self.store = empty.store
         self.template = template or ("chat" if tokenizer.chat_template else "none")
         self.name = str(getattr(unwrap(model).config, "name_or_path", "") or type(unwrap(model)).__name__)
         self._transcript()  # refuses a template that cannot hold a document
@@ -133,7 +130,6 @@ class LongContextModel:
         allow_other_base: bool = False,
         template: str | None = None,
         store: type[Store] | str | None = None,
-        disk: Disk | str | Path | None = None,
         **backbone: Any,
     ) -> LongContextModel:
         """Load a backbone with its tokenizer, and heads or a scorer for it.
@@ -149,7 +145,6 @@ class LongContextModel:
             allow_other_base: Accept heads of another backbone of the same shape.
             template: How turns become text, as in the class.
             store: What holds the units, as in `RetentionCache`.
-            disk: A new file, or a folder, for the second tiers of all contexts, as in `RetentionCache`.
             **backbone: How the backbone is loaded, as in transformers: device ("cpu", "cuda", "mps", else the best
                 there is), dtype (or torch_dtype), revision, adapter (LoRA of PEFT), device_map, max_memory,
                 load_in_4bit, load_in_8bit, quantization_config, gguf_file, attn_implementation,
@@ -190,7 +185,7 @@ class LongContextModel:
             tokenizer = loading.load_tokenizer(source)
             whole = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
         assert isinstance(found, (RetainingHeads, Scorer))
-        return cls(whole, tokenizer, found, policy, template=template, store=store, disk=disk)
+        return cls(whole, tokenizer, found, policy, template=template, store=store)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -252,7 +247,7 @@ class LongContextModel:
 
     def new_cache(self) -> RetentionCache:
         """Return an empty cache."""
-        return RetentionCache(self.model, self.scorer, self.policy, store=self.store, disk=self.disk)
+        return RetentionCache(self.model, self.scorer, self.policy, store=self.store)
 
     def writes_system(self, system: str) -> bool:
         """Return whether the template writes something of a system message."""
@@ -476,8 +471,7 @@ class LongContextModel:
         Args:
             path: The file, or org/name on the Hub.
             **how: revision: branch, tag or commit on the Hub. allow_other_scorer: accept another scorer than the text
-                was read with, what was kept stays. disk: a new file, or a folder, for its second tier; if not given,
-                that of this model.
+                was read with, what was kept stays.
 
         Raises:
             ValueError: If the file is none, or was made with another backbone or scorer.
@@ -498,14 +492,13 @@ class LongContextModel:
         *,
         revision: str | None = None,
         allow_other_scorer: bool = False,
-        disk: Disk | str | Path | None = None,
     ) -> tuple[RetentionCache, Talk]:
         from locret.conversation.saved import find_context  # it draws, and knows engines
 
         path = find_context(path, revision=revision)
-        talk, where = saved_talk(path, self.tokenizer, self.vocabulary), self.disk if disk is None else disk
+        talk = saved_talk(path, self.tokenizer, self.vocabulary)
         talk.transcript.raw = self.parse_special
-        cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer, disk=where)
+        cache = load_cache(path, self.model, self.scorer, allow_other_scorer=allow_other_scorer)
         return cache, talk
 
     @property

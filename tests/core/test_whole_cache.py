@@ -99,15 +99,13 @@ class Run:
     numbers: tuple[int, int, int, int]
     """Budget, chunk size, stabilizers, local tokens."""
     tokens: int
-    on_disk: bool = False
 
     def cache(self, **changes: Any) -> RetentionCache:
         """Return an empty cache; skip what is refused, in one sentence."""
         note(repr(self))
         try:
             rules = self.policy(**changes)
-            disk = tempfile.gettempdir() if self.on_disk and rules.host_budget is not None else None
-            return RetentionCache(model_of(self.family), scorer_of(self.scorer, self.family), rules, disk=disk)
+            return RetentionCache(model_of(self.family), scorer_of(self.scorer, self.family), rules)
         except ValueError as error:
             if "\n" in str(error):
                 raise
@@ -177,7 +175,7 @@ def runs(
         numbers = (budget, draw.randint(5, 20), draw.randint(0, budget // 3), draw.randint(1, 8))
         chosen = tuple(sorted(draw.sample(parts, min(len(parts), draw.choice((0, 1, 1, 2, 2, 3))))))
         family = "llama" if "merger" in chosen else draw.choice(families)
-        return Run(family, draw.choice(names), chosen, numbers, draw.randint(1, 90), draw.random() < 0.5)
+        return Run(family, draw.choice(names), chosen, numbers, draw.randint(1, 90))
 
     return st.integers(0, 2**32).map(drawn)
 
@@ -233,9 +231,9 @@ def no_more_than_planned(cache: RetentionCache) -> None:
     assert memory.actual <= memory.peak <= memory.planned
     assert memory.index <= memory.index_planned
     if cache.policy.decode_budget is None:  # an answer that may evict has room for that
-        assert (memory.host, memory.disk) == (memory.host_planned, memory.disk_planned)
+        assert memory.host == memory.host_planned
     else:
-        assert memory.host + memory.disk <= memory.host_planned + memory.disk_planned
+        assert memory.host <= memory.host_planned
 
 
 @examples(30)
@@ -381,8 +379,7 @@ def test_a_copy_a_file_and_rows_answer_and_read_on_with_the_same_bits(
     before = [held.clone() for held in seen_in(cache)]
     with tempfile.TemporaryDirectory() as folder:
         save_cache(cache, Path(folder) / "cache")
-        disk = folder if cache.disk is None and cache.memory().host else None
-        loaded = load_cache(Path(folder) / "cache", cache.model, cache.scorer, disk=disk)
+        loaded = load_cache(Path(folder) / "cache", cache.model, cache.scorer)
         assert [file.name for file in Path(folder).iterdir()] == ["cache"]
         own = followed(cache.copy())
         assert same(run, followed(loaded.copy()), own)
@@ -404,7 +401,7 @@ def test_a_copy_a_file_and_rows_answer_and_read_on_with_the_same_bits(
 @given(run=runs(), cuts=st.lists(st.integers(1, 30), min_size=1, max_size=4))
 def test_a_text_in_pieces_is_read_as_the_whole(run: Run, cuts: list[int]) -> None:
     whole, pieces, ids = run.cache(), run.cache(), text_of(run)
-    assume(not whole.policy.needs_length and (whole.policy.host_budget != "all" or whole.disk is None))
+    assume(not whole.policy.needs_length)
     assume("pyramid" not in run.parts and "layer shares" not in run.parts)
     first = prefill(whole.model, ids, whole)
     parts = torch.tensor_split(ids[0], torch.tensor(cuts).cumsum(0))

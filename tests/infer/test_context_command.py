@@ -199,17 +199,6 @@ def test_other_heads_ask_only_if_that_is_allowed(context: Run, pair: list, file:
     assert context(*other, "--allow-other-scorer").code == 0
 
 
-def test_a_saved_second_tier_is_asked_from_a_disk(context: Run, pair: list, short: Path, tmp_path: Path) -> None:
-    tier = ("--budget", 32, "--recall", 8, "--host-budget", 256)
-    assert context("read", short, "--output", tmp_path / "a.ctx", *pair, *tier).code == 0
-    asked = ("ask", tmp_path / "a.ctx", *pair, "--question", ASKED, "--max-new-tokens", 4, "--json")
-    (here,), (there,) = (
-        json.loads(context(*asked, *more).out)["contexts"] for more in ((), ("--disk", tmp_path / "scratch"))
-    )
-    assert there["answers"][0]["answer"] == here["answers"][0]["answer"]
-    assert there["reading"]["disk"] == here["reading"]["host"] > 0 == there["reading"]["host"]
-
-
 @pytest.mark.parametrize(
     ("notes", "message"),
     [

@@ -20,7 +20,7 @@ KEYS = {
     "answer", "prompt_tokens", "new_tokens", "kept_units", "final_units", "planned_cache_bytes", "peak_cache_bytes",
     "peak_device_bytes", "prefill_seconds", "decode_seconds", "prefill_tokens_per_second",
     "decode_tokens_per_second", "finished", "model", "scorer", "policy", "device", "dtype", "versions",
-    "full_cache_bytes", "planned_host_bytes", "host_bytes", "planned_disk_bytes", "disk_bytes", "moved_bytes",
+    "full_cache_bytes", "planned_host_bytes", "host_bytes", "moved_bytes",
 }  # fmt: skip
 FULL = ("--budget", 8000, "--stabilizers", 0, "--chunk-size", 700)
 Infer = Callable[..., Any]
@@ -197,15 +197,6 @@ def test_evidence_is_said_of_the_same_answer(
     assert [one["answer"] for one in own] == [one["answer"] for one in plain]
 
 
-def test_a_second_tier_may_be_on_a_disk(infer: Infer, usual: tuple[object, ...], tmp_path: Path) -> None:
-    tier = ("--budget", 32, "--recall", 8, "--host-budget", "all", "--question", QUESTION)
-    host, disk = (infer(*usual, *tier, *more, "--json") for more in ((), ("--disk", tmp_path / "scratch")))
-    host, disk = json.loads(host.out), json.loads(disk.out)
-    assert disk["answer"] == host["answer"]
-    assert disk["disk_bytes"] == host["host_bytes"] > 0 == disk["host_bytes"]
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_store_of_a_file_holds_the_units(infer: Infer, usual: tuple[object, ...], tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(
         "from locret.cache.store import DenseStore\n\n\nclass Loud(DenseStore):\n    name = 'loud'\n\n"
@@ -260,8 +251,7 @@ REFUSED = {
     "--protect message:9": "--protect message:9 is none of 1 messages",
     "--protect system": "--protect system finds no turn of that role here; give --system TEXT",
     "--protect document=0.5 --protect document": "--protect document=0.5 adds nothing to document",
-    "--disk nowhere/scratch --host-budget 64 --recall 8": "is in a folder that does not exist",
-    "--disk scratch": "holds a second tier, but there is none",
+    "--disk scratch": "was retired: a second tier lies in host memory, and host_budget bounds it",
     "--config {recipe}": "budgett",
 }
 
