@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from locret.backbone.adapters import find_decoder, input_device, unwrap
-from locret.backbone.computation import computation, different_computation
+from locret.backbone.adapters import input_device, unwrap
 from locret.backbone.passes import keeping_step, run_decoder
 from locret.cache.cache import RetentionCache
 from locret.cache.reader import Reader, answering, going_on, reading
@@ -80,39 +79,19 @@ def read_turn(model: nn.Module, input_ids: Tensor, cache: RetentionCache, *, new
 
 
 def checked(
-    model: nn.Module, cache: RetentionCache, input_ids: Any, attention_mask: Any = None, *, seen: int = 0
+    model: nn.Module, cache: RetentionCache, input_ids: Any, attention_mask: Any = None, *, again: bool = False
 ) -> Prompt:
-    """Return a prompt that the cache may read, or has read `seen` tokens of."""
-    check_usable(model, cache)
-    prompt = checked_prompt(model, input_ids, attention_mask, seen=seen)
-    rows = prompt.ids.shape[0] if isinstance(prompt.ids, Tensor) else 1
-    if cache.seen and rows != cache.rows:
-        raise ValueError(f"input_ids has {rows} rows but the cache has read {cache.rows}; give as many, or a new cache")
-    cache.check_rows(cache.protected, rows)
+    """Return a prompt that the cache may read, or of which it has read the beginning (`again`)."""
+    check_cache(cache)
+    prompt = checked_prompt(model, input_ids, attention_mask, seen=cache.seen if again else 0)
+    cache.check_usable(model, len(prompt.ids) if isinstance(prompt.ids, Tensor) else 1)
     return prompt
 
 
-def check_usable(model: nn.Module, cache: RetentionCache) -> None:
-    """Refuse a cache that cannot be used, or not with this model."""
+def check_cache(cache: object) -> None:
+    """Refuse what is no cache of ours."""
     if not isinstance(cache, RetentionCache):
         raise ValueError(f"cache is a {type(cache).__name__}; give a locret.RetentionCache")
-    cache.check_whole()
-    if find_decoder(model) is not find_decoder(cache.model):
-        raise ValueError(
-            "the cache was made for another model than the one it is used with; make one with "
-            "RetentionCache(model, ...), or load it with load_cache(path, model, ...)"
-        )
-    now = computation(model)
-    if cache.seen and (found := different_computation(cache.computation or now, now)):
-        raise ValueError(
-            f"the cache was read by a model that computed something else ({found}); set it back, adapters too, or read "
-            "the text again"
-        )
-    cache.computation = now
-    if model.training and getattr(unwrap(model), "is_gradient_checkpointing", False):
-        raise ValueError(
-            "the model is being trained with gradient checkpointing, which uses no cache; call model.eval()"
-        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,52 +109,20 @@ class Way:
 
 def read_prompt(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Way) -> Tensor | None:
     """Do what `prefill` says; without logits where the last token is held back, or nothing was evicted for a turn."""
-    device, known = input_device(model), vocabulary(model)
-    if not isinstance(prompt.ids, Tensor):
-        stream, of_last = Stream(prompt.ids, device, known), None
-        if not _add_turn(model, stream, cache, way):
-            of_last = _read(model, stream, cache, way)
-        _check_inside(cache, [cache.seen])
-        return of_last
-    ids, mask = prompt.ids, prompt.mask
-    if cache.protected:
-        before = [cache.seen] * len(ids) if cache.pad is None else (cache.seen - cache.pad).tolist()
-        own = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
-        _check_inside(cache, [read + tokens for read, tokens in zip(before, own, strict=True)])
+    cache.check_inside(prompt.lengths())
+    ids, mask, device, known = prompt.ids, prompt.mask, input_device(model), vocabulary(model)
+    stream = Stream(ids, device, known)
     # Layers that share memory by what they retain do so for each row on its own.
-    apart = cache.policy.memory == "adaptive" and ids.shape[0] > 1
-    if mask is None and _add_turn(model, Stream(ids, device, known), cache, way):
-        return None
-    if cache.pad is None and not apart and mask is None:
-        return _read(model, Stream(ids, device, known), cache, way)
-    width = cache.seen + ids.shape[1]
-    texts = [row[None] if mask is None else row[None, len(row) - int(mask[i].sum()) :] for i, row in enumerate(ids)]
-    # Before the first text nothing is a turn.
-    if cache.pad is None and not apart and not (way.turn and cache.seen):
-        rows, logits = _read_together(model, texts, cache, way.progress)
+    apart = mask is not None or cache.pad is not None or (stream.rows > 1 and cache.policy.memory == "adaptive")
+    if mask is None and way.turn and _add_turn(model, stream, cache, way):
+        logits = None
+    elif apart:
+        logits = _read_rows(model, prompt, cache, way)
     else:
-        rows, logits = cache.split(len(texts)), []
-        for text, row in zip(texts, rows, strict=True):
-            stream = Stream(text, device, known)
-            if not _add_turn(model, stream, row, Way(turn=way.turn)):
-                last = _read(model, stream, row, Way())
-                assert last is not None
-                logits.append(last)
-    cache.join(rows, width, way.new_tokens)
-    if way.hold_last:
-        cache.take_back()
-        return None
-    return torch.cat(logits) if logits and not way.turn else None
-
-
-def _check_inside(cache: RetentionCache, tokens: Sequence[int]) -> None:
-    """Refuse protected spans of what a text of so many tokens, in each row, does not have."""
-    for row, total in enumerate(tokens):
-        for span in cache.protected[row if len(cache.protected) > 1 else 0] if cache.protected else ():
-            if (span.start if span.end is None else span.end - 1) >= total:
-                raise ValueError(
-                    f"{span.label} cannot be protected, for the text has {total:,} tokens; give positions within it"
-                )
+        logits = _read(model, stream, cache, way)
+    if stream.length is None:
+        cache.check_inside([0])
+    return logits
 
 
 def feed_held_back(model: nn.Module, cache: RetentionCache) -> None:
@@ -186,14 +133,13 @@ def feed_held_back(model: nn.Module, cache: RetentionCache) -> None:
 
 
 def _add_turn(model: nn.Module, stream: Stream, cache: RetentionCache, way: Way) -> bool:
-    """Feed a turn after what is held, evicting nothing for it; return whether it is one, and there was room for it."""
-    room = cache.turn_room if way.turn else 0
-    length = stream.available(room + 1) if way.turn else 0
+    """Feed a turn after what is held, evicting nothing for it; return whether there was room for it."""
+    room = cache.turn_room
+    length = stream.available(room + 1)
     if not 0 < length <= room:
         return False
-    tokens, coming = stream.take(length), length + way.new_tokens
-    cache.check_reach(max(layer.held for layer in cache.governed) + coming, coming)
-    cache.reserve(0, coming)
+    cache.make_room(length + way.new_tokens)
+    tokens = stream.take(length)
     fed = tokens[:, :-1] if way.hold_last else tokens
     if fed.shape[1]:
         with answering(model, cache):
@@ -203,11 +149,11 @@ def _add_turn(model: nn.Module, stream: Stream, cache: RetentionCache, way: Way)
 
 
 def _read(model: nn.Module, stream: Stream, cache: RetentionCache, way: Way) -> Tensor | None:
-    policy = cache.policy
+    """Read a text, evicting after each chunk."""
     if not stream.available(1):
         raise ValueError("input_ids is empty; a prompt needs at least one token")
     length = stream.length
-    if length is None and (enough := lookahead(policy)) > (available := stream.available(enough)):
+    if length is None and (enough := lookahead(cache.policy)) > (available := stream.available(enough)):
         length = available
     with reading(model, cache, length, way.new_tokens) as reader, _bar(stream.length, way.progress) as bar:
         return _read_on(model, reader, stream, bar, way)
@@ -252,6 +198,24 @@ def _read_on(model: nn.Module, reader: Reader, stream: Stream, bar: tqdm[Any], w
     if way.hold_last and at_end:  # it had to be read for the selection; it is fed once more for its logits
         cache.take_back()
     return None if logits is None else logits[:, -1]
+
+
+def _read_rows(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Way) -> Tensor | None:
+    """Read rows that cannot be read as one batch, and make one of them."""
+    ids = prompt.ids
+    assert isinstance(ids, Tensor)
+    width, own, logits = cache.seen + ids.shape[1], Way(turn=way.turn), list[Tensor | None]()
+    texts = [text[None, len(text) - length :] for text, length in zip(ids, prompt.lengths(), strict=True)]
+    # Before the first text nothing is a turn.
+    if cache.pad is None and cache.policy.memory != "adaptive" and not (way.turn and cache.seen):
+        rows, logits[:] = _read_together(model, texts, cache, way.progress)
+    else:
+        rows = cache.split(len(texts))
+        logits += [read_prompt(model, Prompt(text, None), row, own) for text, row in zip(texts, rows, strict=True)]
+    cache.join(rows, width, way.new_tokens)
+    if way.hold_last:
+        cache.take_back()
+    return None if way.hold_last or way.turn else torch.cat([last for last in logits if last is not None])
 
 
 def _read_together(

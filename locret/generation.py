@@ -20,7 +20,7 @@ from locret.cache.captured_step import capturing, obstacle
 from locret.cache.digest import digest_of
 from locret.cache.reader import answering
 from locret.cache.whole import ASSISTED
-from locret.chunked_prefill import Way, check_usable, checked, feed_held_back, read_prompt
+from locret.chunked_prefill import Way, check_cache, checked, feed_held_back, read_prompt
 from locret.token_ids import Prompt
 
 _MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE}
@@ -69,7 +69,7 @@ def generate(
         >>> tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True)
         'The pass key is 71432.'
     """
-    check_usable(model, cache)
+    check_cache(cache)
     base, options = unwrap(model), dict(options)
     config = checked_options(base, options)
     new_tokens = _most_new_tokens(config, input_ids)
@@ -79,10 +79,11 @@ def generate(
         options["synced_gpus"] = False
     full = None
     if input_ids is None:
+        cache.check_usable(model)
         if attention_mask is not None:
             raise ValueError("attention_mask has no effect without input_ids; leave it out")
     else:
-        prompt = checked(model, cache, input_ids, attention_mask, seen=cache.seen)
+        prompt = checked(model, cache, input_ids, attention_mask, again=True)
         if isinstance(prompt.ids, Tensor):
             full = prompt.ids.to(input_device(model), torch.long)
             _read_rest(
@@ -101,8 +102,7 @@ def generate(
             raise ValueError("there is no prompt to go on from; give input_ids, or call prefill first")
         cache.take_back()
     fed = 1 + new_tokens  # the prompt's last token comes first
-    cache.check_reach(cache.next_position + fed, fed)  # evictions while answering do not turn positions back
-    cache.reserve(0, fed)
+    cache.make_room(fed)
     tokens = full if full is not None else cast(Tensor, last_tokens)[::copies]
     # transformers slices off what the cache has seen if the mask is as long as the ids; a mask of another length says
     # that only the new token is given.

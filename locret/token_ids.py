@@ -27,6 +27,12 @@ class Prompt:
     mask: Tensor | None
     """(B, N) int64 on the CPU, 0 for padding, on the left of each text; None where all tokens count."""
 
+    def lengths(self) -> list[int]:
+        """Return how many tokens each row has; nothing for an iterator."""
+        if not isinstance(self.ids, Tensor):
+            return []
+        return [self.ids.shape[1]] * len(self.ids) if self.mask is None else self.mask.sum(1).tolist()
+
 
 def checked_prompt(model: nn.Module, input_ids: Any, attention_mask: Any = None, *, seen: int = 0) -> Prompt:
     """Return a prompt that may be read.

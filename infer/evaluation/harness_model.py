@@ -186,7 +186,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         if len(continuation) == 1:
             return first_V[None]
         twin, base = cache.copy(), unwrap(self.model)
-        twin.reserve(0, len(continuation))
+        twin.make_room(len(continuation))
         with answering(self.model, twin):
             tokens = self._ids(continuation[:-1])
             rest_LV = base(input_ids=tokens, past_key_values=twin, use_cache=True).logits[0]

@@ -4,16 +4,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from locret import mergers
-from locret.backbone.adapters import compute_dtype, describe, describe_whole, find_decoder, latents, ranks_of
+from locret import mergers, prefill_attention
+from locret.backbone.adapters import compute_dtype, describe, describe_whole, find_decoder, latents, ranks_of, unwrap
+from locret.backbone.chunk import PROJECTIONS, feature_widths
+from locret.backbone.computation import computation, different_computation
 from locret.backbone.passes import unrotated_layers
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.backbone.shape import BOTH, RECURRENT
@@ -33,7 +37,8 @@ from locret.cache.whole import Whole
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import NO_MERGER, RetentionPolicy, policy_of, usual_budget
 from locret.policy.protection import Rows, Span, checked_rows
-from locret.scorers import FALLBACK, RetainingHeadScorer, Scorer, get
+from locret.prefill_attention.blocked import SparseAttention
+from locret.scorers import FALLBACK, FeatureScorer, RetainingHeadScorer, Scorer, get
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -86,7 +91,7 @@ class RetentionCache(Whole):
             if policy is None and scorer.config.policy:
                 policy = RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy")
             scorer = RetainingHeadScorer(heads=scorer)
-        self.model, self.backbone, self.scorer = model, backbone, scorer
+        self.model, self.decoder, self.backbone, self.scorer = model, find_decoder(model), backbone, scorer
         self.whole = describe_whole(model)
         """The backbone with the KV heads of all processes."""
         self.ranks = ranks_of(model)
@@ -108,21 +113,33 @@ class RetentionCache(Whole):
             check_over_ranks(self)
         self.latents = latents(model)
         """The layers with latent attention."""
-        self.rotary = Rotary(find_decoder(model), unrotated_layers(model, backbone))
-        self.rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(find_decoder(model))
+        self.rotary = Rotary(self.decoder, unrotated_layers(model, backbone))
+        self.rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(self.decoder)
         self.workspace, self.limits = Workspace(), Limits(self.policy, scorer, len(backbone.layers))
         self.copies_memory: CacheMemory | None = None
         """Of the copy that held the beams, or the other answers, of the answer written last; None for one alone."""
         self._account = Account(backbone, self.limits, compute_dtype(model).itemsize)
         super().__init__(layers=[make_layer(self, index) for index in range(backbone.num_layers)])
-        number = int(getattr(find_decoder(model).config, "number_of_conv_states", 1))
+        number = int(getattr(self.decoder.config, "number_of_conv_states", 1))
         self.carriers = {i: States(number) for i, kind in enumerate(backbone.kinds) if kind in (RECURRENT, BOTH)}
         self._show_states()
         # Layers of recalled blocks are not governed by scores.
         near = 0 if self.policy.recalls_blocks else scorer.neighbours
         self.trails = {index: Trail(near) for index in backbone.layers if near}
+        by_features = isinstance(scorer, FeatureScorer) and scorer.by_features
+        self.features = scorer.feature_source(self.prepared) if by_features else PROJECTIONS
+        """What the scorer looks at, where it looks at features."""
+        self.widths = feature_widths(model, backbone, self.features)
+        """Numbers of a token's features, by full-attention layer."""
         self.computation: dict[str, Any] | None = None
         """What the backbone computed besides its weights when it was read; see `locret.backbone.computation`."""
+
+    @cached_property
+    def patterns(self) -> list[SparseAttention]:
+        """How queries attend while a text is read, by layer; empty: densely."""
+        strategy = prefill_attention.get(self.policy.prefill_attention)
+        own = slice(None) if self.ranks is None else self.ranks.part(self.whole.num_heads)
+        return [] if strategy is None else [SparseAttention(heads[own]) for heads in strategy.by_head(self.whole)]
 
     def kept_positions(self, layer: int) -> Tensor:
         """Return the original text positions of the units held in one layer.
@@ -209,9 +226,46 @@ class RetentionCache(Whole):
         if self.reader is not None:
             self.reader.limits.protect(found)
 
+    def check_usable(self, model: nn.Module, rows: int = 0) -> None:
+        """Refuse to go on with another model, in the middle of a read, or with another number of rows (0: as it is)."""
+        self.check_whole()
+        if rows:
+            if self.seen and rows != self.rows:
+                raise ValueError(
+                    f"input_ids has {rows} rows but the cache has read {self.rows}; give as many, or a new cache"
+                )
+            self.check_rows(self.protected, rows)
+        if find_decoder(model) is not self.decoder:
+            raise ValueError(
+                "the cache was made for another model than the one it is used with; make one with "
+                "RetentionCache(model, ...), or load it with load_cache(path, model, ...)"
+            )
+        now = computation(model)
+        if self.seen and (found := different_computation(self.computation or now, now)):
+            raise ValueError(
+                f"the cache was read by a model that computed something else ({found}); set it back, adapters too, or "
+                "read the text again"
+            )
+        self.computation = now
+        if model.training and getattr(unwrap(model), "is_gradient_checkpointing", False):
+            raise ValueError(
+                "the model is being trained with gradient checkpointing, which uses no cache; call model.eval()"
+            )
+
+    def check_inside(self, coming: Sequence[int]) -> None:
+        """Refuse protected spans of what the text does not have, with so many tokens to come in each row."""
+        pad = [0] * len(coming) if self.pad is None else self.pad.tolist()
+        for row, tokens in enumerate(coming if self.protected else ()):
+            total = self.seen - pad[row] + tokens
+            for span in self.protected[row if len(self.protected) > 1 else 0]:
+                if (span.start if span.end is None else span.end - 1) >= total:
+                    raise ValueError(
+                        f"{span.label} cannot be protected, for the text has {total:,} tokens; give positions within it"
+                    )
+
     def check_room(self, protected: Rows) -> None:
         """Refuse spans that the budget cannot hold once all of them have been read."""
-        limits = Limits(self.policy, self.scorer, len(self.backbone.layers))
+        limits = copy.copy(self.limits)
         limits.protect(protected)
         limits.check_protected(0 if self.merger is None else self.merger.slots(self.merging))
 
@@ -309,16 +363,11 @@ class RetentionCache(Whole):
                 layer.store.shrink(self.limits.answer_capacity(nth, layer.fill + new_tokens))
             self.workspace.clear()
 
-    def reserve(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
-        """Make buffers large enough for what is to come, in one allocation. Sets the planned bytes."""
-        held = [layer.fill for layer in self.governed]
-        if prompt_tokens == 0:
-            slots = [self.limits.answer_capacity(nth, units + new_tokens) for nth, units in enumerate(held)]
-            self.reserve_slots(slots, self.limits.host_answering([layer.held for layer in self.governed], new_tokens))
-        else:
-            schedule = self.limits.plan(prompt_tokens, held)
-            host = self.limits.host_capacity(schedule, [layer.held for layer in self.governed], new_tokens)
-            self.reserve_slots(self.limits.capacity(schedule, new_tokens), host)
+    def make_room(self, tokens: int) -> None:
+        """Get ready for so many tokens that are no prompt, in one allocation. Sets the planned bytes."""
+        self.check_reach(self.next_position + tokens, tokens)  # evictions while answering do not turn positions back
+        slots = [self.limits.answer_capacity(nth, layer.fill + tokens) for nth, layer in enumerate(self.governed)]
+        self.reserve_slots(slots, self.limits.host_answering([layer.held for layer in self.governed], tokens))
 
     def reserve_slots(self, slots: Sequence[int], host: Sequence[int] = ()) -> None:
         """Make room for so many units in each full-attention layer, and in its second tier."""

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, contiguous_format, nn
 
 from locret._version import __version__
-from locret.backbone.adapters import find_decoder, sharers_of, unwrap
+from locret.backbone.adapters import sharers_of, unwrap
 from locret.backbone.computation import computation, different_computation
 from locret.backbone.recurrence import state_shapes
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
@@ -88,7 +88,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
         "weights": any_fingerprint(cache.model),
         "computation": cache.computation or computation(cache.model),
         "vocab_size": unwrap(cache.model).config.get_text_config().vocab_size,
-        "rotary": rotary_parameters(find_decoder(cache.model)) | cache.unrotated(),
+        "rotary": rotary_parameters(cache.decoder) | cache.unrotated(),
         "scorer": _identity(cache),
         "columns": {name: DTYPES.get(dtype, str(dtype)) for name, dtype in cache.scorer.columns.items()},
         **numbers,
@@ -242,7 +242,7 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
     if different:
         raise ValueError(f"it was made with another backbone ({'; '.join(different)}); load that backbone")
     check_counters(state, cache.whole)
-    if found := different_rotation(state.get("rotary", {}), rotary_parameters(find_decoder(cache.model))):
+    if found := different_rotation(state.get("rotary", {}), rotary_parameters(cache.decoder)):
         raise ValueError(f"its keys were rotated in another way ({found}); load the backbone with that configuration")
     cache.computation = computation(cache.model)
     if found := different_computation(state.get("computation", {}), cache.computation):
@@ -309,7 +309,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
     columns = state.get("columns", ours)
     if lost := ours.keys() - columns.keys():
         raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
-    decoder = find_decoder(cache.model)
+    decoder = cache.decoder
     near = next((trail.tokens for trail in cache.trails.values()), 0)
     rules = rules_of(
         state,

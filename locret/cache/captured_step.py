@@ -94,7 +94,7 @@ class CapturingReader(Reader):
 
     def run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """See `Reader`."""
-        ids, decoder = kwargs.get("input_ids"), find_decoder(self.cache.model)
+        ids, decoder = kwargs.get("input_ids"), self.cache.decoder
         if args or ids is None or ids.shape[1] != 1:
             if self.static:
                 raise ValueError("a captured step takes one token; call locret.generate again for what is longer")
@@ -175,7 +175,7 @@ class CapturingReader(Reader):
         if not self.static:
             super().attended(layer)
             return
-        self._rooms[self._nth[layer.layer_idx]].index_copy_(1, self._waiting, layer.features(self._source))
+        self._rooms[self._nth[layer.layer_idx]].index_copy_(1, self._waiting, layer.features(self.cache.features))
 
     def finished(self, hidden: Tensor) -> None:
         """See `Reader`; then move on to the next slot."""

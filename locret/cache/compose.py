@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from locret.backbone.adapters import find_decoder
 from locret.backbone.computation import different_computation
 from locret.backbone.rotary import long_factors
 from locret.base.fields import shown
@@ -79,7 +78,7 @@ def shrunk(cache: RetentionCache, budget: int) -> RetentionCache:
     budget = checked_budget(budget)
     _check_by_score(cache)
     twin = cache.copy()
-    with long_factors(find_decoder(cache.model)):
+    with long_factors(cache.decoder):
         _unsettle(twin)
         _cut(twin, _stays(twin, budget))
         _settle(twin)
@@ -105,7 +104,7 @@ def joined(parts: Sequence[Part], budget: int | None = None, shares: Shares = FA
     check_together(caches)
     weights = checked_shares(shares, len(parts), budget)
     whole, offset = caches[0], 0
-    with long_factors(find_decoder(whole.model)):
+    with long_factors(whole.decoder):
         for cache, skip in parts:
             _unsettle(cache)
             _skip(cache, skip)
@@ -141,7 +140,7 @@ def check_together(caches: Sequence[RetentionCache]) -> None:
         check_one_row(cache.rows)
         if not cache.seen or cache.pad is not None:
             raise ValueError("one of the caches has read nothing, or is padded; give caches that have read one text")
-        if find_decoder(cache.model) is not find_decoder(first.model):
+        if cache.decoder is not first.decoder:
             raise ValueError("they were read by two backbones; load them with one, if it has the same weights")
         if found := different_computation(first.computation or {}, cache.computation or {}):
             raise ValueError(f"they were read by a model that computed something else ({found}); read the texts alike")

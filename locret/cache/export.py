@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import Rotary, long_factors, rotary_parameters
 from locret.backbone.shape import Backbone
 from locret.cache.store import POSITIONS
@@ -30,7 +29,7 @@ def to_dynamic_cache(cache: RetentionCache, *, host: bool = False) -> DynamicCac
     """Return what a cache holds as an ordinary prefix; see `RetentionCache.to_dynamic_cache`."""
     cache.check_whole()
     _check_ordinary(cache, host)
-    decoder = find_decoder(cache.model)
+    decoder = cache.decoder
     # By its config a cache has layers for states; without one it makes layers of units as they come.
     exported = DynamicCache(config=decoder.config) if cache.carriers else DynamicCache()
     with long_factors(decoder):
@@ -48,7 +47,7 @@ def _check_ordinary(cache: RetentionCache, host: bool) -> None:
     if cache.pad is not None:
         raise ValueError("rows of different lengths are no prefix of one length; export each row of cache.split(rows)")
     units = {layer.held if host else layer.fill for layer in cache.governed}
-    rotary = rotary_parameters(find_decoder(cache.model))
+    rotary = rotary_parameters(cache.decoder)
     check_prefix(cache.policy, cache.backbone, units, rotary, host=host, states=True)
 
 

@@ -8,7 +8,8 @@ the middle of something, the cache says so wherever it is used next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -16,14 +17,12 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from locret import prefill_attention
 from locret.backbone.adapters import unwrap
 from locret.backbone.attention import MaskMemo, View
-from locret.backbone.chunk import PROJECTIONS, Attended, Chunk, Projections, feature_widths
+from locret.backbone.chunk import Attended, Chunk, Projections
 from locret.backbone.instrument import Observer, instrumented
 from locret.cache.digest import extended
 from locret.cache.layer import Moment, RetentionLayer
-from locret.cache.limits import Limits
 from locret.cache.store import DenseStore
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
@@ -45,17 +44,11 @@ class Reader(Observer):
             i: Projections(shape(i), latent=cache.latents.get(i)) for i in cache.backbone.layers
         }
         self.masks = MaskMemo()
-        self.limits = Limits(cache.policy, cache.scorer, len(cache.backbone.layers))
+        self.waiting = Unscored([layer.store for layer in self.layers], cache.widths, idle=not cache.latents)
+        """Generated units without scores."""
+        self.limits = copy.copy(cache.limits)
         self.limits.protect(cache.protected)
         self.limits.read = cache.seen
-        own = cast(FeatureScorer, cache.scorer)
-        self._source = own.feature_source(cache.prepared) if own.by_features else PROJECTIONS
-        self.waiting = Unscored(
-            [layer.store for layer in self.layers],
-            feature_widths(cache.model, cache.backbone, self._source),
-            idle=not cache.latents,
-        )
-        """Generated units without scores."""
         self.answering = answering
         self.torn = False
         """Whether the cache would be left in the middle of something."""
@@ -70,7 +63,7 @@ class Reader(Observer):
         self._first = True
         self._positions: Tensor | None = None
         self._view: View | None = None
-        self._sparse: list[SparseAttention] | None = None
+        self._patterns: Sequence[SparseAttention] = ()
         self._shared: dict[str, Any] = {}
         self._lent: dict[int, tuple[Tensor, Tensor, bool]] = {}
         self._due: list[tuple[int, Stay, int]] = []
@@ -81,10 +74,7 @@ class Reader(Observer):
     def begin(self, prompt_tokens: int | None, new_tokens: int = 0) -> None:
         """Get ready for a prompt of `prompt_tokens` (None: unknown), to be followed by `new_tokens` generated ones."""
         cache = self.cache
-        strategy = prefill_attention.get(self.policy.prefill_attention)
-        if strategy is not None:
-            own = slice(None) if cache.ranks is None else cache.ranks.part(cache.whole.num_heads)
-            self._sparse = [SparseAttention(heads[own]) for heads in strategy.by_head(cache.whole)]
+        self._patterns = cache.patterns
         held = [layer.fill for layer in self.layers]
         schedule = self.limits.plan(prompt_tokens, held)
         capacity = self.limits.capacity(schedule, new_tokens)
@@ -104,7 +94,7 @@ class Reader(Observer):
     def go_on(self, other: Reader, prompt_tokens: int) -> None:
         """Take over, in the middle of a read, rows whose prompt is shorter: their chunks have been alike so far."""
         self.limits.go_on(other.limits, prompt_tokens)
-        self.torn, self._sparse = True, other._sparse
+        self.torn, self._patterns = True, other._patterns
 
     def goes_on_like(self, prompt_tokens: int) -> bool:
         """Return whether the chunk to come is the same for a prompt of another length, and more chunks follow in it."""
@@ -232,9 +222,9 @@ class Reader(Observer):
 
     def _by_pattern(self, layer_idx: int, layer: RetentionLayer, view: View) -> View:
         """Return a view of what a layer holds as a chunk's queries attend to it."""
-        if not self._evicting or self._sparse is None or self._sparse[layer_idx].covers(layer.store.longest):
+        if not self._evicting or not self._patterns or self._patterns[layer_idx].covers(layer.store.longest):
             return view
-        return replace(view, sparse=self._sparse[layer_idx])
+        return replace(view, sparse=self._patterns[layer_idx])
 
     def _borrowed(self, source: int, layer_idx: int) -> View:
         """Return what the queries of a layer without units attend to: those of its source, as that has seen them."""
@@ -250,7 +240,7 @@ class Reader(Observer):
         nth, (view, self._view) = self._nth[layer.layer_idx], (self._view, None)
         held, one = self.layers[nth], self.answering and layer.new_tokens == 1
         if one and self.scorer.by_features:
-            due = self.waiting.add(nth, layer.projections.feature_parts(self._source))
+            due = self.waiting.add(nth, layer.projections.feature_parts(self.cache.features))
             if due is not None:
                 self._rate(nth, due)
             return
@@ -278,7 +268,7 @@ class Reader(Observer):
             last=self._last,
             generating=self.answering,
             prepared=self.cache.prepared,
-            features_before=None if trail is None else trail.follow(layer.features(self._source)),
+            features_before=None if trail is None else trail.follow(layer.features(self.cache.features)),
         )
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:

@@ -94,7 +94,7 @@ def likelihood(context: Context, question: str, answer: str) -> Likelihood:
     """Return how likely an answer to a question about a context is; the context does not change."""
     lm, twin = context.lm, context.cache.copy()
     question_ids, answer_ids = context.question_ids(question)[0].tolist(), encode(lm.tokenizer, answer)
-    twin.reserve(0, len(question_ids) + len(answer_ids))
+    twin.make_room(len(question_ids) + len(answer_ids))
     with answering(lm.model, twin):
         return likelihood_of(lm.model, [*question_ids, *answer_ids], len(answer_ids), twin)
 
