@@ -92,7 +92,7 @@ class PlannedRun:
         """Return the planned bytes of the cache, of heads, and of what a chunk works with."""
         tokens = max([policy.chunk_size, *(step.tokens for step in self.schedule(policy).steps)])
         working = working_bytes(self.config, self.scorer, self.dtype, tokens)
-        if self.device.type == "cpu" and not self.on_disk:  # where both tiers lie in one memory
+        if self.device.type == "cpu":  # where both tiers lie in one memory
             working += self.host_bytes(policy) or 0
         return head_bytes(self.scorer, self.dtype) + self.cache_bytes(policy) + working
 

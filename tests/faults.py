@@ -316,7 +316,7 @@ FAULTS = (
     Fault(
         "a-file-of-another-dtype",
         "locret/cache/schema.py",
-        "if not same or dtype not in rule.dtypes:",
+        "if not same or dtype not in dtypes:",
         "if not same:",
         "load_cache: a column of another type is refused",
         "tests/core/test_damaged_files.py tests/core/test_saved_caches.py",

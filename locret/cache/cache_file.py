@@ -18,7 +18,6 @@ from torch import Tensor, contiguous_format, nn
 from locret._version import __version__
 from locret.backbone.adapters import sharers_of, unwrap
 from locret.backbone.computation import computation, different_computation
-from locret.backbone.recurrence import state_shapes
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.backbone.shape import BOTH, FULL, Backbone, LayerShape
 from locret.base.fields import checked_values, shown
@@ -29,18 +28,9 @@ from locret.cache.layer import HOST
 from locret.cache.over_ranks import own_state, whole_state
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
-from locret.cache.schema import (
-    MOST_TOKENS,
-    check_counters,
-    check_shapes,
-    check_values,
-    checksum,
-    dtype_of,
-    rules_of,
-)
+from locret.cache.schema import DTYPES, MOST_TOKENS, check_counters, check_units, checksum, dtype_of
 from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.cache.trail import NEWEST_FEATURES
-from locret.cache.units import DTYPES, Rule
 from locret.heads.fingerprint import any_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import RetentionPolicy
@@ -159,7 +149,7 @@ def load_cache(
 ) -> RetentionCache:
     """Read a cache back, ready for `generate` or for more text.
 
-    Everything in the file is checked before it is used: shapes from its header, then values, then a checksum.
+    Everything in the file is checked before it is used: what it was made with, shapes and types, then a checksum.
 
     Args:
         path: File written by `save_cache`.
@@ -309,19 +299,8 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
     columns = state.get("columns", ours)
     if lost := ours.keys() - columns.keys():
         raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
-    decoder = cache.decoder
+    tensors = _checked_units(path, state, cache.whole, cache.policy, columns)
     near = next((trail.tokens for trail in cache.trails.values()), 0)
-    rules = rules_of(
-        state,
-        cache.whole,
-        cache.policy,
-        unwrap(cache.model).config.get_text_config().vocab_size,
-        columns,
-        windows=dict(zip(cache.backbone.layers, cache.limits.windows, strict=True)),
-        states=state_shapes(decoder.config, type(decoder)) if cache.carriers else None,
-        neighbours=near if _same_scorer(_recorded_scorer(state), _identity(cache)) else None,
-    )
-    tensors = _checked_units(path, state, rules)
     for index, shape in zip(cache.whole.layers, cache.whole.full_shapes, strict=True):
         trail = tensors.get(name := f"layers.{index}.{NEWEST_FEATURES}")
         # Another scorer looked at other tokens: to this one, those that were read are before the first.
@@ -330,23 +309,23 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
     return tensors
 
 
-def _checked_units(path: str | Path, state: Mapping[str, Any], rules: Mapping[str, Rule]) -> dict[str, Tensor]:
-    """Read the tensors, shapes first: a header that lies cannot make us allocate."""
+def _checked_units(
+    path: str | Path, state: Mapping[str, Any], backbone: Backbone, policy: RetentionPolicy, columns: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Read the tensors, shapes first."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             shapes = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
-            # Earlier versions remembered more for evidence.
-            kept = {name: shape for name, shape in shapes.items() if not name.endswith(".ledger")}
-            check_shapes(kept, rules)
+            check_units(shapes, state, backbone, policy, columns)
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in shapes}
             metadata = file.metadata()
         if "checksum" in metadata and checksum(metadata["state"], tensors) != metadata["checksum"]:
             raise ValueError("its checksum is another")
-        check_values({name: tensors[name] for name in kept}, rules, state)
     except _ODD as error:
         raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
-    return {name: tensors[name] for name in kept}
+    # Earlier versions remembered more for evidence.
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith(".ledger")}
 
 
 def read_prefix(
@@ -366,7 +345,7 @@ def read_prefix(
         policy, backbone = _described_alone(state)
         fills = {counters["fill"] for counters in state["layers"]}
         check_prefix(policy, backbone, fills, state["rotary"], host=False)
-        tensors = _checked_units(path, state, rules_of(state, backbone, policy, state["vocab_size"], state["columns"]))
+        tensors = _checked_units(path, state, backbone, policy, state["columns"])
         check_one_row(len(tensors["layers.0.keys"]))
         units = [_prefix_of(nth, tensors, state, policy, backbone) for nth in range(backbone.num_layers)]
         keys, values = (tuple(_copied(states[nth][0].transpose(0, 1)) for states in units) for nth in range(2))
@@ -483,7 +462,7 @@ def read_saved(path: str | Path) -> SavedCache:
     state, notes = _header(path, CONTEXT_WRITERS)
     with _named(path):
         policy, backbone = _described_alone(state)
-        tensors = _checked_units(path, state, rules_of(state, backbone, policy, state["vocab_size"], state["columns"]))
+        tensors = _checked_units(path, state, backbone, policy, state["columns"])
     return SavedCache(state, notes, backbone, policy, tensors)
 
 

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from locret.backbone.attention import Recalled
-from locret.cache.quantised import QuantisedStore
 from locret.cache.store import NO_UNIT, POSITIONS, QUERIES, SCORES, DenseStore, UnitRanks
-from locret.cache.units import FLOATS, Rule, Saved, Units, Workspace
+from locret.cache.units import Units, Workspace
 from locret.lookups import Ask, Lookup
 from locret.policy.selectors import score_order
 
@@ -94,19 +93,6 @@ class HostTier(Units):
     def reserve(self, units: int) -> None:
         """Make room for this many units, or for all that may be held."""
         self.store.reserve(units if self.most is None else min(units, self.most))
-
-    @classmethod
-    def schema(cls, saved: Saved) -> dict[str, Rule]:
-        """See `Units`: the rules of a store, and of the queries that it may remember."""
-        fill, form = saved.counters.get("host_fill", 0), saved.form
-        own = replace(
-            saved,
-            counters={**saved.counters, "fill": fill},
-            form=None if form is None else replace(form, recent=0),
-        )
-        rules = (DenseStore if form is None else QuantisedStore).schema(own) if fill else {}
-        shape = ("rows", saved.shape.num_heads, saved.window or f"window {saved.index}", saved.shape.head_dim)
-        return rules if saved.window == 0 else {**rules, "queries": Rule(shape, FLOATS, needed=False)}
 
     def take_in(self, gone: Tensor) -> None:
         """Take the (B, K, G) units of these ranks, which the fast tier is about to drop, as far as they find room."""

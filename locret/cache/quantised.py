@@ -16,9 +16,8 @@ from torch import Tensor
 
 from locret.backbone.attention import Recalled, View
 from locret.backbone.rotary import Rotary
-from locret.cache.rounding import COUNT, PLACE, Coder, Form, packed_bytes
+from locret.cache.rounding import COUNT, PLACE, Coder, Form
 from locret.cache.store import QUERIES, STATES, DenseStore, UnitRanks, Workspace
-from locret.cache.units import FLOATS, Rule, Saved
 from locret.lookups.base import Keys, RoundedKeys
 from locret.policy.selectors import Kept, KeptPerHead
 
@@ -59,27 +58,6 @@ class QuantisedStore(DenseStore):
         super().__init__(rotary, workspace, columns)
         self.form = form
         self._newest: _Newest | None = None
-
-    @classmethod
-    def schema(cls, saved: Saved) -> dict[str, Rule]:
-        """See `Units`; keys or values with 16 bits are held as they are."""
-        rules, form, units = super().schema(saved), saved.form, cls._units_of(saved)
-        assert form is not None
-        kinds = (("key", form.keys, saved.shape.head_dim), ("value", form.values, saved.shape.value_dim))
-        for name, coder, dim in kinds:
-            rules[f"exact_{name}s"] = Rule((*units[:2], form.recent, dim), FLOATS)
-            if not coder.exact:
-                rules[f"{name}s"] = Rule((*units, packed_bytes(dim, coder.bits)), ("U8",))
-                rules[f"{name}_scales"] = Rule((*units, 2 * coder.rounding.groups(dim)), ("F16",))
-            if coder.framed:
-                rules[f"{name}_frame"] = Rule((*units[:2], 2, dim), ("F32",))
-        last = saved.next_position
-        rules["exact"] = Rule(units[:2], ("I32",), 0, min(units[2], form.recent))
-        if form.placed:
-            rules["places"] = Rule(units, ("I32",), -last, last - 1)
-        if saved.counters["rotated"]:
-            rules["following"] = Rule((2, "rows"), ("I64",), 0, last)
-        return rules
 
     @property
     def key_numbers(self) -> int:

@@ -14,14 +14,12 @@ takes 1.0 to 1.05 times as long as with equal heads, answering 1.1 to 1.2 times;
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from locret.backbone.attention import View
 from locret.cache.store import COLUMNS, EMPTY, POSITIONS, SCORES, Part, Slots, Store
-from locret.cache.units import Rule, Saved
 from locret.policy.selectors import Kept, KeptOverHeads
 
 
@@ -45,15 +43,6 @@ class RaggedStore(Store):
     def starts(self) -> Tensor:
         """(B, K) int64 first slot of each head, on the CPU."""
         return self.tensors["starts"]
-
-    @classmethod
-    def schema(cls, saved: Saved) -> dict[str, Rule]:
-        counts = Rule(("rows", saved.shape.num_kv_heads), ("I64",), 0, saved.seen)
-        return {**super().schema(saved), "counts": counts}
-
-    @classmethod
-    def _units_of(cls, saved: Saved) -> tuple[Any, ...]:
-        return (f"units {saved.index}",)
 
     @property
     def buffers(self) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
-"""What the file of a cache may hold: every holder declares its tensors, and one loop checks names, shapes and values.
+"""What the file of a cache may hold: counters, and units of the shapes and types that backbone and policy say.
 
-Everything is checked against the backbone and against itself, because a cache that is read wrongly still answers.
+What was damaged on its way is told by the checksum of the file.
 """
 
 # B batch, K KV heads, S slots, U units of all heads and rows
@@ -8,31 +8,37 @@ Everything is checked against the backbone and against itself, because a cache t
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from locret.backbone.recurrence import States as StateShapes
-from locret.backbone.shape import BOTH, NONE, RECURRENT, SLIDING, Backbone
+from locret.backbone.shape import BOTH, FULL, NONE, RECURRENT, SLIDING, Backbone
 from locret.base.fields import shown
-from locret.cache.host import HostTier
 from locret.cache.layer import HOST
-from locret.cache.quantised import QuantisedStore
-from locret.cache.ragged import RaggedStore
-from locret.cache.rounding import forms_of
-from locret.cache.sliding import SlidingLayer
-from locret.cache.states import STATES, States
-from locret.cache.store import COLUMNS, DenseStore
-from locret.cache.trail import TRAIL, Trail
-from locret.cache.units import DTYPES, FLOATS, NO_UNIT, POSITIONS, ROW_START, SCORES, Rule, Saved, Units
+from locret.cache.rounding import forms_of, packed_bytes
+from locret.cache.store import COLUMNS
 from locret.heads.fingerprint import crc
 from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import spans_from
 
 MOST_TOKENS = 2**31 - 1
 """Positions, and ids of tokens, are int32."""
+DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""How safetensors spells dtypes."""
+_FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -80,108 +86,54 @@ def _whole(value: Any, name: str, least: int, most: int) -> int:
     return value
 
 
-def rules_of(
+def check_units(
+    shapes: Mapping[str, tuple[tuple[int, ...], str]],
     numbers: Mapping[str, Any],
     backbone: Backbone,
     policy: RetentionPolicy,
-    vocab_size: int,
     columns: Mapping[str, str],
-    windows: Mapping[int, int] | None = None,
-    states: StateShapes | None = None,
-    neighbours: int | None = None,
-) -> dict[str, Rule]:
-    """Return what every tensor must be, where the counters are right; what is None only a backbone or scorer says."""
-    seen, last, bound = numbers["seen"], numbers["next_position"], policy.host_budget
-    forms = forms_of(policy, len(backbone.layers))
-    rules = {
-        "rows.pad": Rule(("rows",), ("I64",), 0, seen - 1, needed=False),
-        "rows._shift": Rule(("rows",), ("I64",), 0, last, needed=False),
-        "rows.last_tokens": Rule(("rows", 1), ("I64",), 0, vocab_size - 1, needed=False),
-        "rows.digest": Rule(("rows",), ("I64",), needed=False),
-        "rows._context": Rule(("rows", "newest", "hidden"), FLOATS, needed=False),
-    }
-    columns = {**{name: DTYPES[dtype] for name, dtype in COLUMNS.items()}, **columns}
-    for index, (counters, kind) in enumerate(zip(numbers["layers"], backbone.kinds, strict=True)):
-        own: dict[str, type[Units]] = {"": SlidingLayer} if kind == SLIDING else {}
-        if kind in (RECURRENT, BOTH):
-            own[STATES] = States
-        form = None
-        if index in backbone.layers:
-            form = forms[backbone.layers.index(index)]
-            own |= {
-                "": RaggedStore if policy.head_budgets != "uniform" else DenseStore if form is None else QuantisedStore
-            }
-            own |= {HOST: HostTier, TRAIL: Trail}
-            most = min(seen - counters["fill"], bound if isinstance(bound, int) else seen if bound else 0)
-            _whole(counters.get("host_fill", 0), f"host_fill of layer {index}", 0, most)
-        saved = Saved(
-            index=index,
-            shape=backbone.shape(index),
-            counters=counters,
-            seen=seen,
-            next_position=last,
-            columns=columns,
-            form=form,
-            window=None if windows is None else windows.get(index, 0),
-            states=None if states is None else {name: one[0] for name, one in states[index].items()},
-            neighbours=neighbours,
-        )
-        for prefix, kind_of in own.items():
-            rules |= {f"layers.{index}.{prefix}{name}": rule for name, rule in kind_of.schema(saved).items()}
-    return rules
+) -> None:
+    """Refuse keys, values and columns of other shapes and types than go together, where the counters are right.
 
-
-def check_shapes(shapes: Mapping[str, tuple[tuple[int, ...], str]], rules: Mapping[str, Rule]) -> None:
-    """Check name, shape and dtype of every tensor: a name in a rule's shape stands for one number everywhere."""
-    missing = sorted(name for name, rule in rules.items() if rule.needed and name not in shapes)
-    foreign = sorted(name for name in shapes if name not in rules)
-    if missing or foreign:
-        raise ValueError(f"it lacks {', '.join(missing[:3]) or 'nothing'} and has {foreign[:3]} too much")
-    sizes: dict[str, int] = {}
-    for name, (found, dtype) in shapes.items():
-        rule = rules[name]
-        open_ended = rule.shape[-1:] == (...,)
-        wanted = [
-            sizes.setdefault(size, here) if isinstance(size, str) else size
-            for size, here in zip(rule.shape, found, strict=False)
-            if size is not ...
-        ]
-        same = list(found[: len(wanted)]) == wanted and (open_ended or len(found) == len(rule.shape))
-        if not same or dtype not in rule.dtypes:
-            raise ValueError(
-                f"{name} is {list(found)} of {dtype} instead of {list(rule.shape)} of {' or '.join(rule.dtypes)}"
-            )
-    if not sizes.get("rows"):
+    Args:
+        shapes: Shape and dtype of every tensor of the file.
+        numbers: The counters.
+        backbone: With the KV heads of all processes.
+        policy: What the units were kept by.
+        columns: Names and dtypes of columns.
+    """
+    rows = next((shape[0] for name, (shape, _) in sorted(shapes.items()) if name.endswith("counts")), 0)
+    for name, wanted, dtypes in _wanted(numbers, backbone, policy, columns):
+        if name not in shapes:
+            raise ValueError(f"it lacks {name}")
+        found, dtype = shapes[name]
+        if len(wanted) > 2:  # all but packed units say how many rows there are
+            rows = rows or found[0]
+        sizes = [rows if size == "rows" else size for size in wanted]
+        same = len(found) == len(sizes) and all(size in (here, None) for size, here in zip(sizes, found, strict=True))
+        if not same or dtype not in dtypes:
+            raise ValueError(f"{name} is {list(found)} of {dtype} instead of {sizes} of {' or '.join(dtypes)}")
+    if not rows:
         raise ValueError("it has no rows")
 
 
-def check_values(tensors: Mapping[str, Tensor], rules: Mapping[str, Rule], numbers: Mapping[str, Any]) -> None:
-    """Check the values of tensors whose shapes are right."""
-    for name, tensor in tensors.items():
-        if tensor.is_floating_point():
-            sound = ~tensor.isnan() if name.endswith(SCORES) else tensor.isfinite()
-        else:
-            least, most = rules[name].least, rules[name].most
-            sound = torch.tensor(True) if least is None else (tensor >= least) & (tensor <= most)
-        if not bool(sound.all()):
-            raise ValueError(f"{name} holds numbers that it cannot hold")
-        prefix, _, last = name.rpartition(".")
-        if last == POSITIONS:
-            counts = tensors.get(f"{prefix}.counts")
-            if counts is None:
-                start = tensors.get(f"{prefix}.{ROW_START}", torch.zeros(len(tensor), dtype=torch.long))
-                ascending = _ascending(tensor, start)
-            else:
-                heads, fill = counts.shape[1], numbers["layers"][int(name.split(".")[1])]["fill"]
-                whole = int(counts.sum()) == len(tensor) and int(counts.sum(1).max()) == heads * fill
-                parts = tensor.split(counts.flatten().tolist()) if whole else ()
-                ascending = whole and all(bool((part.diff() > 0).all()) for part in parts) and bool((tensor >= 0).all())
-            if not ascending:
-                raise ValueError(f"{name} are not ascending indices of the text")
-
-
-def _ascending(positions_BKS: Tensor, start_B: Tensor) -> bool:
-    """Return whether each row has ascending positions, behind its first empty slots."""
-    empty = (torch.arange(positions_BKS.shape[2]) < start_B[:, None])[:, None].expand_as(positions_BKS)
-    rising = (positions_BKS.diff(dim=2) > 0) | empty[..., 1:]
-    return bool(rising.all()) and torch.equal(positions_BKS == NO_UNIT, empty)
+def _wanted(
+    numbers: Mapping[str, Any], backbone: Backbone, policy: RetentionPolicy, columns: Mapping[str, str]
+) -> Iterator[tuple[str, tuple[Any, ...], tuple[str, ...]]]:
+    """Yield name, shape and types of what there must be; of a size None anything goes."""
+    columns = {**{name: DTYPES[dtype] for name, dtype in COLUMNS.items()}, **columns}
+    forms = dict(zip(backbone.layers, forms_of(policy, len(backbone.layers)), strict=True))
+    for index, (counters, kind) in enumerate(zip(numbers["layers"], backbone.kinds, strict=True)):
+        shape, form, full = backbone.shape(index), forms.get(index), kind in (FULL, BOTH)
+        if kind not in (FULL, BOTH, SLIDING):
+            continue
+        for tier in ("", HOST) if full and counters.get("host_fill") else ("",):
+            units = counters["host_fill" if tier else "fill"] if full else None
+            lead = (None,) if full and policy.head_budgets != "uniform" else ("rows", shape.num_kv_heads, units)
+            for name, dim in {"keys": shape.head_dim, "values": shape.value_dim}.items():
+                coder = None if form is None else form.keys if name == "keys" else form.values
+                coded = coder is not None and not coder.exact
+                wide = packed_bytes(dim, coder.bits) if coder is not None and coded else dim
+                yield f"layers.{index}.{tier}{name}", (*lead, wide), ("U8",) if coded else _FLOATS
+            for name, dtype in columns.items() if full else ():
+                yield f"layers.{index}.{tier}{name}", lead, (dtype,)

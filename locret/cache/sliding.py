@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from locret.backbone.attention import View
-from locret.cache.units import FLOATS, ROW_START, Rule, Saved, Units
+from locret.cache.units import Units
 
 
 class SlidingLayer(Units, CacheLayerMixin):
@@ -24,14 +24,6 @@ class SlidingLayer(Units, CacheLayerMixin):
         # Not the base's __init__: it would set keys and values.
         self.window, self.tensors, self.seen = window, {}, 0
         self._reach: View | None = None
-
-    @classmethod
-    def schema(cls, saved: Saved) -> dict[str, Rule]:
-        """See `Units`; there is one token less once the newest was taken back."""
-        head = ("rows", saved.shape.num_kv_heads, f"window {saved.index}")
-        wide = {"keys": saved.shape.head_dim, "values": saved.shape.value_dim}
-        rules = {name: Rule((*head, dim), FLOATS) for name, dim in wide.items()}
-        return {**rules, ROW_START: Rule(("rows",), ("I64",), 0, saved.seen, needed=False)}
 
     @property
     def holders(self) -> dict[str, Units]:

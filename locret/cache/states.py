@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import cache_utils
 
 from locret.backbone.recurrence import CONV, SCAN
-from locret.cache.units import FLOATS, Rule, Saved, Units, Workspace
+from locret.cache.units import Units, Workspace
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -112,14 +112,6 @@ class States(Units, _Base):
         for name, state in self.now.items():
             kind, _, n = name.partition(".")
             (layer.update_conv_state if kind == CONV else layer.update_recurrent_state)(state.clone(), int(n))
-
-    @classmethod
-    def schema(cls, saved: Saved) -> dict[str, Rule]:
-        shapes: Mapping[str, Any] = saved.states or {f"{kind}.{n}": (...,) for kind in (CONV, SCAN) for n in range(9)}
-        now = {name: Rule(("rows", *shape), FLOATS, needed=saved.states is not None) for name, shape in shapes.items()}
-        # There was no state before the first token.
-        before = {f"{BEFORE}.{name}": rule._replace(needed=False) for name, rule in now.items()}
-        return {**now, **(before if saved.counters["marked"] else {})}
 
     @property
     def count(self) -> bool:

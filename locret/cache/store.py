@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +20,10 @@ from locret.backbone.attention import Recalled, View
 from locret.backbone.rotary import Rotary
 from locret.cache.units import (
     EMPTY,
-    FLOATS,
     NO_UNIT,
     POSITIONS,
     ROW_START,
     SCORES,
-    Rule,
-    Saved,
     Units,
     Workspace,
 )
@@ -111,19 +108,6 @@ class Store(Units, ABC):
         self.dtypes = {**COLUMNS, **(columns or {})}
         self.tensors = {}
         self._rotated: Tensor | None = None
-
-    @classmethod
-    def schema(cls, saved: Saved) -> dict[str, Rule]:
-        units = cls._units_of(saved)
-        wide = {"keys": saved.shape.head_dim, "values": saved.shape.value_dim}
-        rules = {name: Rule((*units, dim), FLOATS) for name, dim in wide.items()}
-        rules |= {name: Rule(units, (dtype,)) for name, dtype in saved.columns.items()}
-        rules[POSITIONS] = rules[POSITIONS]._replace(least=NO_UNIT, most=saved.seen - 1)
-        return rules
-
-    @classmethod
-    def _units_of(cls, saved: Saved) -> tuple[Any, ...]:
-        return ("rows", saved.shape.num_kv_heads, saved.counters["fill"])
 
     @property
     def keys(self) -> Tensor:
@@ -266,11 +250,6 @@ class DenseStore(Store):
     """As many units in all heads: buffers (B, K, capacity, D) or (B, K, capacity), the first `fill` slots in use."""
 
     name = holds = "dense"
-
-    @classmethod
-    def schema(cls, saved: Saved) -> dict[str, Rule]:
-        start = Rule(("rows",), ("I64",), 0, saved.counters["fill"], needed=False)
-        return {**super().schema(saved), ROW_START: start}
 
     @property
     def buffers(self) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from locret.cache.units import FLOATS, Rule, Saved, Units
+from locret.cache.units import Units
 
 TRAIL, FEATURES = "newest_", "features"
 """What the name of a trail's tensor begins with among those of its layer, in a file, and how it ends."""
@@ -24,13 +24,6 @@ class Trail(Units):
 
     def __init__(self, tokens: int) -> None:
         self.tokens, self.tensors = tokens, {}
-
-    @classmethod
-    def schema(cls, saved: Saved) -> dict[str, Rule]:
-        if saved.neighbours == 0:
-            return {}
-        shape = ("tokens", "features") if saved.neighbours is None else (saved.neighbours + 1, saved.shape.feature_dim)
-        return {FEATURES: Rule(("rows", *shape), FLOATS, needed=saved.neighbours is not None)}
 
     @property
     def newest(self) -> Tensor | None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,58 +17,11 @@ from torch import Tensor
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from locret.backbone.shape import LayerShape
-    from locret.cache.rounding import Form
-
 NO_UNIT = -1
 """Position of an empty slot."""
 SCORES, POSITIONS, ROW_START = "scores", "positions", "row_start"
 EMPTY = {SCORES: -torch.inf, POSITIONS: NO_UNIT}
 """What an empty slot's columns hold; other columns hold 0 there."""
-
-
-DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-"""How safetensors spells dtypes."""
-FLOATS = ("F64", "F32", "BF16", "F16")
-
-
-class Rule(NamedTuple):
-    """What a tensor of a file must be."""
-
-    shape: tuple[Any, ...]
-    """A name stands for any number, the same wherever it stands; dots at the end for any further dimensions."""
-    dtypes: tuple[str, ...]
-    least: int | None = None
-    most: int = 0
-    """Of whole numbers, where they have bounds."""
-    needed: bool = True
-
-
-@dataclass(frozen=True, kw_only=True)
-class Saved:
-    """What a file says of a layer, and what its backbone and scorer do; None: they are not there to ask."""
-
-    index: int
-    shape: LayerShape
-    counters: Mapping[str, Any]
-    seen: int
-    next_position: int
-    columns: Mapping[str, str]
-    form: Form | None
-    window: int | None
-    states: Mapping[str, tuple[int, ...]] | None
-    neighbours: int | None
 
 
 class Workspace:
@@ -123,11 +75,6 @@ class Units:
     """(B,) first filled slot of each row, where rows differ; None if all slots are filled."""
     empty: Callable[..., Tensor] = staticmethod(torch.empty)
     """Gives memory for a shape, a `dtype` and a `device`."""
-
-    @classmethod
-    def schema(cls, saved: Saved) -> dict[str, Rule]:
-        """Return what its tensors in a file must be."""
-        raise NotImplementedError
 
     def _slotted(self, name: str) -> bool:
         return self.once is not None and name not in self.once
