@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -118,13 +118,26 @@ def compare(
             )
 
 
-def as_float32(weight: Tensor, name: str, where: str) -> Tensor:
+def fitting(weights: Mapping[str, Tensor], config: HeadsConfig, where: str) -> dict[str, Tensor]:
+    """Return the weights that heads of a config have; those of layers without a head are left out.
+
+    Raises:
+        ValueError: As `compare`.
+    """
+    wanted = config.weight_shapes
+    without = tuple(f"heads.{layer}." for layer in set(range(config.num_hidden_layers)) - set(config.layers))
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items() if not name.startswith(without)}
+    compare(shapes, wanted, where, f"the config of {config.base_name}")
+    return {name: weights[name] for name in wanted}
+
+
+def as_float32(weight: Any, name: str, where: str) -> Tensor:
     """Return a float32 copy that does not depend on the file.
 
     Raises:
         ValueError: If a value is not finite, or not a float: one NaN makes every score of its layer NaN.
     """
-    if weight.layout != torch.strided or weight.is_meta or weight.is_quantized:
+    if not isinstance(weight, Tensor) or weight.layout != torch.strided or weight.is_meta or weight.is_quantized:
         raise ValueError(f"{name} in {where} is no plain tensor with values; give the weights as they were published")
     if weight.dtype not in _DTYPES:
         kind = str(weight.dtype).removeprefix("torch.")

@@ -12,31 +12,29 @@ Nothing in a file is believed: layers, shapes and numbers are compared with the 
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from huggingface_hub import errors, hf_hub_download
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from locret import hub
-from locret.backbone.adapters import describe_whole, unwrap
+from locret.backbone.adapters import describe_whole
 from locret.base.fields import shown
 from locret.base.files import read_json, shards
 from locret.heads import checkpoint, official
-from locret.heads.config import HeadsConfig
+from locret.heads.config import HeadsConfig, config_of
 from locret.heads.gates import is_number
 from locret.labels.log_attention import LOG_ATTENTION
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_KVZAP = {"": "out", ".0": "inner", ".2": "out"}
-_FAST = ("q_proj.weight", "q_proj.bias", "k_proj.weight", "q_norm.weight", "k_norm.weight", "k_base", "b")
-_DMS = re.compile(r"(?:module\.)?(?:model\.)?layers\.(\d+)\.self_attn\.dms_proj_alpha(_norm)?\.(weight|bias)")
+_KVZAP = re.compile(r"layers\.(\d+)(|\.0|\.2)\.(weight|bias)")
+_KVZAP_PARTS = {"": "out", ".0": "inner", ".2": "out"}
+_DMS = re.compile(r"(?:module\.)?(?:model\.)?layers\.(\d+)\.self_attn\.dms_proj_alpha(?:(_norm)\.weight|\.(\w+))")
 _DMS_NUMBERS: dict[str, tuple[str, float]] = {
     "dms_alpha_scale": ("scale", 100.0),
     "dms_initial_alpha_offset": ("offset", 5.0),
@@ -45,6 +43,7 @@ _DMS_NUMBERS: dict[str, tuple[str, float]] = {
     "rms_norm_eps": ("epsilon", 1e-6),
     "attention_bias": ("bias", False),
 }
+_DMS_FOLDER = "the folder of a model that DMS was trained on"
 _MAKERS: tuple[Any, ...] = (np.zeros(1).__reduce__()[0], np.float64(0).__reduce__()[0])
 """What arrays and numbers of NumPy are made with when they are unpickled, whatever its private modules are called."""
 # What the files of Fast KVzip hold besides weights are curves of losses, as arrays of NumPy.
@@ -74,18 +73,16 @@ def _find(path: str, what: str, revision: str | None, *names: str, file: bool = 
         ValueError: If there is none.
         OSError: If the Hub refuses or cannot be reached.
     """
-    here = Path(path)
-    lacks = f"has no {' or '.join(names)}; give {what}"
-    if here.is_file():
-        if not file:
-            raise ValueError(f"'{path}' is a file; give its folder, with config.json")
+    here, lacks = Path(path), f"has no {' or '.join(names)}; give {what}"
+    if here.is_file() and file:
         return here
-    if os.path.exists(path):
+    if here.is_file():
+        raise ValueError(f"'{path}' is a file; give its folder, with config.json")
+    if here.exists():
         if revision is not None:
             raise ValueError(f"revision={revision} is for a repository of the Hub, but path={path} is here; drop it")
-        for name in names:
-            if (here / name).is_file():
-                return here / name
+        if found := [here / name for name in names if (here / name).is_file()]:
+            return found[0]
         raise ValueError(f"{path} {lacks}")
     if not _REPOSITORY.fullmatch(path):
         raise ValueError(f"there is no folder or file '{path}'; give {what}, or org/name on the Hub")
@@ -119,20 +116,19 @@ def read_kvzap(path: str, model_or_config: Any, revision: str | None = None) -> 
     if values.get("model_type") != "kvzap":
         raise ValueError(f'{file} has model_type {shown(values.get("model_type"))}, not "kvzap"; give {what}')
     width = values.get("hidden_dim")
-    gate = "kvzap-linear" if width is None else "kvzap-mlp"
-    config = _config(model_or_config, width, gate, "kvzip_plus", path)
+    config = _config(model_or_config, width, "kvzap-linear" if width is None else "kvzap-mlp", "kvzip_plus", path)
 
     def ours(theirs: str) -> str:
-        match = re.fullmatch(r"layers\.(\d+)(|\.0|\.2)\.(weight|bias)", theirs)
-        return f"heads.{int(match[1])}.{_KVZAP[match[2]]}.{match[3]}" if match else theirs
+        match = _KVZAP.fullmatch(theirs)
+        return f"heads.{int(match[1])}.{_KVZAP_PARTS[match[2]]}.{match[3]}" if match else theirs
 
     weights = _find(path, what, revision, WEIGHTS)
-    return config, _fitting(_tensors(weights, ours), config, str(weights), str(file))
+    return config, checkpoint.fitting(official.tensors_of([weights], ours), config, str(weights))
 
 
 def read_fast_kvzip(path: str, model_or_config: Any, revision: str | None = None) -> Read:
     """Read the gates of Fast KVzip; see `read_kvzap`. A folder or repository may hold those of several backbones."""
-    backbone, config = describe_whole(model_or_config), unwrap_config(model_or_config)
+    backbone, config = describe_whole(model_or_config), config_of(model_or_config)
     group = backbone.num_heads // backbone.num_kv_heads
     own = Path(str(getattr(config, "_name_or_path", "") or "backbone").rstrip("/\\")).name.lower()
     found = sorted(Path(path).glob(f"q{group}_dim*_sink*.pt"))
@@ -141,33 +137,27 @@ def read_fast_kvzip(path: str, model_or_config: Any, revision: str | None = None
     name = found[0].name if found else f"{own}/q{group}_dim16_sink16.pt"
     file = _find(path, "the gates of Fast KVzip, or the file of this backbone's", revision, name, file=True)
     layers = official.load_bin(file, _ARRAYS).get("module")
-    if not isinstance(layers, list) or not layers:
+    if not isinstance(layers, list) or not all(isinstance(parts, Mapping) for parts in layers):
         raise ValueError(f'{file} has no list of layers under "module"; give the gates of Fast KVzip')
-    for layer, parts in enumerate(layers):
-        good = isinstance(parts, Mapping) and sorted(map(str, parts)) == sorted(_FAST)
-        if not good or not all(isinstance(tensor, Tensor) for tensor in parts.values()):
-            raise ValueError(f"{file} has other than tensors {', '.join(_FAST)} for layer {layer}; download it again")
-    if len(layers) not in (backbone.num_layers, len(backbone.layers)):
+    # Of all layers, or of those with full attention, in order.
+    indices = next((at for at in (range(backbone.num_layers), backbone.layers) if len(at) == len(layers)), None)
+    if indices is None:
         raise ValueError(
             f"{file} has gates of {len(layers)} layers, but {backbone.model_type} has {backbone.num_layers}; take "
             "those of this backbone"
         )
-    every = len(layers) == backbone.num_layers  # else they are those of the layers with full attention, in order
-    held = {layer: layers[layer if every else nth] for nth, layer in enumerate(backbone.layers)}
-    first = held[backbone.layers[0]]
-    width, sinks = (
-        int(first[part].shape[axis]) if first[part].ndim > axis else 0
-        for part, axis in (("q_norm.weight", 0), ("k_base", 2))
-    )
-    made = _config(model_or_config, width, "fast-kvzip", LOG_ATTENTION.name, path, sinks=sinks)
     weights = {
-        f"heads.{layer}.{part.removesuffix('.weight') if 'norm' in part else part}": checkpoint.as_float32(
+        f"heads.{layer}.{part}".replace("_norm.weight", "_norm"): checkpoint.as_float32(
             tensor, f"{part} of layer {layer}", str(file)
         )
-        for layer, parts in held.items()
+        for layer, parts in zip(indices, layers, strict=True)
         for part, tensor in parts.items()
     }
-    return made, _fitting(weights, made, str(file))
+    norm, sinks = (weights.get(f"heads.{backbone.layers[0]}.{part}") for part in ("q_norm", "k_base"))
+    if norm is None or sinks is None or norm.ndim != 1 or sinks.ndim != 4:
+        raise ValueError(f"{file} has no q_norm and k_base as Fast KVzip writes them; download it again")
+    made = _config(model_or_config, len(norm), "fast-kvzip", LOG_ATTENTION.name, path, sinks=sinks.shape[2])
+    return made, checkpoint.fitting(weights, made, str(file))
 
 
 def read_dms(path: str, model_or_config: Any, revision: str | None = None) -> Read:
@@ -181,24 +171,15 @@ def read_dms(path: str, model_or_config: Any, revision: str | None = None) -> Re
     config = _config(model_or_config, None, "dms", None, path, **numbers)
 
     def ours(theirs: str) -> str | None:
-        if (match := _DMS.fullmatch(theirs)) is None:
-            return None
-        return f"heads.{int(match[1])}." + (
-            "norm" if match[2] and match[3] == "weight" else f"norm.{match[3]}" if match[2] else f"out.{match[3]}"
-        )
+        match = _DMS.fullmatch(theirs)
+        return match and f"heads.{int(match[1])}." + ("norm" if match[2] else f"out.{match[3]}")
 
     index = _find(path, _DMS_FOLDER, revision, INDEX, WEIGHTS)
     files = [index]
     if index.name == INDEX:
-        names = sorted({held.name for name, held in shards(index).items() if _DMS.fullmatch(name)})
+        names = sorted({held.name for name, held in shards(index).items() if ours(name)})
         files = [_find(path, _DMS_FOLDER, revision, name) for name in names]
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        weights |= _tensors(file, ours)
-    return config, _fitting(weights, config, str(index))
-
-
-_DMS_FOLDER = "the folder of a model that DMS was trained on"
+    return config, checkpoint.fitting(official.tensors_of(files, ours), config, str(index))
 
 
 def dms_config(path: str, revision: str | None = None) -> dict[str, Any]:
@@ -220,18 +201,13 @@ def dms_numbers(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for name, (ours, usual) in _DMS_NUMBERS.items():
         found = values.get(name, usual)
-        if not is_number(found, usual, ours):
+        if not is_number(found, usual) or (ours == "scale" and found == 0):
             raise ValueError(f"{where} has {name}={shown(found)}; give one such as {usual}")
         numbers[ours] = float(found) if type(usual) is float else found
     per = values.get("dms_alpha_per", "head")
     if per not in ("head", "layer"):
         raise ValueError(f"{where} has dms_alpha_per={shown(per)}; it must be head or layer")
     return {**numbers, "per_layer": per == "layer"}
-
-
-def unwrap_config(model_or_config: Any) -> Any:
-    """Return the transformers config of a backbone, or the config that is given."""
-    return unwrap(model_or_config).config if hasattr(model_or_config, "forward") else model_or_config
 
 
 def _config(
@@ -247,32 +223,3 @@ def _mapping(file: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ValueError(f"{file} is not the config of a model; give the folder of one")
     return values
-
-
-def _tensors(file: Path, ours: Callable[[str], str | None]) -> dict[str, Tensor]:
-    """Return float32 weights of a file under our names; those without one are left out."""
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return {
-                name: checkpoint.as_float32(tensors.get_tensor(theirs), theirs, str(file))
-                for theirs in tensors.keys()  # noqa: SIM118 (not a dict)
-                if (name := ours(theirs)) is not None
-            }
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file ({error}); copy or download it again") from error
-
-
-def _fitting(
-    weights: dict[str, Tensor], config: HeadsConfig, where: str, source: str | None = None
-) -> dict[str, Tensor]:
-    """Return the weights that heads of this config have, after comparing names and shapes; others' layers are left out.
-
-    Raises:
-        ValueError: If some are missing, strange or of another shape; the message shows both sides.
-    """
-    wanted = config.weight_shapes
-    windows = tuple(f"heads.{layer}." for layer in set(range(config.num_hidden_layers)) - set(config.layers))
-    held = {name: weight for name, weight in weights.items() if not name.startswith(windows)}
-    shapes = {name: tuple(weight.shape) for name, weight in held.items()}
-    checkpoint.compare(shapes, wanted, where, source or f"the config of {config.base_name}")
-    return {name: held[name] for name in wanted}

@@ -17,19 +17,18 @@ from torch.nn import functional as F
 
 from locret.backbone.chunk import HIDDEN, RESIDUAL
 from locret.base.nearest import nearest
+from locret.heads.head import Float32
 
 if TYPE_CHECKING:
     from locret.backbone.shape import LayerShape
 
 LOCRET = "locret"
 """The architecture of the paper, which is `locret.heads.head`."""
-WIDEST = 2**20
-"""What no width or count of a gate exceeds."""
 _LARGEST = 1e30
-"""What no other number does: the arithmetic is float32."""
+"""What no number exceeds: the arithmetic is float32."""
 
 
-class Gate(nn.Module):
+class Gate(Float32):
     """A gate of one layer: (..., E) hidden states to (..., K) float32 scores; larger means keep.
 
     Args:
@@ -53,7 +52,6 @@ class Gate(nn.Module):
     def __init__(self, shape: LayerShape, hidden_size: int, width: int, numbers: Mapping[str, Any]) -> None:
         super().__init__()
         self.build(shape, hidden_size, width, **numbers)
-        self.float()
 
     def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
         """Make the parameters."""
@@ -66,15 +64,6 @@ class Gate(nn.Module):
     def forward(self, features: Tensor) -> Tensor:
         """Return (..., K) float32 scores; the arithmetic is float32, or what autocast makes of it."""
         return self.scores(features.float()).float()
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Gate:
-        """Follow `.to(device)`, but keep float32 whatever dtype is asked for."""
-
-        def keep_dtype(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == torch.float32 else tensor.to(moved.device, torch.float32)
-
-        return super()._apply(keep_dtype, recurse)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -177,14 +166,11 @@ class DMSAlpha(Gate):
 GATES: dict[str, type[Gate]] = {gate.name: gate for gate in (KVzapLinear, KVzapMLP, FastKVzip, DMSAlpha)}
 
 
-def is_number(value: Any, usual: float, name: str) -> bool:
-    """Return whether a number from a file, of any size, can stand where `usual` would."""
-    if type(usual) is bool:
-        return type(value) is bool
-    if type(usual) is int:
-        return type(value) is int and 1 <= value <= WIDEST
-    least = {"epsilon": 0.0, "scale": 1 / _LARGEST}.get(name, -_LARGEST)
-    return type(value) in (int, float) and least <= (abs(value) if name == "scale" else value) <= _LARGEST
+def is_number(value: Any, usual: float) -> bool:
+    """Return whether a number of a file can stand where `usual` would."""
+    if type(usual) is float:
+        return type(value) in (int, float) and abs(value) <= _LARGEST
+    return type(value) is type(usual) and (type(usual) is bool or value >= 1)
 
 
 def get(name: str) -> type[Gate]:

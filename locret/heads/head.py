@@ -24,7 +24,18 @@ _MIXED = 0.3
 """Standard deviation of fresh weights between neighbours: smaller ones hardly leave 0 in a few hundred steps."""
 
 
-class RetainingHead(nn.Module):
+class Float32(nn.Module):
+    """A module whose weights stay float32: `.to(device)` moves them, and no dtype that is asked for rounds them."""
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Float32:
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        return super()._apply(keep_dtype, recurse)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class RetainingHead(Float32):
     """The MLP of one layer: `feature_dim` -> `hidden_dim` -> one score per KV head, without biases.
 
     Args:
@@ -132,15 +143,9 @@ class RetainingHead(nn.Module):
             self._cast = (key, weight.detach().to(dtype))
         return self._cast[1]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> RetainingHead:
-        """Follow `.to(device)`, but keep float32 whatever dtype is asked for."""
-
-        def keep_dtype(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
-
+    def _apply(self, fn: Any, recurse: bool = True) -> Float32:
         self._cast = None
-        return super()._apply(keep_dtype, recurse)  # type: ignore[no-any-return, no-untyped-call]
+        return super()._apply(fn, recurse)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_cast": None}

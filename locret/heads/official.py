@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,27 +40,23 @@ def read(path: Path, model_or_config: Any) -> tuple[HeadsConfig, dict[str, Tenso
     Raises:
         ValueError: If there are no retaining heads in it, or layers or shapes do not fit the backbone.
     """
-    weights: dict[str, Tensor] = {}
-    seen: list[str] = []
-    for file in _files(path):
-        for name, tensor in _entries(file, seen):
-            if name in weights:
-                raise ValueError(f"{path} has {name.removeprefix('heads.')} of a layer twice; keep one of the two")
-            weights[name] = checkpoint.as_float32(tensor, name, str(file))
+    weights = tensors_of(_files(path), _our_name)
     if not weights:
         raise ValueError(
-            f"{path} has no retaining heads: no entry like model.layers.0.self_attn.fc1.weight among its {len(seen)} "
-            f"({', '.join(seen[:3])}{', ...' if len(seen) > 3 else ''}); give the weights published for Locret"
+            f"{path} has no retaining heads: no entry like model.layers.0.self_attn.fc1.weight; give the weights "
+            "published for Locret"
         )
     hidden_dim = next((len(w) for name, w in weights.items() if name.endswith("fc1.weight") and w.ndim and len(w)), 1)
     config = HeadsConfig.for_model(model_or_config, hidden_dim).annotated(
         label={"kind": LOGIT.name, "include_last_prompt_token": False},  # as the published code has it
         training={"source": f"weights published by the authors of Locret ({path.name})"},
     )
-    wanted = config.weight_shapes
-    shapes = {name: weight.shape for name, weight in weights.items()}
-    checkpoint.compare(shapes, wanted, str(path), f"the config of {config.base_name}")
-    return config, {name: weights[name] for name in wanted}
+    return config, checkpoint.fitting(weights, config, str(path))
+
+
+def _our_name(name: str) -> str | None:
+    match = _ENTRY.fullmatch(name)
+    return f"heads.{int(match[1])}.{match[2]}" if match else None
 
 
 def _files(path: Path) -> list[Path]:
@@ -73,7 +69,7 @@ def _files(path: Path) -> list[Path]:
         )
     for index in sorted(path.glob("*.index.json")):
         # Shards without heads are never opened: a backbone has gigabytes of them.
-        files = sorted({file for name, file in shards(index).items() if _ENTRY.fullmatch(name)})
+        files = sorted({file for name, file in shards(index).items() if _our_name(name)})
         if gone := [file.name for file in files if not file.is_file()]:
             raise ValueError(
                 f"{index} names {shown(gone[0])}, which is not in its folder; download all parts that hold heads"
@@ -90,26 +86,30 @@ def _files(path: Path) -> list[Path]:
     raise ValueError(f"{path} has no .safetensors or .bin file; give the file or folder of the published heads")
 
 
-def _entries(file: Path, seen: list[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the retaining-head entries of one file under our names; `seen` gathers all names, for a message."""
-    if file.suffix == ".safetensors":
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                names = list(tensors.keys())
-                seen += names
-                for name in names:
-                    if ours := _our_name(name, file):
-                        yield ours, tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file} is not a whole safetensors file ({error}); download it again") from error
-        return
-    state = load_bin(file)
-    seen += list(state)
-    for name, value in state.items():
-        if ours := _our_name(name, file):
-            if not isinstance(value, Tensor):
-                raise ValueError(f"{name} in {file} is no plain tensor but a {type(value).__name__}; download it again")
-            yield ours, value
+def tensors_of(files: Iterable[Path], ours: Callable[[str], str | None]) -> dict[str, Tensor]:
+    """Return float32 weights of files that others published, under our names; those without one are left out.
+
+    Raises:
+        ValueError: If a file is damaged, a weight is there twice or is no plain tensor of finite numbers.
+    """
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        for theirs, tensor in _wanted(file, ours):
+            name = str(ours(theirs))
+            if name in weights:
+                raise ValueError(f"{file} has {name.removeprefix('heads.')} of a layer twice; keep one of the two")
+            weights[name] = checkpoint.as_float32(tensor, theirs, str(file))
+    return weights
+
+
+def _wanted(file: Path, ours: Callable[[str], str | None]) -> list[tuple[str, Any]]:
+    if file.suffix != ".safetensors":
+        return [(name, value) for name, value in load_bin(file).items() if ours(name)]
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            return [(name, tensors.get_tensor(name)) for name in tensors.keys() if ours(name)]  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file ({error}); copy or download it again") from error
 
 
 def load_bin(file: Path, also: Sequence[Any] = ()) -> dict[str, Any]:
@@ -139,12 +139,3 @@ def load_bin(file: Path, also: Sequence[Any] = ()) -> dict[str, Any]:
             f"{file} holds a {type(state).__name__} and not weights by name; give a state dict of the heads"
         )
     return state
-
-
-def _our_name(name: str, file: Path) -> str | None:
-    match = _ENTRY.fullmatch(name)
-    if match and match[2].endswith("bias"):
-        raise ValueError(
-            f"{file} has {name}, but retaining heads have no biases; these weights are for another architecture"
-        )
-    return f"heads.{int(match[1])}.{match[2]}" if match else None

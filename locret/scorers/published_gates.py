@@ -32,6 +32,7 @@ from locret.backbone.adapters import describe, lends_neuron
 from locret.backbone.chunk import PROJECTIONS
 from locret.base.fields import Range
 from locret.heads import gate_files
+from locret.heads.config import config_of
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.scorers.base import FeatureScorer
@@ -166,7 +167,7 @@ class DMSScorer(PublishedGateScorer):
         return window
 
     def _neuron(self, model_or_config: Any) -> _Neuron:
-        numbers, config = self._numbers, gate_files.unwrap_config(model_or_config)
+        numbers, config = self._numbers, config_of(model_or_config)
         if not lends_neuron(config) or gate_files.dms_numbers(config.get_text_config().to_dict(), "it") != numbers:
             raise ValueError(
                 f"scorer dms: the decisions of {self.path} are a number of its own queries (dms_separate_alpha=false), "

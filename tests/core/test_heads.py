@@ -94,7 +94,7 @@ def test_the_seed_decides_and_the_global_generator_is_untouched(tiny_llama):
     assert same_weights(one, two)
     assert not same_weights(one, other)
     assert one[0].fc1.weight.std().item() == pytest.approx(0.5, abs=0.01)
-    with pytest.raises(ValueError, match="hidden_dim=0 is not a number of at least 1"):
+    with pytest.raises(ValueError, match="hidden_dim=0 is too small; it must be 1 or more"):
         RetainingHeads.for_model(tiny_llama, 0)
 
 

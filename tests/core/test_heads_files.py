@@ -213,10 +213,10 @@ class Payload:
 
 OFFICIAL: list[tuple[Any, str]] = [
     (published(fc1=(4, 48)), r"heads.0.fc1.weight is \[4, 48\] in .* but \[4, 64\] by the config of a llama model"),
-    ({**published(), NAME.replace("weight", "bias"): torch.ones(4)}, "fc1.bias, but retaining heads have no biases"),
+    ({**published(), NAME.replace("weight", "bias"): torch.ones(4)}, "unexpected: heads.0.fc1.bias"),
     ({**published(), NAME.removeprefix("model."): torch.ones(4, 64)}, "has 0.fc1.weight of a layer twice"),
     ({name: value for name, value in published().items() if name != NAME}, "missing: heads.0.fc1.weight"),
-    ({"a": torch.zeros(2)}, "has no retaining heads: no entry like .* among its 1"),
+    ({"a": torch.zeros(2)}, "has no retaining heads: no entry like model.layers.0.self_attn.fc1.weight"),
     ({NAME: Payload()}, "holds more than tensors, and loading it could run code; convert it to safetensors"),
     ({**published(), NAME: torch.zeros(4, 64).to_sparse()}, "no plain tensor"),
     (b"just a text, no weights", "not a file that torch.save wrote"),
