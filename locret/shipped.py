@@ -58,11 +58,6 @@ def embedded_heads(backbone: str) -> str | None:
     return find(str(_HEADS)) if at == os.path.realpath(find(str(_BACKBONE))) else None
 
 
-def folder(path: PurePath) -> Path | None:
-    """Return a folder that locret came with which holds the embedded backbone or its heads, else None."""
-    return _ROOT / path if any(path == embedded.parent for embedded in _EMBEDDED) else None
-
-
 class _CheckoutFinder:
     """Finds the packages that a checkout holds next to locret/; on locret's path, all of its folders would be some."""
 

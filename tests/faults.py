@@ -243,8 +243,8 @@ FAULTS = (
     Fault(
         "labels-of-one-token-less",
         "locret/labels/labels.py",
-        "for first, end in (*earlier_answers, (prompt, chunk.key.shape[2])):",
-        "for first, end in (*earlier_answers, (prompt, chunk.key.shape[2] - 1)):",
+        "start, end = max(0, prompt - include_last_prompt_token), chunk.key.shape[2]\n",
+        "start, end = max(0, prompt - include_last_prompt_token), chunk.key.shape[2] - 1\n",
         "answer_labels: all tokens of the answer are queries",
         "tests/train/test_labels.py tests/core/test_golden.py",
     ),

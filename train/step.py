@@ -52,7 +52,6 @@ def train_step(
     loss: Loss | None = None,
     *,
     max_prompt_tokens: int = DataOptions.max_prompt_tokens,
-    earlier_answers: Sequence[tuple[int, int]] = (),
     asked: Sequence[tuple[Tensor, Tensor]] = (),
     backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> StepResult:
@@ -65,7 +64,6 @@ def train_step(
         answer_ids: (1, m) or (m,).
         loss: Labels and loss (None: the paper's).
         max_prompt_tokens: First prompt tokens to train on; labels are those of the whole text.
-        earlier_answers: See `answer_labels`.
         asked: Ids of questions and their answers, each of which follows the prompt by itself: labels are the largest of
             all, and `answer_ids` is not read.
         backward: Called once per layer with the layer's share of the loss; the shares add up to the total.
@@ -85,7 +83,7 @@ def train_step(
         parts.append(learn_layer(heads, layer, features_TF, labels_KT, loss, backward))
 
     def on_layer(chunk: Attended) -> None:
-        labels_KT = layer_labels(chunk, prompt, *how, labelled=trained, earlier_answers=earlier_answers)
+        labels_KT = layer_labels(chunk, prompt, *how, labelled=trained)
         learn(chunk.layer_idx, heads.features(chunk, trained)[0], labels_KT)
 
     if asked:

@@ -11,7 +11,7 @@ Deviates: What takes the logit's place is one object per kind of label (`locret.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,7 +49,6 @@ def answer_labels(
     answer_ids: Tensor,
     kind: str | LabelKind = "logit",
     include_last_prompt_token: bool = False,
-    earlier_answers: Sequence[tuple[int, int]] = (),
 ) -> Tensor:
     """Return the causal importance labels of a prompt, from one teacher-forced pass over prompt and answer.
 
@@ -59,8 +58,6 @@ def answer_labels(
         answer_ids: (1, m) or (m,).
         kind: One of `locret.labels.names()`, such as "logit" (paper), or a kind of one's own.
         include_last_prompt_token: Count the last prompt token among the answer's queries.
-        earlier_answers: First and past-the-end positions of answers within the prompt, such as those to earlier turns;
-            each labels the tokens before it too. A token's label is the largest of all.
 
     Returns:
         (layers, kv_heads, n) float32 for prompt positions 0 to n - 1; dimension 0 runs over the full-attention layers.
@@ -80,7 +77,7 @@ def answer_labels(
 
     def on_layer(chunk: Attended) -> None:
         prompt = prompt_ids.shape[1]
-        rows.append(layer_labels(chunk, prompt, kind, include_last_prompt_token, earlier_answers=earlier_answers))
+        rows.append(layer_labels(chunk, prompt, kind, include_last_prompt_token))
 
     observe(model, torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model)), on_layer)
     return pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
@@ -114,7 +111,6 @@ def layer_labels(
     include_last_prompt_token: bool,
     *,
     labelled: int | None = None,
-    earlier_answers: Sequence[tuple[int, int]] = (),
     block_elements: int | None = None,
 ) -> Tensor:
     """Return one layer's labels, (K, T) float32, as a running maximum over blocks of answer queries.
@@ -126,7 +122,6 @@ def layer_labels(
         kind: See `answer_labels`.
         include_last_prompt_token: Whether queries start one token before the answer.
         labelled: T, the first prompt tokens to label; all if None.
-        earlier_answers: See `answer_labels`.
         block_elements: Most logits in memory at once, if one answer token has no more; by default 2^22, and no more
             than the layer's queries, so that what labels need stays small compared with what the layer needs.
     """
@@ -136,10 +131,8 @@ def layer_labels(
     # Float32 even under autocast: labels rounded to bfloat16 tie, and the log-sum-exp is a difference of large numbers.
     with torch.autocast(chunk.query.device.type, enabled=False):
         keys_KDS = chunk.key[0].float().mT
-        for first, end in (*earlier_answers, (prompt, chunk.key.shape[2])):
-            seen_KT = labels_KT[:, :first]  # a view: an answer labels only what stands before it
-            start = max(0, first - include_last_prompt_token)
-            _raise_by_blocks(chunk, keys_KDS, seen_KT, start, end, kind, block_elements)
+        start, end = max(0, prompt - include_last_prompt_token), chunk.key.shape[2]
+        _raise_by_blocks(chunk, keys_KDS, labels_KT, start, end, kind, block_elements)
     return labels_KT
 
 

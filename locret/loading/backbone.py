@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import re
 import warnings
@@ -184,8 +183,6 @@ def _gguf(options: BackboneSource) -> dict[str, str]:
 
 def _check_config(config: Any) -> None:
     """Refuse numbers that no backbone has, before modules are made of them."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     text = config.get_text_config()
     # Layers may differ, as in Gemma-4.
     differing = getattr(text, "per_layer_attributes", None) or ()
@@ -194,25 +191,6 @@ def _check_config(config: Any) -> None:
             value = getattr(layer, name, None)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
                 raise ValueError(f"{name} is {shown(value)} instead of a whole number from 1 to {most:,}")
-    rope = getattr(text, "rope_parameters", None) or {}
-    for name, value in _leaves({name: getattr(text, name, None) for name in _FINITE} | dict(rope)):
-        if isinstance(value, int | float) and not (math.isfinite(value) and abs(value) <= 1e15):
-            raise ValueError(f"{name} is {shown(value)}, which is out of range")
-        if name == "rope_type" and value not in (known := ("default", *ROPE_INIT_FUNCTIONS)):
-            raise ValueError(f"rope_type is {shown(value)}; known are {', '.join(known)}")
-
-
-_FINITE = ("rms_norm_eps", "initializer_range", "rope_theta")
-
-
-def _leaves(values: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what nested data holds, by the innermost names."""
-    if isinstance(values, Mapping | list):
-        inner = values.items() if isinstance(values, Mapping) else ((name, one) for one in values)
-        for key, one in inner:
-            yield from _leaves(one, key)
-    else:
-        yield name, values
 
 
 def _fetch_config(name: str, options: BackboneSource) -> bool:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from locret import backbone_names, shipped
 from locret.backbone_names import GGUF
 from locret.base import method_spec
-from locret.base.nearest import nearest
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -130,9 +127,6 @@ class BackboneSource(WeightOptions, _Named):
     def __post_init__(self) -> None:
         if not self.model:
             raise ValueError("--model is empty; give the folder of a backbone, or its Hub id")
-        check_path("--model", self.model)
-        if self.adapter:
-            check_path("--adapter", self.adapter)
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         self.check_weights()
@@ -238,41 +232,7 @@ class ScorerOptions:
             trained = flag == "--method" and value is not None and self.spec is not None and self.spec.name == LOCRET
             if self.heads and value and not trained:
                 raise ValueError(f"--heads {self.heads} and {flag} {value} exclude each other; drop one of them")
-        if self.heads:
-            check_path("--heads", self.heads)
         if self.method and self.scorer:
             raise ValueError(f"--method {self.method} and --scorer {self.scorer} exclude each other; drop one of them")
         if self.allow_other_base and not self.heads:
             raise ValueError("--allow-other-base is about --heads, which are not given; add them, or drop it")
-
-
-def check_path(setting: str, name: str) -> None:
-    """Refuse a path that leads nowhere, before anything waits for the Hub, where it would be taken for a repository.
-
-    Args:
-        setting: The flag, for the message.
-        name: A folder, or a repository on the Hub.
-    """
-    path = Path(os.path.expanduser(name))
-    with suppress(OSError):  # too long for a file system, say; loading will tell
-        if len(path.parts) < 2 or Path(os.path.expanduser(shipped.find(name))).exists():
-            return
-        parents = [parent for parent in (path.parent, shipped.folder(path.parent)) if parent and parent.is_dir()]
-        if not parents or _downloaded(name):
-            return
-        there = sorted(child.name for parent in parents for child in parent.iterdir() if child.is_dir())
-        near = [str(path.parent / one) for one in nearest(path.name, dict.fromkeys(there))]
-        raise ValueError(
-            f"{setting} {name}: there is no such folder in {path.parent}; "
-            + (f"did you mean {' or '.join(near)}?" if near else "give one that exists, or a Hub id")
-        )
-
-
-def _downloaded(name: str) -> bool:
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    try:
-        return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:
-        return False

@@ -123,10 +123,12 @@ def test_pushed_heads_come_back_identical_and_load_without_the_hub(
     assert 'heads="org/heads"' in card_of(hub)
 
 
-def test_heads_push_themselves_and_a_revision_is_loaded_by_commit(heads: RetainingHeads, hub: HubServer) -> None:
+def test_heads_push_themselves_and_a_revision_is_loaded_by_commit(
+    heads: RetainingHeads, hub: HubServer, tiny_llama: Any
+) -> None:
     assert heads.push_to_hub("org/heads") == f"{hub.url}/org/heads"
     first = hub.repos["org/heads"].branches["main"]
-    heads.fresh(seed=4).push_to_hub("org/heads", commit_message="Anew")
+    RetainingHeads.for_model(tiny_llama, 12, seed=4).push_to_hub("org/heads", commit_message="Anew")
     assert hub.repos["org/heads"].messages[1:] == ["Anew"]
     old = RetainingHeads.from_pretrained("org/heads", revision=first)
     assert torch.equal(old[0].fc1.weight, heads[0].fc1.weight)

@@ -70,24 +70,6 @@ def test_log_attention_is_the_log_of_the_largest_attention_an_answer_token_gives
     torch.testing.assert_close(actual.exp(), expected, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("include_last", [False, True])
-@pytest.mark.parametrize("kind", ["logit", "log_attention"])
-def test_every_answer_labels_what_stands_before_it(kind: str, include_last: bool) -> None:
-    """As one row per answer would, each reading the text up to its answer's end; a token takes the largest label."""
-    model, ids = backbone(), token_ids(40)
-    answers = [(7, 12), (20, 21), (33, 40)]
-    expected = torch.full((3, 2, 33), -torch.inf)
-    for first, end in answers:
-        labels = answer_labels(model, ids[:, :first], ids[:, first:end], kind, include_last)
-        expected[..., :first] = torch.maximum(expected[..., :first], labels)
-    actual = answer_labels(model, ids[:, :33], ids[:, 33:], kind, include_last, answers[:2])
-    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=0)
-    assert (actual[..., :20] > answer_labels(model, ids[:, :33], ids[:, 33:], kind, include_last)[..., :20]).any()
-    chunk = chunks_of(model, ids)[0]
-    cut = layer_labels(chunk, 33, kind, include_last, labelled=10, earlier_answers=answers[:2], block_elements=1)
-    torch.testing.assert_close(cut, expected[0, :, :10], atol=1e-5, rtol=0)
-
-
 def test_a_label_kind_that_does_not_exist_is_refused() -> None:
     with pytest.raises(ValueError, match='label kind "attention" is unknown; did you mean log_attention'):
         answer_labels(backbone(), token_ids(4), token_ids(2), kind="attention")
