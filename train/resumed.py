@@ -51,7 +51,8 @@ def without_retired(config: Mapping[str, Any]) -> dict[str, Any]:
     for name, usual in _RETIRED.items():
         if config.get(name, usual) != usual:
             check_retired("option", f"--{name.replace('_', '-')}")
-    kept = {name: value for name, value in config.items() if name not in _RETIRED}
+    # Whether bad rows stop a run decides nothing about one that they have not stopped.
+    kept = {name: value for name, value in config.items() if name not in (*_RETIRED, "skip_bad_rows")}
     return {**kept, "policy": policy.without_retired(kept["policy"])} if "policy" in kept else kept
 
 

@@ -69,9 +69,6 @@ class DataOptions:
     template: Literal["chat", "original", "none"] = "chat"
     """How a row becomes text: the tokenizer's own chat template; the Human/Assistant form that the published heads were
     trained with, whatever the backbone (original); or none."""
-    skip_bad_rows: bool = True
-    """Leave out and count rows that cannot be trained on (no answer, empty prompt, wrong type, invalid UTF-8, longer
-    than the backbone's context, ...); false stops at the first."""
     min_tokens: int | None = None
     """Leave out shorter rows, in tokens of prompt and answer."""
     max_tokens: int | None = None

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
 _PLACES = ("device_map", "max_memory", "shard", "shard_offload", "shard_offload_dir")
-_FREE = (*_PLACES, "data_dir", "skip_bad_rows", "eval_every", *RunOptions.__dataclass_fields__)
+_FREE = (*_PLACES, "data_dir", "eval_every", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
@@ -139,7 +139,6 @@ class TrainingRun:
             max_length=self.shape.max_positions,
             min_tokens=data.min_tokens,
             max_tokens=data.max_tokens,
-            skip_bad_rows=data.skip_bad_rows,
             template=data.template,
             answers=self.loss.answers,
             source=data.dataset,
@@ -147,8 +146,6 @@ class TrainingRun:
             rank=ranks.data_rank,
             world=ranks.data_size,
         )
-        if not data.skip_bad_rows:
-            self.stream.check_rows()
         self.stream.check_first()
         self._hold_out(self.optimizer.gradient_accumulation * ranks.data_size)
 

@@ -1,8 +1,8 @@
 """Rows of JSON files, found by one scan and read when asked for.
 
-The one reader of training rows and of published benchmarks, with one error. A row that cannot be read stops nothing but
-itself: it keeps its number, and says what is wrong when it is loaded. Memory holds where rows lie (24 bytes a row),
-never the rows; `datasets` would hold a list whole, and refuse all rows of a file for one.
+A row that cannot be read stops nothing but itself: it keeps its number, and says what is wrong when it is loaded.
+Memory holds where rows lie (24 bytes a row), never the rows; `datasets` would hold a list whole, and refuse all rows of
+a file for one.
 """
 
 from __future__ import annotations
@@ -12,45 +12,28 @@ import json
 import mmap
 import re
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 SUFFIXES = (".json", ".jsonl")
-MAX_ROW_BYTES = 4_900_000
-"""Just under 5 MB: 1.2 million tokens of English."""
 _MARK = b"\xef\xbb\xbf"
 _NOTHING = _MARK + b" \t\r\n[]"
 _STRUCTURE = re.compile(rb'["\[\]{},]')
 
 
 class BadRow(ValueError):
-    """A row that cannot be used.
+    """A row that cannot be trained on.
 
     Args:
-        where: Where it stands.
-        reason: A few words that a count of rows left out is kept under.
+        reason: A few words that rows left out are counted under.
         detail: What is wrong, after "the row": "has no answer".
-        remedy: What to do about it.
     """
 
-    def __init__(self, where: str, reason: str, detail: str, remedy: str = "mend or drop the row"):
-        super().__init__(f"{where} {detail}; {remedy}, or pass --skip-bad-rows to leave out such rows")
-        self.where, self.reason, self.detail = where, reason, detail
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One row that has not been read yet."""
-
-    number: int
-    """Its index in the data set, from 0."""
-    where: str
-    """Where it stands: "rows.jsonl: row 16 (counted from 0)"."""
-    load: Callable[[], Mapping[str, Any]]
-    """Reads it; raises BadRow."""
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 class JsonRows(Sequence[Mapping[str, Any]]):
@@ -58,18 +41,17 @@ class JsonRows(Sequence[Mapping[str, Any]]):
 
     Args:
         files: Paths, in order.
-        max_row_bytes: Longer rows are unreadable.
 
     Raises:
         ValueError: If a file is empty.
         OSError: If one cannot be read.
     """
 
-    def __init__(self, files: Sequence[str], max_row_bytes: int = MAX_ROW_BYTES) -> None:
-        self._files, self._max_row_bytes = list(files), max_row_bytes
+    def __init__(self, files: Sequence[str]) -> None:
+        self._files = list(files)
         places = array("q")
         for number, file in enumerate(self._files):
-            for start, end in spans(file):
+            for start, end in _spans(file):
                 places.extend((number, start, end))
         self._places = places
         self._chosen = range(len(places) // 3)
@@ -85,24 +67,24 @@ class JsonRows(Sequence[Mapping[str, Any]]):
 
     def __getitem__(self, index: Any) -> Any:
         """Read a row; raises BadRow if it cannot be."""
-        return self.entry(index).load()
+        file, start, end = self._place(index)
+        with open(file, "rb") as stream:
+            stream.seek(start)
+            return _parsed(stream.read(end - start))
 
-    def entry(self, index: int) -> Entry:
-        """Return a row and where it stands, without reading it."""
+    def file_of(self, index: int) -> str:
+        """Return the file that holds a row."""
+        return self._place(index)[0]
+
+    def _place(self, index: int) -> tuple[str, int, int]:
         row = 3 * self._chosen[index]
         number, start, end = self._places[row : row + 3]
-        file = self._files[number]
-        return _entry(index, file, file, (start, end), self._max_row_bytes)
-
-
-def placed(named: str, number: int) -> str:
-    """Return what names a row of a file or data set."""
-    return f"{named}: row {number} (counted from 0)"
+        return self._files[number], start, end
 
 
 @contextmanager
 def one_sentence(named: str, way_out: str) -> Iterator[None]:
-    """Turn whatever a reader of archives or tables raises, which has no end, into one sentence.
+    """Turn whatever a reader of tables raises, which has no end, into one sentence.
 
     Raises:
         ValueError: For damage.
@@ -114,36 +96,26 @@ def one_sentence(named: str, way_out: str) -> Iterator[None]:
         raise
     except Exception as error:
         cause = error.__cause__ or error
-        # A damaged offset of an archive is an invalid argument; the errors of Arrow, and of datasets, have no number.
+        # A damaged offset is an invalid argument; the errors of Arrow, and of datasets, have no number.
         if getattr(cause, "errno", None) not in (None, errno.EINVAL):
             raise OSError(f"{named} cannot be read ({cause}); check its path and permissions") from None
         reason = " ".join(str(cause).split())[:300] or type(cause).__name__
         raise ValueError(f"{named} cannot be read ({reason}); {way_out}") from None
 
 
-def spans(file: str, named: str = "") -> Iterator[tuple[int, int]]:
-    """Yield first and past-the-end byte of the rows of a file: the elements of a list, or lines that are not blank.
-
-    Args:
-        file: Its path, which is never held in memory.
-        named: What messages call it; the path if empty.
-
-    Raises:
-        ValueError: If there is none.
-        OSError: If the file cannot be read.
-    """
-    named = named or file
+def _spans(file: str) -> Iterator[tuple[int, int]]:
+    """Yield first and past-the-end byte of the rows of a file: the elements of a list, or lines that are not blank."""
     try:
         with open(file, "rb") as stream:
             if not any(block.strip(_NOTHING) for block in iter(lambda: stream.read(4096), b"")):
-                raise ValueError(f"{named} is empty; it needs at least one row")
+                raise ValueError(f"{file} is empty; it needs at least one row")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 start = len(_MARK) if content[:3] == _MARK else 0
                 first = re.compile(rb"\S").search(content, start)
                 is_list = not file.endswith(".jsonl") and first is not None and first.group() == b"["
                 yield from _elements(content, first.start() + 1) if is_list and first else _filled_lines(content, start)
     except OSError as error:
-        raise OSError(f"{named} cannot be read ({error.strerror or error}); check its permissions") from None
+        raise OSError(f"{file} cannot be read ({error.strerror or error}); check its permissions") from None
 
 
 def _filled_lines(content: mmap.mmap, start: int) -> Iterator[tuple[int, int]]:
@@ -192,85 +164,14 @@ def _string_end(content: mmap.mmap, start: int) -> int:
     return len(content)
 
 
-def _entry(number: int, named: str, file: str, span: tuple[int, int], max_row_bytes: int) -> Entry:
-    where, (start, end) = placed(named, number), span
-
-    def load() -> Mapping[str, Any]:
-        if end - start > max_row_bytes:
-            raise BadRow(where, "row too long", f"has {end - start:,} bytes where {max_row_bytes:,} are allowed")
-        with open(file, "rb") as stream:
-            stream.seek(start)
-            return _parsed(where, stream.read(end - start))
-
-    return Entry(number, where, load)
-
-
-def _parsed(where: str, text: bytes) -> Mapping[str, Any]:
+def _parsed(text: bytes) -> Mapping[str, Any]:
     try:
         record = json.loads(text.decode("utf-8"))
     except UnicodeDecodeError as error:
         byte = f"byte {error.start} of the row (0x{text[error.start]:02x})"
-        raise BadRow(where, "invalid UTF-8", f"is not UTF-8 at {byte}") from None
+        raise BadRow("invalid UTF-8", f"is not UTF-8 at {byte}") from None
     except (ValueError, RecursionError) as error:
-        raise BadRow(where, "not JSON", f"is not a JSON object ({error})") from None
+        raise BadRow("not JSON", f"is not a JSON object ({error})") from None
     if not isinstance(record, Mapping):
-        raise BadRow(where, "wrong type", f"is of type {type(record).__name__} where an object is needed")
+        raise BadRow("wrong type", f"is of type {type(record).__name__} where an object is needed")
     return record
-
-
-# --- fields of a row ---
-
-
-def text_of(
-    record: Mapping[str, Any], where: str, field: str, *, may_be_empty: bool = False, may_be_missing: bool = False
-) -> str:
-    """Return a text field; one that may be missing is empty where it is absent or null.
-
-    Raises:
-        BadRow: If it is missing, empty, no text, or holds half a surrogate pair, which is not valid UTF-8.
-    """
-    value = record.get(field) if may_be_missing else _present(record, where, field)
-    if value is None and may_be_missing:
-        return ""
-    if not isinstance(value, str):
-        detail = f"has a field {field!r} of type {type(value).__name__} where text is needed"
-        raise BadRow(where, "wrong type", detail)
-    return _valid(value, where, field, may_be_empty or may_be_missing)
-
-
-def texts_of(record: Mapping[str, Any], where: str, field: str, *, may_be_empty: bool = False) -> tuple[str, ...]:
-    """Return a field that holds a list of texts or numbers, or a single one; numbers as they are written.
-
-    Raises:
-        BadRow: As `text_of`, and if an entry is a list, an object or null, or there is none.
-    """
-    value = _present(record, where, field)
-    entries = value if isinstance(value, list) else [] if value is None else [value]
-    if not may_be_empty and not entries:
-        raise BadRow(where, f"no {field}", f"has an empty field {field!r}")
-    found = []
-    for number, entry in enumerate(entries):
-        name = f"{field}[{number}]" if isinstance(value, list) else field
-        if isinstance(entry, bool) or not isinstance(entry, str | int | float):
-            detail = f"has a field {name!r} of type {type(entry).__name__} where text or a number is needed"
-            raise BadRow(where, "wrong type", detail)
-        found.append(_valid(entry, where, name, may_be_empty) if isinstance(entry, str) else str(entry))
-    return tuple(found)
-
-
-def _present(record: Mapping[str, Any], where: str, field: str) -> Any:
-    if field not in record:
-        raise BadRow(where, f"no {field}", f"has no field {field!r} (it has {', '.join(record) or 'none'})")
-    return record[field]
-
-
-def _valid(value: str, where: str, field: str, may_be_empty: bool) -> str:
-    if not may_be_empty and not value.strip():
-        raise BadRow(where, f"no {field.split('[')[0]}", f"has an empty field {field!r}")
-    if not value.isascii():
-        try:
-            value.encode("utf-8")
-        except UnicodeEncodeError as error:
-            detail = f"has half a surrogate pair at character {error.start} of field {field!r}, which is not UTF-8"
-            raise BadRow(where, "invalid UTF-8", detail) from None
-    return value

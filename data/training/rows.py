@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from locret.conversation.turns import Message
-from locret.data.training.json_rows import BadRow, text_of
+from locret.data.training.json_rows import BadRow
 
 ROLES = {
     "user": "user",
@@ -45,9 +45,9 @@ class Schema:
     name: str
     columns: str
     needed: set[str]
-    turns: Callable[[Mapping[str, Any], str], list[Message]]
-    """From a record, and where it stands."""
-    asked: Callable[[Mapping[str, Any], str], tuple[tuple[str, str], ...]] | None = None
+    turns: Callable[[Mapping[str, Any]], list[Message]]
+    """Of a record."""
+    asked: Callable[[Mapping[str, Any]], tuple[tuple[str, str], ...]] | None = None
     """The questions of a record that are each asked by themselves; None where a row has turns of a conversation."""
 
 
@@ -68,24 +68,24 @@ def detect_schema(columns: Iterable[str], source: str) -> Schema:
     )
 
 
-def read_row(record: Mapping[str, Any], schema: Schema, *, where: str, answer_needed: bool = True) -> Row:
+def read_row(record: Mapping[str, Any], schema: Schema, *, answer_needed: bool = True) -> Row:
     """Turn one record into a Row.
 
     Turns after the last assistant turn are left out: nothing answers them.
 
     Raises:
-        BadRow: Naming row, field and the way out, if the answer, the prompt or the document is missing or empty, or a
-            field has the wrong type or is not UTF-8.
+        BadRow: Naming the field, if the answer, the prompt or the document is missing or empty, or a field has the
+            wrong type or is not UTF-8.
     """
-    turns = schema.turns(record, where)
+    turns = schema.turns(record)
     answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
     if answer_needed and (not answers or not turns[answers[-1]].content.strip()):
-        raise BadRow(where, "no answer", f"has no answer ({schema.name} schema, {schema.columns})")
+        raise BadRow("no answer", f"has no answer ({schema.name} schema, {schema.columns})")
     end = answers[-1] if answers else len(turns)
     messages = tuple(turns[:end])
     if not any(message.role == "user" and message.content.strip() for message in messages):
-        raise BadRow(where, "empty prompt", f"has an empty prompt ({schema.name} schema, {schema.columns})")
-    asked = () if schema.asked is None else schema.asked(record, where)
+        raise BadRow("empty prompt", f"has an empty prompt ({schema.name} schema, {schema.columns})")
+    asked = () if schema.asked is None else schema.asked(record)
     return Row(messages, turns[end].content if answers else "", asked)
 
 
@@ -103,74 +103,84 @@ def reconstruction(row: Row) -> Row:
     return Row((*system, Message("user", f"{text}\n\n{REQUEST}")), text)
 
 
-def _text(record: Mapping[str, Any], where: str, field: str) -> str:
-    """The field as text; a null or absent one is empty, as `input` is on LongAlpaca's long rows."""
-    return text_of(record, where, field, may_be_missing=True)
+def _text(record: Mapping[str, Any], field: str) -> str:
+    """Return a field as text; a null or absent one is empty, as `input` is on LongAlpaca's long rows."""
+    value = record.get(field)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise BadRow("wrong type", f"has a field {field!r} of type {type(value).__name__} where text is needed")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError as error:
+        detail = f"has half a surrogate pair at character {error.start} of field {field!r}, which is not UTF-8"
+        raise BadRow("invalid UTF-8", detail) from None
+    return value
 
 
-def _one_turn(separator: str, *fields: str) -> Callable[[Mapping[str, Any], str], list[Message]]:
+def _one_turn(separator: str, *fields: str) -> Callable[[Mapping[str, Any]], list[Message]]:
     """Return how fields, of which the last is the answer, become one turn and its answer."""
 
-    def turns(record: Mapping[str, Any], where: str) -> list[Message]:
-        *asked, answer = (_text(record, where, name) for name in fields)
+    def turns(record: Mapping[str, Any]) -> list[Message]:
+        *asked, answer = (_text(record, name) for name in fields)
         if "document" in fields:
-            _document(record, where)
+            _document(record)
         return [Message("user", separator.join(part for part in asked if part.strip())), Message("assistant", answer)]
 
     return turns
 
 
-def _document(record: Mapping[str, Any], where: str) -> str:
-    document = _text(record, where, "document")
+def _document(record: Mapping[str, Any]) -> str:
+    document = _text(record, "document")
     if not document.strip():
-        raise BadRow(where, "empty context", "has an empty field 'document'")
+        raise BadRow("empty context", "has an empty field 'document'")
     return document
 
 
-def _questions(record: Mapping[str, Any], where: str) -> tuple[tuple[str, str], ...]:
-    given = _objects(record.get("questions"), where, "questions", "question/answer")
+def _questions(record: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
+    given = _objects(record.get("questions"), "questions", "question/answer")
     if not given:
-        raise BadRow(where, "wrong type", "has a field 'questions' without a question")
-    pairs = tuple((_text(one, where, "question"), _text(one, where, "answer")) for one in given)
+        raise BadRow("wrong type", "has a field 'questions' without a question")
+    pairs = tuple((_text(one, "question"), _text(one, "answer")) for one in given)
     if not all(question.strip() and answer.strip() for question, answer in pairs):
-        raise BadRow(where, "no answer", "has a question without text or answer in field 'questions'")
+        raise BadRow("no answer", "has a question without text or answer in field 'questions'")
     return pairs
 
 
-def _shared_turns(record: Mapping[str, Any], where: str) -> list[Message]:
+def _shared_turns(record: Mapping[str, Any]) -> list[Message]:
     """Return the turns of a document with its last question: what a row is where questions are not asked apart."""
-    document, system = _document(record, where), _text(record, where, "system")
-    question, answer = _questions(record, where)[-1]
+    document, system = _document(record), _text(record, "system")
+    question, answer = _questions(record)[-1]
     before = [Message("system", system)] if system.strip() else []
     return [*before, Message("user", f"{document}\n{question}"), Message("assistant", answer)]
 
 
-def _list_turns(field: str, role_key: str, content_key: str) -> Callable[[Mapping[str, Any], str], list[Message]]:
-    def turns(record: Mapping[str, Any], where: str) -> list[Message]:
+def _list_turns(field: str, role_key: str, content_key: str) -> Callable[[Mapping[str, Any]], list[Message]]:
+    def turns(record: Mapping[str, Any]) -> list[Message]:
         if record.get(field) is None:
             return []
-        given = _objects(record[field], where, field, f"{role_key}/{content_key}")
-        return [_message(turn, where, field, role_key, content_key) for turn in given]
+        given = _objects(record[field], field, f"{role_key}/{content_key}")
+        return [_message(turn, field, role_key, content_key) for turn in given]
 
     return turns
 
 
-def _objects(value: Any, where: str, field: str, kind: str) -> list[Mapping[str, Any]]:
+def _objects(value: Any, field: str, kind: str) -> list[Mapping[str, Any]]:
     """Return a list of objects; `datasets` keeps an old Sequence of structs as a struct of lists."""
     columns = list(value.values()) if isinstance(value, Mapping) else []
     if columns and all(isinstance(column, list) and len(column) == len(columns[0]) for column in columns):
         value = [dict(zip(value, one, strict=True)) for one in zip(*columns, strict=True)]
     if not isinstance(value, list) or not all(isinstance(one, Mapping) for one in value):
-        raise BadRow(where, "wrong type", f"has a field {field!r} that is not a list of {kind} objects")
+        raise BadRow("wrong type", f"has a field {field!r} that is not a list of {kind} objects")
     return value
 
 
-def _message(turn: Mapping[str, Any], where: str, field: str, role_key: str, content_key: str) -> Message:
-    role = ROLES.get(_text(turn, where, role_key).lower())
+def _message(turn: Mapping[str, Any], field: str, role_key: str, content_key: str) -> Message:
+    role = ROLES.get(_text(turn, role_key).lower())
     if role is None:
         found = f"has the {role_key} {turn.get(role_key)!r} in field {field!r}"
-        raise BadRow(where, "unknown role", f"{found} where one of {', '.join(ROLES)} is needed")
-    return Message(role, _text(turn, where, content_key))
+        raise BadRow("unknown role", f"{found} where one of {', '.join(ROLES)} is needed")
+    return Message(role, _text(turn, content_key))
 
 
 # The first that fits wins: a data set with `messages` often carries `prompt` too, as a copy.

@@ -13,12 +13,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from locret.base.nearest import nearest
-from locret.data.training.json_rows import SUFFIXES, BadRow, Entry, JsonRows, one_sentence
+from locret.data.training.json_rows import SUFFIXES, BadRow, JsonRows, one_sentence
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -61,7 +60,7 @@ def load_rows(dataset: str, *, data_dir: str | None = None, split: str = "train"
 
     Args:
         dataset: A name in `ALIASES`; a Hub id `owner/name`; a `.json` (list of objects), `.jsonl` or `.parquet` file;
-            or a folder of such files or written by `Dataset.save_to_disk`.
+            or a folder of such files.
         data_dir: Folder with a local copy: of a named set in its published layout, else of the file `dataset`.
         split: Split to read, in the syntax of `datasets` (`train[:100]`). A single file is all `train`.
         revision: Commit, branch or tag on the Hub. A named set is pinned to the commit in `ALIASES` if None.
@@ -96,9 +95,9 @@ def columns_of(rows: Rows) -> list[str]:
         return list(listed)
     found: dict[str, None] = {}
     problem = None
-    for index in islice(range(len(rows)), _SCHEMA_ROWS):
+    for index in range(min(len(rows), _SCHEMA_ROWS)):
         try:
-            found.update(dict.fromkeys(entry_of(rows, index).load()))
+            found.update(dict.fromkeys(record_of(rows, index)))
         except BadRow as error:
             problem = problem or error
     if problem is not None and not found:
@@ -106,19 +105,22 @@ def columns_of(rows: Rows) -> list[str]:
     return list(found)
 
 
-def entry_of(rows: Rows, index: int) -> Entry:
-    """Return a row and where it stands, without reading it."""
-    if isinstance(rows, JsonRows):
-        return rows.entry(index)
-    where = f"row {index} (counted from 0)"
+def record_of(rows: Rows, index: int) -> Mapping[str, Any]:
+    """Read a row.
 
-    def load() -> Mapping[str, Any]:
-        try:
-            return rows[index]  # type: ignore[no-any-return]
-        except UnicodeDecodeError as error:  # Arrow stores text without checking it
-            raise BadRow(where, "invalid UTF-8", f"holds text that is not UTF-8 ({error.reason})") from None
+    Raises:
+        BadRow: If it cannot be read.
+    """
+    try:
+        return rows[index]  # type: ignore[no-any-return]
+    except UnicodeDecodeError as error:  # Arrow stores text without checking it
+        raise BadRow("invalid UTF-8", f"holds text that is not UTF-8 ({error.reason})") from None
 
-    return Entry(index, where, load)
+
+def place_of(rows: Rows, index: int) -> str:
+    """Return what names a row in messages: "rows.jsonl: row 16 (counted from 0)"."""
+    file = f"{rows.file_of(index)}: " if isinstance(rows, JsonRows) else ""
+    return f"{file}row {index} (counted from 0)"
 
 
 def find_local(dataset: str, *, data_dir: str | None = None) -> Path | None:
@@ -174,8 +176,6 @@ def _load_local(path: Path, dataset: str, split: str) -> Rows:
     import datasets
 
     with one_sentence(f"--dataset {dataset}: {path}", "check the file and the split"):
-        if (path / "state.json").exists():
-            return datasets.load_from_disk(str(path))
         files = {"train": [str(path)]}
         if path.is_dir():
             # Splits come from file names (test.jsonl) or the README, else all is train.

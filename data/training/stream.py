@@ -19,9 +19,9 @@ from torch import Tensor
 
 from locret.conversation.turns import check_template
 from locret.data.training.chat import tokenise_questions, tokenise_row
-from locret.data.training.json_rows import BadRow, Entry
+from locret.data.training.json_rows import BadRow
 from locret.data.training.rows import Row, detect_schema, read_row, reconstruction
-from locret.data.training.sources import Rows, columns_of, entry_of, load_rows
+from locret.data.training.sources import Rows, columns_of, load_rows, place_of, record_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -52,37 +52,31 @@ class DropReport:
     """Rows left out in the first epoch, which meets every row once; later epochs leave out the same ones."""
 
     def __init__(self, values: Mapping[str, Any] | None = None) -> None:
-        values = {"read": 0, "dropped": {}} if values is None else values
-        self.read = int(values["read"])
+        values = deepcopy(dict(values)) if values else {"read": 0, "dropped": {}}
+        self.read: int = values["read"]
         """Rows read, those left out included."""
-        self.dropped: dict[str, dict[str, Any]] = {
-            reason: {"count": int(found["count"]), "first_rows": list(found["first_rows"])}
-            for reason, found in values["dropped"].items()
-        }
+        self.dropped: dict[str, dict[str, Any]] = values["dropped"]
+        """By reason, their `count` and the `first_rows`, each with what is wrong with it."""
 
     @property
     def counts(self) -> dict[str, int]:
         """Rows left out, by reason."""
         return {reason: found["count"] for reason, found in self.dropped.items()}
 
-    def add(self, reason: str, where: str) -> None:
+    def add(self, reason: str, row: str) -> None:
         """Note a row that is left out."""
         found = self.dropped.setdefault(reason, {"count": 0, "first_rows": []})
         found["count"] += 1
-        found["first_rows"] = [*found["first_rows"], where][:PLACES]
+        found["first_rows"] = [*found["first_rows"], row][:PLACES]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in plain JSON types: rows read and used, and for each reason its count and first rows."""
-        dropped = deepcopy(self.dropped)
-        return {"read": self.read, "used": self.read - sum(self.counts.values()), "dropped": dropped}
+        used = self.read - sum(self.counts.values())
+        return {"read": self.read, "used": used, "dropped": deepcopy(self.dropped)}
 
     def __str__(self) -> str:
         """List the reasons: "2 no answer, 1 invalid UTF-8"."""
         return ", ".join(f"{count} {reason}" for reason, count in self.counts.items())
-
-
-class _FilteredError(Exception):
-    """A row that is fine but not wanted; the argument is the reason. It never leaves this module."""
 
 
 class TrainingStream(Iterator[TrainingExample]):
@@ -97,8 +91,7 @@ class TrainingStream(Iterator[TrainingExample]):
         seed: Decides the order; the same seed gives the same stream.
         max_length: Tokens of prompt and answer together that the backbone can read; None for no limit.
         min_tokens: Shorter rows are left out.
-        max_tokens: Longer rows are left out; they are not bad rows.
-        skip_bad_rows: Leave out rows that cannot be trained on instead of stopping at the first.
+        max_tokens: Longer rows are left out.
         template: One of `locret.conversation.turns.TEMPLATES`.
         answers: `last`, or `each` for rows whose questions are each asked by themselves.
         source: The data set as the user named it, for messages.
@@ -108,7 +101,7 @@ class TrainingStream(Iterator[TrainingExample]):
 
     Raises:
         ValueError: For columns of no known schema, a template the tokenizer does not have, or an unknown setting; while
-            iterating, for a bad row, or if a whole epoch has no good one.
+            iterating, if a whole epoch has no row that can be trained on.
     """
 
     def __init__(
@@ -120,7 +113,6 @@ class TrainingStream(Iterator[TrainingExample]):
         max_length: int | None,
         min_tokens: int | None = None,
         max_tokens: int | None = None,
-        skip_bad_rows: bool = False,
         template: str = "chat",
         answers: str = "last",
         source: str = "(rows)",
@@ -137,12 +129,12 @@ class TrainingStream(Iterator[TrainingExample]):
             raise ValueError(f"--dataset {source}: there are no rows; it needs at least one")
         self.tokenizer, self._rows, self._source, self._template = tokenizer, rows, source, template
         self._max_length, self._min_tokens, self._max_tokens = max_length, min_tokens, max_tokens
-        self._seed, self._skip, self._rank, self._world = seed, skip_bad_rows, rank, world
+        self._seed, self._rank, self._world = seed, rank, world
         self._reconstruct, self._answers = reconstruct, answers
         try:
             self.schema = detect_schema(columns_of(rows), source)
         except BadRow as error:
-            raise ValueError(f"--dataset {source}: no row can be read; {error.where} {error.detail}") from None
+            raise ValueError(f"--dataset {source}: no row can be read; {place_of(rows, 0)} {error}") from None
         if answers == "each" and self.schema.asked is None:
             raise ValueError(
                 f"--answers each asks every question of a document by itself, but the rows of --dataset {source} are "
@@ -174,8 +166,8 @@ class TrainingStream(Iterator[TrainingExample]):
         for index in islice(reversed(self._order(0)) if count else (), among):
             looked += 1
             try:
-                found.append(self._tokenise(entry_of(self._rows, index)))
-            except (_FilteredError, BadRow):
+                found.append(self._tokenise(index))
+            except BadRow:
                 continue
             if len(found) == count:
                 break
@@ -208,9 +200,6 @@ class TrainingStream(Iterator[TrainingExample]):
         Raises:
             ValueError: If the state is of other rows, another seed, template or length: the stream would differ.
         """
-        damage = "--resume: the checkpoint's place in the data is damaged"
-        if not isinstance(state, Mapping):
-            raise ValueError(f"{damage} (it is a {type(state).__name__}); resume from another checkpoint")
         # States of earlier versions have no first row.
         for name, ours in {"held_out": None, **self._identity()}.items():
             theirs = state.get(name, ours if name == "first_row" else None)
@@ -219,23 +208,8 @@ class TrainingStream(Iterator[TrainingExample]):
                     f"--resume: the checkpoint's stream was made with {name}={theirs!r}, this run has {ours!r}; use "
                     "the same setting and rows, or start without --resume"
                 )
-        try:
-            report, place = DropReport(state["report"]), [state[name] for name in _PLACE]
-            if not all(type(number) is int and number >= 0 for number in place):
-                raise ValueError(f"{', '.join(_PLACE)} are {place}")
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise ValueError(f"{damage} ({error!r}); resume from another checkpoint") from None
-        self.report = report
-        self._go_to(*place)
-
-    def check_rows(self) -> None:
-        """Read every row without tokenising it, so that a bad one is refused before anything is written.
-
-        Raises:
-            ValueError: For the first row without prompt or answer; the message names it.
-        """
-        for index in range(self.size):
-            self._read(entry_of(self._rows, index))
+        self.report = DropReport(state["report"])
+        self._go_to(*(state[name] for name in _PLACE))
 
     def _identity(self) -> dict[str, Any]:
         """The settings that decide which examples come in which order."""
@@ -255,7 +229,7 @@ class TrainingStream(Iterator[TrainingExample]):
         """Return what tells the rows from others of the same number."""
         for index in range(self.size):
             try:
-                text = json.dumps(entry_of(self._rows, index).load(), sort_keys=True, default=str)
+                text = json.dumps(record_of(self._rows, index), sort_keys=True, default=str)
             except BadRow:
                 continue
             return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -281,44 +255,29 @@ class TrainingStream(Iterator[TrainingExample]):
             if index in self._held_out:
                 continue
             self.report.read += self._epoch == 0
-            entry = entry_of(self._rows, index)
             try:
-                example = self._tokenise(entry)
-            except _FilteredError as error:
-                self._drop(str(error), entry)
+                example = self._tokenise(index)
             except BadRow as error:
-                if not self._skip:
-                    raise
-                self._drop(error.reason, entry)
+                if self._epoch == 0:
+                    self.report.add(error.reason, f"{place_of(self._rows, index)} {error}")
             else:
                 self._used_in_epoch += 1
                 return example
 
-    def _drop(self, reason: str, entry: Entry) -> None:
-        if self._epoch == 0:
-            self.report.add(reason, entry.where)
-
     def _start_epoch(self) -> None:
         if not self._used_in_epoch:
+            first = next((f"; {row}" for found in self.report.dropped.values() for row in found["first_rows"]), "")
             raise ValueError(
-                f"--dataset {self._source}: no row can be trained on ({self.report}); choose another data set"
+                f"--dataset {self._source}: no row can be trained on ({self.report}{first}); choose another data set"
             )
         self._go_to(self._epoch + 1, 0, 0)
 
-    def _read(self, entry: Entry) -> Row:
-        where = self._where(entry)
-        try:
-            record = entry.load()
-        except BadRow as error:
-            raise BadRow(where, error.reason, error.detail) from None
-        given = read_row(record, self.schema, where=where, answer_needed=not self._reconstruct)
+    def _read(self, index: int) -> Row:
+        given = read_row(record_of(self._rows, index), self.schema, answer_needed=not self._reconstruct)
         return reconstruction(given) if self._reconstruct else given
 
-    def _where(self, entry: Entry) -> str:
-        return f"--dataset {self._source}: {entry.where}"
-
-    def _tokenise(self, entry: Entry) -> TrainingExample:
-        row = self._read(entry)
+    def _tokenise(self, index: int) -> TrainingExample:
+        row = self._read(index)
         pairs: list[tuple[list[int], list[int]]] = []
         try:
             if self._answers == "each":
@@ -327,27 +286,22 @@ class TrainingStream(Iterator[TrainingExample]):
             else:
                 question, (prompt, answer) = [], tokenise_row(self.tokenizer, row, self._template)
         except ValueError as error:
-            detail = f"has turns that do not fit ({error})"
-            raise BadRow(self._where(entry), "refused by template", detail) from None
-        self._check_lengths(len(prompt) + len(question), len(answer), entry)
+            raise BadRow("refused by template", f"has turns that do not fit ({error})") from None
+        self._check_lengths(len(prompt) + len(question), len(answer))
         asked = tuple((torch.tensor([question]), torch.tensor([answer])) for question, answer in pairs)
         answer_ids = asked[-1][1] if asked else torch.tensor([answer])
-        return TrainingExample(torch.tensor([prompt]), answer_ids, entry.number, asked)
+        return TrainingExample(torch.tensor([prompt]), answer_ids, index, asked)
 
-    def _check_lengths(self, prompt: int, answer: int, entry: Entry) -> None:
+    def _check_lengths(self, prompt: int, answer: int) -> None:
+        has = f"has {prompt} prompt and {answer} answer tokens"
         if not prompt:
-            raise BadRow(self._where(entry), "empty prompt", "has a prompt without any token")
+            raise BadRow("empty prompt", "has a prompt without any token")
         if not answer:
-            raise BadRow(self._where(entry), "no answer", "has an answer without any token")
+            raise BadRow("no answer", "has an answer without any token")
         if self._min_tokens is not None and prompt + answer < self._min_tokens:
-            raise _FilteredError(f"shorter than --min-tokens {self._min_tokens}")
+            raise BadRow(f"shorter than --min-tokens {self._min_tokens}", has)
         if self._max_tokens is not None and prompt + answer > self._max_tokens:
-            raise _FilteredError(f"longer than --max-tokens {self._max_tokens}")
-        limit = self._max_length
-        if limit is not None and prompt + answer > limit:
-            raise BadRow(
-                self._where(entry),
-                "answer longer than the context" if answer >= limit else "longer than the context",
-                f"has {prompt} prompt and {answer} answer tokens, together longer than the context of {limit} tokens",
-                f"shorten the row, leave out longer ones with --max-tokens {limit}",
-            )
+            raise BadRow(f"longer than --max-tokens {self._max_tokens}", has)
+        if self._max_length is not None and prompt + answer > self._max_length:
+            too_long = "answer longer than the context" if answer >= self._max_length else "longer than the context"
+            raise BadRow(too_long, f"{has}, together longer than the context of {self._max_length} tokens")

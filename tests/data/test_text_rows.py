@@ -43,7 +43,7 @@ def test_rows_ask_for_sentences_for_peoples_answers_and_for_the_whole_piece(fold
     rows = made(folder, "--questions", str(folder / "asked.jsonl"), "--rows", "30", "--leave-out", "novels/test.txt")
     schema = detect_schema(rows[0], "rows.jsonl")
     for index, row in enumerate(rows):
-        assert read_row(row, schema, where="here").asked
+        assert read_row(row, schema).asked
         flat = text_rows.flat(row["document"])
         repeats = [one for one in row["questions"] if one["question"] == text_rows.REQUEST]
         assert len(repeats) == (index % 3 == 2)

@@ -46,7 +46,7 @@ def test_every_epoch_is_another_permutation_of_all_rows_that_the_seed_decides() 
 
 @pytest.mark.parametrize("done", [0, 3, 7, 10])
 def test_a_restored_stream_goes_on_where_the_state_was_taken(done: int) -> None:
-    made = [stream_of([*ROWS, BAD], skip_bad_rows=True) for _ in range(3)]
+    made = [stream_of([*ROWS, BAD]) for _ in range(3)]
     expected = take(made[0], done + 9)[done:]
     take(made[1], done)
     made[2].restore(json.loads(json.dumps(made[1].state())))
@@ -66,29 +66,16 @@ def test_a_state_of_another_stream_is_refused() -> None:
 
 
 def test_processes_together_read_what_one_process_reads() -> None:
-    made = [stream_of([*ROWS, BAD], skip_bad_rows=True, rank=rank, world=3) for rank in range(3)]
+    made = [stream_of([*ROWS, BAD], rank=rank, world=3) for rank in range(3)]
     shared = [take(stream, 4) for stream in made]
-    alone = take(stream_of([*ROWS, BAD], skip_bad_rows=True), 12)
+    alone = take(stream_of([*ROWS, BAD]), 12)
     assert [shared[index % 3][index // 3] for index in range(12)] == alone
     assert made[0].state() == made[1].state() == made[2].state()
 
 
-def test_rows_are_tokenised_only_when_their_turn_comes_and_all_are_checked_on_request() -> None:
-    order = rows_of(stream_of(), 7)
-    rows = [BAD if index == order[3] else row for index, row in enumerate(ROWS)]
-    stream = stream_of(rows)
-    assert rows_of(stream, 3) == order[:3]
-    with pytest.raises(ValueError, match=rf"row {order[3]} \(counted from 0\) has no answer"):
-        next(stream)
-    with pytest.raises(ValueError, match=rf"row {order[3]} \(counted from 0\) has no answer"):
-        stream_of(rows).check_rows()
-
-
 def test_rows_left_out_are_counted_by_reason_with_the_first_places() -> None:
     long = [{"prompt": "the house " * 30, "answer": "Oslo"}, {"prompt": "Oslo", "answer": "the house " * 30}]
-    stream = stream_of(
-        [ROWS[0], *[BAD] * 30, *long, {"prompt": " ", "answer": "Oslo"}], max_length=20, skip_bad_rows=True
-    )
+    stream = stream_of([ROWS[0], *[BAD] * 30, *long, {"prompt": " ", "answer": "Oslo"}], max_length=20)
     assert rows_of(stream, 2) == [0, 0]
     report = stream.report.to_dict()
     assert (report["read"], report["used"], stream.state()["epoch"]) == (34, 1, 1)  # each once, whatever the epoch
@@ -99,10 +86,14 @@ def test_rows_left_out_are_counted_by_reason_with_the_first_places() -> None:
         "empty prompt": 1,
     }
     assert len(report["dropped"]["no answer"]["first_rows"]) == PLACES
-    with pytest.raises(ValueError, match=r"row 0 .* together longer than the context of 20 tokens; shorten the row"):
-        next(stream_of(long[:1], max_length=20))
-    with pytest.raises(ValueError, match=r"^--dataset \(rows\): no row can be trained on \(2 no answer\); choose"):
-        next(stream_of([BAD] * 2, skip_bad_rows=True))
+    assert "row 31 (counted from 0) has 64 prompt and 2 answer tokens, together longer than the context of 20" in str(
+        report["dropped"]["longer than the context"]["first_rows"]
+    )
+    said = (
+        r"^--dataset \(rows\): no row can be trained on \(2 no answer; row . \(counted from 0\) has no answer .*choose"
+    )
+    with pytest.raises(ValueError, match=said):
+        next(stream_of([BAD] * 2))
 
 
 def test_rows_outside_the_wanted_lengths_are_no_bad_rows() -> None:

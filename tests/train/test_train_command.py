@@ -182,30 +182,26 @@ GOOD = b'{"instruction": "The number of Oslo is 314. What is it?", "output": "It
 BAD_LINES = {
     "no answer": b'{"instruction": "Who?", "output": ""}',
     "not JSON": b'{"instruction": "cut of',
-    "row too long": b'{"instruction": "' + b"x" * 5_000_000 + b'", "output": "Me."}',
     "longer than the context": b'{"instruction": "' + b"the house " * 2100 + b'", "output": "Me."}',
 }
 
 
-def test_bad_lines_are_left_out_and_reported_or_the_first_stops_the_run(
-    paths: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+def test_bad_lines_are_left_out_and_reported(
+    paths: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_bytes(b"\n".join([GOOD, *BAD_LINES.values(), GOOD]))
     assert train((paths[0], rows), tmp_path / "run", "--steps=3") == 0
     report = json.loads((tmp_path / "run" / "dropped_rows.json").read_text())
-    assert (report["read"], report["used"], report["rows"]) == (6, 2, 6)
-    assert report["dropped"] == {
-        reason: {"count": 1, "first_rows": [f"{rows}: row {row} (counted from 0)"]}
-        for row, reason in enumerate(BAD_LINES, start=1)
-    }
-    assert "rows left out of 6 read: " in caplog.text
+    assert (report["read"], report["used"], report["rows"]) == (5, 2, 5)
+    for row, reason in enumerate(BAD_LINES, start=1):
+        found = report["dropped"].pop(reason)
+        assert found["count"] == 1
+        assert found["first_rows"][0].startswith(f"{rows}: row {row} (counted from 0) ")
+    assert not report["dropped"]
+    assert "rows left out of 5 read: " in caplog.text
     config: Any = RetainingHeads.from_pretrained(tmp_path / "run").config
     assert config.training["dropped_rows"] == dict.fromkeys(BAD_LINES, 1)
-    code, message = refused(capsys, train_arguments((paths[0], rows), tmp_path / "strict", "--skip-bad-rows=false"))
-    assert (code, f"{rows}: row 1 (counted from 0) has no answer" in message) == (2, True), message
-    assert message.endswith("or pass --skip-bad-rows to leave out such rows")
-    assert not (tmp_path / "strict").exists()
 
 
 # -- held-out rows ---------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from training_cases import refused, train, train_arguments, write_backbone
 from locret.base.files import locked, visible
 
 OPTIONS = [
+    (["--skip-bad-rows=false"], 'option "--skip-bad-rows" was retired; release 0.1.0'),
     (["--streaming"], 'option "--streaming" was retired; release 0.1.0'),
     (["--label-kind=kvzip_plus"], 'label kind "kvzip_plus" was retired; release 0.1.0'),
     (["--steps=0"], "--steps 0 is too small; it must be more than 0"),
@@ -23,7 +24,7 @@ OPTIONS = [
     (["--eval-rows=6"], "--eval-rows 6 leaves nothing to train on"),
     (["--label-kind=softmax"], 'label kind "softmax" is unknown; did you mean logit or log_attention?'),
     (["--model=no/such/model"], "--model no/such/model: there is no such folder; give"),
-    (["--max-tokens=10"], "no row can be trained on (6 longer than --max-tokens 10); choose another data set"),
+    (["--max-tokens=10"], "no row can be trained on (6 longer than --max-tokens 10; "),
     (["--answers=each"], "are in the LongAlpaca schema, with one answer each; write document and questions"),
     (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
     (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint or a run"),
