@@ -512,7 +512,7 @@ class Chat(Reading):
                 raise Refusal("protect", rule, f"{beyond}; name some of those, or message:N for a turn that is to come")
         if self.protection.turns is not None:
             check_rules(rules, {*(turn.role for turn in self.protection.turns), USER, ASSISTANT})
-        protection = replace(self.protection, rules=rules, fixed=0)
+        protection = replace(self.protection, rules=rules)
         if not rules:
             self.cache.protect()
         protection.apply(self.cache, read)

@@ -93,7 +93,7 @@ def _protection(cache: RetentionCache, turns: list[Turn]) -> Protection:
     turns[-1], last = turns[-1]._replace(end=None), Rule("message", len(turns) - 1)
     goes_on = [one.end is None and one.name.endswith(f", {turns[-1].role}") for one in spans]
     rules = [replace(last, share=one.share) if on else Rule.of(one) for one, on in zip(spans, goes_on, strict=True)]
-    return Protection(tuple(dict.fromkeys(rules)), tuple(turns), len(turns))
+    return Protection(tuple(dict.fromkeys(rules)), tuple(turns))
 
 
 def opening_tokens(context: Context) -> int:

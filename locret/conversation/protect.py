@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from locret.base.fields import Refusal, shown
+from locret.base.fields import Refusal, read, shown
 from locret.policy.protection import MOST_SPANS, Guarantee, Span, checked_rows
 
 if TYPE_CHECKING:
@@ -149,13 +149,12 @@ class Turn(NamedTuple):
     """The token after its last one; None while it goes on."""
 
 
-def spans_of(rules: Sequence[Rule], turns: Sequence[Turn], fixed: int = 0) -> list[Span]:
+def spans_of(rules: Sequence[Rule], turns: Sequence[Turn]) -> list[Span]:
     """Return what rules come to, as far as the turns are known.
 
     Args:
         rules: What is to be protected. Of several shares that a turn is given, the one for the fewest turns counts.
         turns: The turns so far.
-        fixed: First turns of which only rules by number or token say something; see `Protection`.
     """
     last = max((nth for nth, turn in enumerate(turns) if turn.role == USER), default=None)
     spans, shared = list[Span](), dict[int, int]()
@@ -164,10 +163,8 @@ def spans_of(rules: Sequence[Rule], turns: Sequence[Turn], fixed: int = 0) -> li
             assert rule.start is not None
             spans.append(Span(rule.start, rule.end, rule.share, str(rule)))
         for nth, turn in enumerate(turns):
-            named = {"message": rule.start == nth}
-            if nth >= fixed:
-                named |= {QUESTION: nth == last, EACH: True, turn.role: True}
-                named["message"] |= rule.start == nth - len(turns)
+            named = {QUESTION: nth == last, EACH: True, turn.role: True}
+            named["message"] = rule.start in (nth, nth - len(turns))
             if not named.get(rule.what) or turn.end == turn.start:
                 continue
             if rule.share is None or shared.setdefault(nth, rule.reach) == rule.reach:
@@ -256,9 +253,6 @@ class Protection:
     rules: tuple[Rule, ...] = ()
     turns: tuple[Turn, ...] | None = None
     """In their order, each up to the next; None where a file of an earlier version does not say."""
-    fixed: int = 0
-    """First turns of which rules by role, or by number from the end, say nothing: in files of earlier versions, the
-    turns of texts that were joined, whose own rules have become tokens."""
 
     def began(self, role: str, start: int) -> Protection:
         """Return the conversation with a turn that begins there."""
@@ -271,16 +265,16 @@ class Protection:
         """Tell a cache what the rules protect, if there are some, of which so many tokens are known."""
         if self.rules:
             turns = [turn if turn.end is not None else turn._replace(end=seen) for turn in self.known]
-            cache.protect(spans_of(self.rules, turns, self.fixed))
+            cache.protect(spans_of(self.rules, turns))
 
     def check_answer(self, cache: RetentionCache, start: int, tokens: int) -> None:
         """Refuse an answer that begins there, is protected itself, and could outgrow what an answer may hold."""
         if not self.rules or self.turns is None or cache.policy.decode_budget is None:
             return
         *before, answer = self.began(ASSISTANT, start).known
-        cache.check_room(checked_rows([spans_of(self.rules, before, self.fixed)]))
+        cache.check_room(checked_rows([spans_of(self.rules, before)]))
         try:
-            whole = spans_of(self.rules, [*before, answer._replace(end=start + tokens)], self.fixed)
+            whole = spans_of(self.rules, [*before, answer._replace(end=start + tokens)])
             cache.check_room(checked_rows([whole]))
         except ValueError as error:
             rule = f"may find no room: {error}, or lower max_new_tokens"
@@ -299,7 +293,7 @@ class Protection:
     def data(self) -> dict[str, Any]:
         """Return plain data, for `protection_from`."""
         turns = None if self.turns is None else [list(turn) for turn in self.turns]
-        return {"protect": [str(rule) for rule in self.rules], "messages": turns, "fixed": self.fixed}
+        return {"protect": [str(rule) for rule in self.rules], "messages": turns}
 
 
 NOTHING = Protection()
@@ -313,20 +307,15 @@ def protection_from(notes: Mapping[str, Any]) -> Protection:
     rules = tuple(dict.fromkeys(map(Rule.of, given)))
     if messages is None:
         return Protection(rules)
-    turns, at = list[Turn](), 0
+    if notes.get("fixed"):  # in files of earlier versions, rules by role were not about the turns of joined texts
+        rules = tuple(rule for rule in rules if rule.what in ("message", "tokens"))
     try:
-        for nth, (role, start, end) in enumerate(messages):
-            goes_on = end is None and nth == len(messages) - 1
-            after = start if goes_on else end
-            if role not in (*ROLES, "tools") or type(start) is not int or type(after) is not int:
-                raise TypeError
-            if not at <= start <= after < 1 << 62:
-                raise TypeError
-            turns.append(Turn(role, start, end))
-            at = after
+        turns = tuple(Turn(*one) for one in read(messages, list[tuple[str, int, int | None]]))
+        places = [place for turn in turns for place in turn[1:]]
+        if places[-1:] == [None]:  # the last turn goes on
+            places.pop()
+        if places != sorted(places) or any(place < 0 for place in places):
+            raise ValueError
     except (TypeError, ValueError):
         raise ValueError(f"messages are {shown(messages)}, which cannot be right") from None
-    fixed = notes.get("fixed", 0)  # files of earlier versions do not say
-    if type(fixed) is not int or not 0 <= fixed <= len(turns):
-        raise ValueError(f"fixed messages are {shown(fixed)}, which is no number of them")
-    return Protection(rules, tuple(turns), fixed)
+    return Protection(rules, turns)

@@ -213,14 +213,17 @@ def test_rules_and_their_texts_are_one() -> None:
     [
         {"protect": "system"},
         {"messages": [["system", 0]]},
-        {"messages": [["king", 0, 5]]},
         {"messages": [["system", 5, 2]]},
         {"messages": [["system", 0, None], ["user", 3, 5]]},
         {"messages": [["system", 0, 5], ["user", 3, 9]]},
         {"messages": 7},
-        {"messages": [["system", 0, None]], "fixed": 2},
     ],
 )
 def test_a_file_that_lies_about_turns_is_refused(notes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="protect|messages"):
         protection_from(notes)
+
+
+def test_rules_by_role_of_earlier_files_are_not_about_texts_that_were_joined() -> None:
+    notes = {"protect": ["tokens:0-4", "document"], "messages": [["system", 0, 4], ["document", 4, None]], "fixed": 2}
+    assert protection_from(notes).rules == (Rule.of("tokens:0-4"),)
