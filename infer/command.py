@@ -195,7 +195,7 @@ def answered(chat: Chat, question: str | None, generation: GenerationOptions, *,
     )
     result = chat.measured(question, settings, write=None if json else _print, **read)
     if not json:
-        print("" if generation.num_beams == 1 else result.answer, flush=True)
+        print(flush=True)
     return result
 
 

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from numbers import Integral
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,6 @@ from torch import Tensor, nn
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
-    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
@@ -29,7 +27,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from locret.backbone.adapters import input_device, unwrap
 from locret.base.fields import Refusal, check_sampling, shown
-from locret.base.nearest import check_retired, nearest
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.cache.memory import CacheMemory
@@ -49,7 +46,6 @@ if TYPE_CHECKING:
 _SPEAKING = "this chat is answering; go on when that answer has ended, or with another chat of the same context"
 LONGEST_ANSWER = 256
 """Tokens of an answer, unless the caller says otherwise."""
-_MORE_OPTIONS = ("logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
 _NOT_HERE = {
     "max_length": "say how long an answer may be with max_new_tokens",
     "num_return_sequences": "there is one answer; ask again, or fork",
@@ -60,6 +56,8 @@ _NOT_HERE = {
     "source": "passages are not read again; read the text with a larger budget, and ask that context",
     **dict.fromkeys(("stream", "streamer"), "use context.stream or chat.stream"),
     "use_cache": "the context is the cache",
+    "generation_config": "give what it holds by name",
+    **dict.fromkeys(("tokenizer", "synced_gpus"), "the model's own is used"),
 }
 _LOOKING_BACK: dict[str, tuple[float, Callable[[Any, Tensor], LogitsProcessor]]] = {
     "encoder_repetition_penalty": (1.0, EncoderRepetitionPenaltyLogitsProcessor),
@@ -84,23 +82,14 @@ def answer_settings(
     Raises:
         ValueError: For an option that `model.generate` does not have, or that makes no sense here.
     """
-    if isinstance(max_new_tokens, bool) or not isinstance(max_new_tokens, Integral) or max_new_tokens < 1:
-        raise Refusal("max_new_tokens", repr(max_new_tokens), "is no length of an answer; give a number of tokens")
-    known = GenerationConfig().to_dict()
-    for name, value in options.items():
-        if name in _NOT_HERE:
-            raise Refusal(name, shown(value), f"has no effect here; {_NOT_HERE[name]}")
-        if name not in known and name not in _MORE_OPTIONS:
-            check_retired("option", name)
-            meant = nearest(name, ("max_new_tokens", *known, *_MORE_OPTIONS))
-            hint = f"; did you mean {' or '.join(meant)}?" if meant else ""
-            raise ValueError(f"{name}={value!r}: model.generate has no such option{hint}")
+    for name in _NOT_HERE.keys() & options:
+        raise Refusal(name, shown(options[name]), f"has no effect here; {_NOT_HERE[name]}")
     options = {name: value for name, value in options.items() if value is not None}
     for name in ("temperature", "repetition_penalty"):
         if isinstance(value := options.get(name), (int, float)) and not (name == "temperature" and value == 0):
             check_sampling(name, value)
     sampling = any(name in options for name in _SAMPLING) and options.get("temperature") != 0
-    settings: dict[str, Any] = {"max_new_tokens": int(max_new_tokens), "do_sample": sampling, **options}
+    settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sampling, **options}
     if not settings["do_sample"]:  # what a backbone recommends for sampling shapes no greedy answer
         for name in _SAMPLING:
             if "do_sample" in options and options.get(name, 0) not in (0, _GREEDY.get(name)):
@@ -309,6 +298,7 @@ class Chat(Reading):
         settings = self.lm.settings(max_new_tokens, options)
         self._looking_back(dict(settings))
         self._check(text)
+        check_question(text)
         return self._streamed(text, settings)
 
     def _looking_back(self, settings: dict[str, Any]) -> list[LogitsProcessor]:
@@ -329,10 +319,13 @@ class Chat(Reading):
 
         def write() -> None:
             try:
-                if settings.get("num_beams", 1) > 1:  # known only when all is written
-                    parts.put(self._turn(text, settings, None))
-                else:
-                    self._turn(text, settings, AnswerStreamer(self.lm.tokenizer, parts.put))
+                if not self._speaking.acquire(blocking=False):
+                    raise ValueError(_SPEAKING)
+                try:
+                    self.read_turn(text, settings["max_new_tokens"])
+                    self.write_answer(settings, parts.put)
+                finally:
+                    self._speaking.release()
             except BaseException as error:
                 failed.append(error)
             finally:
@@ -349,16 +342,6 @@ class Chat(Reading):
         if failed:
             raise failed[0]
 
-    def _turn(self, text: str, settings: dict[str, Any], streamer: BaseStreamer | None) -> str:
-        if not self._speaking.acquire(blocking=False):
-            raise ValueError(_SPEAKING)
-        try:
-            self.read_turn(text, settings["max_new_tokens"])
-            self.write_answer(settings, streamer)
-            return self.talk.transcript.turns[-1].content
-        finally:
-            self._speaking.release()
-
     def measured(
         self,
         text: str | None,
@@ -373,19 +356,17 @@ class Chat(Reading):
         Args:
             text: The user's turn; None: the document is all of it.
             settings: What `LongContextModel.settings` returned.
-            write: Takes the answer as it is written; not with beams.
+            write: Takes the answer as it is written.
             read_tokens: Tokens of the text that were read for this answer alone.
             read_seconds: How long that took.
         """
         cache, device = self.cache, input_device(self.lm.model)
-        beams, most = settings.get("num_beams", 1) > 1, settings["max_new_tokens"]
-        streamer = None if write is None or beams else AnswerStreamer(self.lm.tokenizer, write)
+        most = settings["max_new_tokens"]
         self._looking_back(dict(settings))
         start, before = now(device), cache.seen
-        if self.asked is None:
-            self.read_turn(text, most)
+        self.read_turn(text, most)
         middle, prompt_tokens, kept_units = now(device), cache.seen, cache.memory().units
-        new = self.write_answer(settings, streamer)
+        new = self.write_answer(settings, write)
         end, seconds = now(device), read_seconds + middle - start
         own, copies = cache.memory(), cache.copies_memory
         every = [own] if copies is None else [own, copies]
@@ -419,9 +400,11 @@ class Chat(Reading):
         Raises:
             ValueError: For an empty text, or a conversation that broke off.
         """
-        self._check_whole(*([] if text is None and not self.talk.transcript.turns else [text]))
+        self._check_whole(text or "")
         if self.asked is not None:
             return
+        if text is not None or self.talk.transcript.turns:
+            check_question(text)
         talk, seen = self.talk.copy(), self.cache.seen + self.cache.held_back
         more, asked = talk.stream.followed(talk.transcript.ask(text))
         ids = [*talk.unread, *more]
@@ -435,13 +418,15 @@ class Chat(Reading):
         talk.read(ids)
         self.talk, self.asked = talk, text or ""
 
-    def write_answer(self, settings: dict[str, Any], streamer: BaseStreamer | None) -> list[int]:
+    def write_answer(self, settings: dict[str, Any], write: Callable[[str], object] | None = None) -> list[int]:
         """Write the answer to the turn that has been read, and return its tokens.
 
         Args:
             settings: What `LongContextModel.settings` returned.
-            streamer: Receives tokens as they are written.
+            write: Takes the answer's text as it is written; with beams, which are known at the end, as a whole.
         """
+        beams = settings.get("num_beams", 1) > 1
+        streamer = None if write is None or beams else AnswerStreamer(self.lm.tokenizer, write)
         tokenizer, read, talk = self.lm.tokenizer, self.cache.seen, self.talk
         protection = talk.protection.began(ASSISTANT, read)
         if self.cache.policy.decode_budget is not None:  # else nothing is evicted meanwhile
@@ -466,27 +451,28 @@ class Chat(Reading):
         talk.transcript.answered(answer)
         talk.stream.context = answer[-talk.stream.margin :]
         talk.unread, talk.protection, self._torn, self.asked = tuple(unread), protection, False, None
+        if write is not None and beams:
+            write(talk.transcript.turns[-1].content)
         return new
 
-    def _check(self, *texts: Any) -> None:
+    def _check(self, said: str | None = None) -> None:
         if self._speaking.locked():
             raise ValueError(_SPEAKING)
-        self._check_whole(*texts)
+        self._check_whole(said)
 
-    def _check_whole(self, *texts: Any) -> None:
-        if self.asked is not None and not self._torn and texts != (self.asked,):
-            raise ValueError(
-                f"{shown(self.asked)} has been read but not answered, because its options failed; say it once more, "
-                "with others"
-            )
+    def _check_whole(self, said: str | None = None) -> None:
+        """Refuse to go on where a turn broke off, or where another one than is said waits for its answer."""
         if self._torn:
             raise ValueError(
                 "the last turn of this chat broke off in the middle; go on with a fork made before it, or begin again "
                 "with context.chat()"
             )
+        if self.asked not in (None, said):
+            raise ValueError(
+                f"{shown(self.asked)} has been read but not answered, because its options failed; say it once more, "
+                "with others"
+            )
         self.cache.check_whole()
-        for text in texts:
-            check_question(text)
 
     @property
     def messages(self) -> list[dict[str, str]]:

@@ -71,7 +71,7 @@ def answered(context: Context, question: str, max_new_tokens: int, options: dict
         raise Refusal("evidence", True, f"watches one answer, but {settings['num_beams']} beams are searched; drop one")
     chat = context.chat()
     chat.read_turn(question, max_new_tokens)
-    chat.write_answer(settings, None)
+    chat.write_answer(settings)
     held = [layer.fill + (0 if layer.tier is None else layer.tier.fill) for layer in chat.cache.governed]
     return Answered(text=str(chat.messages[-1]["content"]), margin=lead.least, evicted=min(held) < chat.cache.seen)
 

@@ -100,7 +100,7 @@ def test_what_is_no_question_is_refused(context: Context, question: Any) -> None
     [
         ({"temperature": 1e-40}, "temperature 1e-40 makes no usable"),
         ({"max_new_token": 5}, "did you mean max_new_tokens"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0 is no length"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0 is not a whole number"),
         ({"num_return_sequences": 2}, "there is one answer"),
         ({"streamer": None}, "use context.stream or chat.stream"),
         ({"prompt_lookup_num_tokens": 3}, "assisted and prompt-lookup"),
