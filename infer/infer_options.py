@@ -212,8 +212,8 @@ class ReadingOutput(ReportOptions):
     usual: ClassVar[tuple[str, ...]] = ("dry_run",)
 
     dry_run: bool = False
-    """Print the resolved options, the planned steps and cache bytes as JSON, and the steps as a table on standard
-    error, without the backbone's weights. The prompt is read only where the plan depends on its length."""
+    """Print the resolved options, the planned steps and cache bytes as JSON, and on standard error what stays of the
+    text, without the backbone's weights. The prompt is read only where the plan depends on its length."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,18 +19,14 @@ from locret.base import method_spec, plugins
 from locret.base.method_spec import MethodSpec
 from locret.base.nearest import check_retired, nearest
 from locret.cache.limits import check_pair
+from locret.loading.options import LOCRET
 from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy
 from locret.scorers import Scorer
+from locret.scorers.chosen import EVERY_UNIT, FULL, WITHOUT_EVICTION
 
-FULL, LOCRET, ORIGINAL = "full", "locret", "streaming-original"
+ORIGINAL = "streaming-original"
 INFLLM = "infllm"
-_WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", "exact_recent", "exact_layers")
-"""Fields of a policy that mean something where every unit stays."""
 _FIELDS = frozenset(field.name for field in fields(RetentionPolicy))
-_EVERYWHERE = ("budget", *FOLLOWING)
-"""Numbers that every recipe states, whatever some of its methods make of them."""
-ANY_BUDGET = 2**40
-"""Units that no prompt has, where all of them stay."""
 _ABOUT = {
     "random": "units drawn at random",
     "streaming": "first and most recent tokens (StreamingLLM)",
@@ -133,27 +129,19 @@ def check_heard(own: Mapping[str, Any], methods: Collection[Method]) -> None:
     Raises:
         ValueError: Naming the number and what sets it.
     """
-    usual = {field.name: field.default for field in fields(RetentionPolicy) if field.name not in _EVERYWHERE}
-    for name in usual:
-        value, flag = own.get(name), f"--{name.replace('_', '-')}"
-        if value not in (None, usual[name]) and all(method.ignores(name, value) for method in methods):
-            one = next(iter(methods))
-            why = f"means nothing to {one.name}" if one.plain else f"is set by {one.name} itself"
-            raise ValueError(
-                f"{flag} {value} {why}, so it would change nothing; drop {flag}, or say it as a modifier of a method, "
-                "such as locret+recall:host_budget=512 or full+4bit"
-            )
-    for name in FOLLOWING:
-        value = own.get(name)
-        # The plain cache is fed in chunks where it is timed, and hears nothing of the rest.
-        hearing = [method for method in methods if not method.plain or name == "chunk_size"]
-        if value in (None, USUAL[name]) or not hearing:
+    for number in fields(RetentionPolicy):
+        # Every recipe states the numbers that follow from a budget; the plain cache hears the size of a chunk alone.
+        follows, value, flag = number.name in FOLLOWING, own.get(number.name), f"--{number.name.replace('_', '-')}"
+        asked = [one for one in methods if not (follows and one.plain and number.name != "chunk_size")]
+        if number.name == "budget" or value in (None, USUAL.get(number.name, number.default)) or not asked:
             continue
-        if all(name in method.sets for method in hearing):
-            flag = f"--{name.replace('_', '-')}"
+        if all(number.name in one.sets if follows else one.ignores(number.name, value) for one in asked):
+            plain = asked[0].plain and not follows
+            why = f"means nothing to {asked[0].name}" if plain else f"is set by {asked[0].name} itself"
+            out = "say it as a modifier of a method, such as locret+recall:host_budget=512 or full+4bit"
             raise ValueError(
-                f"{flag} {value} is set by {hearing[0].name} itself, so it would change nothing; drop {flag}, or add a "
-                "method that takes it"
+                f"{flag} {value} {why}, so it would change nothing; drop {flag}, or "
+                f"{'add a method that takes it' if follows else out}"
             )
 
 
@@ -168,7 +156,7 @@ def modified(method: Method, spec: MethodSpec, where: str) -> Method:
     for modifier in spec.modifiers:
         if clash := modifier.changes.keys() & {*method.changes, *method.sets}:
             raise ValueError(f'{where} "{spec}": {spec.name} sets {min(clash)} itself; drop +{modifier.name}')
-        if method.plain and not modifier.changes.keys() <= set(_WITHOUT_EVICTION):
+        if method.plain and not modifier.changes.keys() <= set(WITHOUT_EVICTION):
             raise ValueError(
                 f'{where} "{spec}": {spec.name} evicts nothing, so +{modifier.name} means nothing; drop it'
             )
@@ -182,18 +170,18 @@ def modified(method: Method, spec: MethodSpec, where: str) -> Method:
         keeps_all=True,
         scorer=scorers.get("streaming"),
         adapt=_everything,
-        sets=_FIELDS - {*_WITHOUT_EVICTION, "chunk_size"},
+        sets=_FIELDS - {*WITHOUT_EVICTION, "chunk_size"},
     )
 
 
 def _everything(policy: RetentionPolicy) -> RetentionPolicy:
     # Where nothing leaves, a unit's rank is its position, and original positions need no second rotation.
-    return _instead(policy, {"budget": ANY_BUDGET, "positions": "original"})
+    return _instead(policy, {"budget": EVERY_UNIT, "positions": "original"})
 
 
 def _instead(policy: RetentionPolicy, changes: Mapping[str, Any]) -> RetentionPolicy:
     """Return another policy, which reads in the same chunks in the same way."""
-    same = {name: getattr(policy, name) for name in _WITHOUT_EVICTION}
+    same = {name: getattr(policy, name) for name in WITHOUT_EVICTION}
     return RetentionPolicy(**{**same, "chunk_size": policy.chunk_size, **changes})
 
 
@@ -219,13 +207,13 @@ def _of_lookup(spec: MethodSpec, where: str) -> Method:
 
     about = (type(lookup).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
     scorer = scorers.get("streaming", sinks=0)
-    sets = _FIELDS - {*_WITHOUT_EVICTION, "chunk_size"}
+    sets = _FIELDS - {*WITHOUT_EVICTION, "chunk_size"}
     return Method(spec.name, about[:1].lower() + about[1:], scorer, adapt=adapt, sets=sets)
 
 
 def _infllm(by: str) -> Method:
     """Return the method that recalls blocks from a tier of its own; all its numbers follow from the budget."""
-    RetentionPolicy(budget=ANY_BUDGET, recall_by=by)  # refuses options that are unfit
+    RetentionPolicy(budget=EVERY_UNIT, recall_by=by)  # refuses options that are unfit
 
     def adapt(policy: RetentionPolicy) -> RetentionPolicy:
         return RetentionPolicy(budget=policy.budget, recall_by=by)

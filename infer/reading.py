@@ -28,17 +28,7 @@ from locret.infer import sizing
 from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, PolicyOptions, TextOptions
 from locret.loading.options import ScorerOptions
 from locret.scorers import Scorer
-from locret.scorers.chosen import EVERY_UNIT, FULL, check_matches, chosen_heads, load_scorer
-
-_HEARD_BY_FULL = (
-    "chunk_size",
-    "prefill_attention",
-    "key_bits",
-    "value_bits",
-    "rounding",
-    "exact_recent",
-    "exact_layers",
-)
+from locret.scorers.chosen import EVERY_UNIT, FULL, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
 
 
 @dataclass(frozen=True)
@@ -92,20 +82,18 @@ class Ready:
     def print_plan(self, options: Iterable[Any], *, quiet: bool) -> None:
         """Print what a run would do and take."""
         assert self.run is not None
-        steps, given = self.run.schedule(self.policy).table(), dict[str, Any]()
-        for part in options:
-            given |= asdict(part)
+        given = {name: value for part in options for name, value in asdict(part).items()}
         record = {
             **self.run.plan(self.policy),
             "planned_weights": self.run.weights.to_dict(),
             "prompt_tokens": self.run.prompt_tokens,
             "full_cache_bytes": self.run.full_bytes,
             "not_given": self.policy.following(),
-            "steps": steps,
+            "steps": self.run.schedule(self.policy).table(),
         }
         print_json({**record, **self.record(), "options": given})
         if not quiet:
-            sys.stderr.write(sizing.step_lines(self.policy, steps) + sizing.text_line(self.run, self.policy))
+            sys.stderr.write(sizing.plan_lines(self.run, self.policy))
 
 
 def ready(
@@ -134,7 +122,7 @@ def ready(
     device, named = loading.device_of_source(model), _chosen(model, named)
     scorer, recommended = load_scorer(named)
     if named.label == FULL:
-        for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {*_HEARD_BY_FULL}):
+        for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
             raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
     draft = sizing.draft_policy(policy, chosen, recommended)
     config, dtype = _config(model, named, scorer, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -182,34 +182,17 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
         )
 
 
-def step_lines(policy: RetentionPolicy, rows: Sequence[dict[str, Any]]) -> str:
-    """Return the numbers that nobody gave, and the planned steps as a table; of layers that differ, least and most."""
-    given = ", ".join(f"{name} {getattr(policy, name):,}" for name in policy.following())
-    table: list[tuple[str, ...]] = [("step", "chunk", "attends to", "keeps", "protects")]
-    for row in rows:
-        first, last = row["first_step"], row["last_step"]
-        step = "local" if row["local"] else f"{first}" if first == last else f"{first}-{last or ''}"
-        table.append((step, *(_number(row[name]) for name in ("chunk", "attended", "kept", "protected"))))
-    widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-    lines = [f"not given, so from a budget of {policy.budget:,}: {given}"] if given else []
-    lines += ["  ".join(text.rjust(width) for text, width in zip(line, widths, strict=True)) for line in table]
-    if policy.memory == "adaptive":
-        lines.append("layers share what a step keeps by what they retain, which is known only while reading")
-    return "\n".join(lines) + "\n"
-
-
-def text_line(run: PlannedRun, policy: RetentionPolicy) -> str:
-    """Return how much of a text of known length stays, and the bytes with and without eviction."""
-    if run.prompt_tokens is None or run.full_bytes is None:
-        return ""
-    kept = min(1, (policy.budget + policy.local_len) / run.prompt_tokens)
-    share = f"{kept:.0%} of their units stay" if kept < 1 else "all units stay, for the budget is not less"
-    cache, full = (size / 2**20 for size in (run.cache_bytes(policy), run.full_bytes))
-    return f"{run.prompt_tokens:,} tokens: {share}; a cache of {cache:,.1f} MiB (everything: {full:,.1f} MiB)\n"
-
-
-def _number(value: int | list[int]) -> str:
-    return f"{value:,}" if isinstance(value, int) else f"{min(value):,}..{max(value):,}"
+def plan_lines(run: PlannedRun, policy: RetentionPolicy) -> str:
+    """Return the numbers that nobody gave, and how much of a text of known length stays, in how many bytes."""
+    lines = list[str]()
+    if given := ", ".join(f"{name} {getattr(policy, name):,}" for name in policy.following()):
+        lines.append(f"not given, so from a budget of {policy.budget:,}: {given}\n")
+    if run.prompt_tokens is not None and run.full_bytes is not None:
+        kept = min(1, (policy.budget + policy.local_len) / run.prompt_tokens)
+        share = f"{kept:.0%} of their units stay" if kept < 1 else "all units stay, for the budget is not less"
+        cache, full = (f"{size / 2**20:,.1f} MiB" for size in (run.cache_bytes(policy), run.full_bytes))
+        lines.append(f"{run.prompt_tokens:,} tokens: {share}; a cache of {cache} (everything: {full})\n")
+    return "".join(lines)
 
 
 def _memory(flags: PolicyOptions) -> int | None:

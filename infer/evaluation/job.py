@@ -21,14 +21,14 @@ from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, document_to
 from locret.infer.evaluation.plan import Allotment, Case, Run, plan_cases, plan_runs, settled
 from locret.infer.evaluation.records import AGNOSTIC
 from locret.infer.infer_options import ModelOptions
-from locret.infer.methods import ANY_BUDGET, Method, check_heard
+from locret.infer.methods import Method, check_heard
 from locret.infer.reading import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.loading.options import ScorerOptions
 from locret.loading.weights import plan_weights
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import check_no_turns, check_used
-from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
+from locret.scorers.chosen import EVERY_UNIT, check_matches, chosen_heads, load_scorer
 from locret.scorers.retaining_heads import as_scorer
 
 _UNKNOWN = 2**17
@@ -120,7 +120,7 @@ class Job:
         longest = max(case.tokens for case in self.cases) or None
         planned = []
         for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
-            grows = policy.plans_by_length or policy.budget == ANY_BUDGET
+            grows = policy.plans_by_length or policy.budget == EVERY_UNIT
             run = PlannedRun(
                 config=self.config,
                 scorer=self.heads,

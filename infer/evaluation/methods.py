@@ -24,11 +24,13 @@ from locret.base import method_spec
 from locret.conversation.document import encode
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
-from locret.infer.methods import FULL, LOCRET, Method, find, modified
+from locret.infer.methods import Method, find, modified
 from locret.infer.methods import names as shared_names
 from locret.labels.labels import answer_labels
 from locret.labels.many_answers import labels_of_answers
+from locret.loading.options import LOCRET
 from locret.scorers import Scorer
+from locret.scorers.chosen import FULL
 
 UNTRAINED, ORACLE, ORACLE_AGNOSTIC, RANDOM_ANSWER = "untrained", "oracle", "oracle_agnostic", "random_answer"
 _OWN = (

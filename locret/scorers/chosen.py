@@ -15,6 +15,8 @@ from locret.scorers.base import Scorer
 AUTO_HEADS, FULL = "auto", "full"
 EVERY_UNIT = 1 << 40
 """A budget that no text has units for: where nothing is evicted."""
+WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", "exact_recent", "exact_layers")
+"""Fields of a policy that mean something where every unit stays."""
 
 
 def chosen_heads(heads: str | None, model: str | None) -> str | None:

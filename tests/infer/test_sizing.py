@@ -84,18 +84,13 @@ def test_a_recommended_budget_gives_way_and_recommended_stabilizers_stay_if_they
     assert small["stabilizers"] == min(16, small["budget"] // 4)
 
 
-def test_dry_run_shows_the_steps_as_data_and_as_a_table(call: Infer) -> None:
+def test_dry_run_shows_the_steps_and_what_nobody_gave(call: Infer) -> None:
     outcome = call("--prompt-file", "-", "--budget", 64, "--stabilizers", 8, "--dry-run")
     record = json.loads(outcome.out)
     assert (record["prompt_tokens"], record["full_cache_bytes"]) == (None, None), "standard input is left alone"
     assert [(row["chunk"], row["attended"], row["kept"], row["protected"]) for row in record["steps"]] == [
         (32, 96, 64, 8),
         (8, 72, 72, 0),
-    ]
-    assert [line.split() for line in outcome.err.splitlines()] == [
-        ["step", "chunk", "attends", "to", "keeps", "protects"],
-        ["1-", "32", "96", "64", "8"],
-        ["local", "8", "72", "72", "0"],
     ]
     assert record["not_given"] == []
     assert call("--budget", 64, "--stabilizers", 8, "--dry-run", "--quiet").err == ""
@@ -116,7 +111,7 @@ def test_dry_run_counts_a_file_and_says_what_everything_would_take(ask: Infer, c
     assert "all units stay, for the budget is not less" in wide
 
 
-def test_dry_run_counts_the_prompt_where_the_plan_depends_on_it(ask: Infer, call: Infer, tmp_path: Path) -> None:
+def test_dry_run_counts_the_prompt_where_the_plan_depends_on_it(ask: Infer, tmp_path: Path) -> None:
     file = write_text(tmp_path / "some.txt", 3000)
     options = ("--prompt-file", file, "--budget", 32, "--stabilizers", 8, "--memory", "linear", "--decremental")
     shrinking = (*options, "--min-chunk", 8)
@@ -126,9 +121,8 @@ def test_dry_run_counts_the_prompt_where_the_plan_depends_on_it(ask: Infer, call
         sum(row["chunk"] * (row["last_step"] - row["first_step"] + 1) for row in plan["steps"]) == plan["prompt_tokens"]
     )
     assert plan["planned_cache_bytes"] == record["peak_cache_bytes"]
-    rows = json.loads((shown := call(*options[:-1], "--layer-budgets", "pyramid", "--dry-run")).out)["steps"]
+    rows = ask(*options[:-1], "--layer-budgets", "pyramid", "--dry-run")["steps"]
     assert rows[-2]["kept"] == [8 + 47, 8 + 1], "8 stabilizers and a pyramid of the other 24"
-    assert "9..55" in shown.err
 
 
 def test_memory_that_grows_with_the_prompt_is_announced(call: Infer) -> None:
