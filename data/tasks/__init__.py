@@ -24,11 +24,9 @@ __all__ = ["Sample", "Task", "families", "get", "names"]
 _FAMILIES = {
     **{
         name: f"locret.data.tasks.published.{name}"
-        for name in (
-            *("infinitebench", "leval", "longbench", "longbench_v2", "babilong", "loogle", "scbench"),
-            "infinitebench_generated",
-        )
+        for name in ("infinitebench", "leval", "longbench", "longbench_v2", "babilong", "loogle", "scbench")
     },
+    "infinitebench_generated": "locret.data.tasks.published.infinitebench",
     "ruler": "locret.data.tasks.ruler",
     "niah": "locret.data.tasks.published.niah",
     "twostage": "locret.data.tasks.published.omnikv",

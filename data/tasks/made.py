@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import uuid
 from collections.abc import Iterator
 from itertools import chain, cycle, islice
 from pathlib import Path
@@ -68,6 +69,11 @@ def filler_sentences(seed: int) -> Iterator[str]:
 def sentences(text: str) -> list[str]:
     """Split a text at white space after a full stop, question or exclamation mark."""
     return [sentence for sentence in _SENTENCE_END.split(text.strip()) if sentence]
+
+
+def random_uuid(rng: random.Random) -> str:
+    """Return a uuid of a random stream."""
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 class Words:

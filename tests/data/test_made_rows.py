@@ -15,7 +15,7 @@ from embedded import tiny_tokenizer
 from locret.data import tasks
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.published.base import Making, RowMaker, largest
-from locret.data.tasks.published.infinitebench_generated import needle
+from locret.data.tasks.published.infinitebench import needle
 from locret.data.tasks.rows import Row
 from locret.data.tasks.ruler.vocabulary import vocabulary
 

@@ -1,22 +1,30 @@
 """InfiniteBench in the form the Locret paper runs it: completion prompts, no chat template, 128K tokens.
 
+R.PassKey, R.Number and R.KV are made at any length too, as its own script does (`infinitebench_generated`).
+
 Paper:     arXiv 2402.13718; protocol of arXiv 2410.01805, Section 4.1.
 Source:    OpenBMB/InfiniteBench (MIT), data set xinrongzhang2022/InfiniteBench, prompts of its Yarn-Mistral set in the
-           wording of the Locret release, which says **MASK** for $$MASK$$.
+           wording of the Locret release, which says **MASK** for $$MASK$$; for rows that are made its
+           data/construct_synthetic_dataset.py, with the layout and spaces of the Hub files.
 Fields:    id, context, input, answer (list; a bare text or number in older copies), options (four where one is asked).
 Metrics:   src/compute_scores.py at 88b3daa; the Locret release's copy (benchmark/infinite_bench) for scorer "locret".
 Deviates:  M.Find cuts a fraction off where the official code stops with an error, see `first_number`. The Locret
-           release's loop emits one token more than `max_new_tokens` says; set it to reproduce that.
+           release's loop emits one token more than `max_new_tokens` says; set it to reproduce that. In rows that are
+           made, needles stand evenly from the first line to the last, in as many places as there are rows (published:
+           59 places, 10 rows each), and keys and values of R.KV are random uuids (published: of lost-in-the-middle).
 """
 
 from __future__ import annotations
 
+import json
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
 
+from locret.data.tasks.made import NOISE_LINE, random_uuid
 from locret.data.tasks.metrics.choice import book_choice, code_choice
 from locret.data.tasks.metrics.overlap import character_f1, rouge_lsum, word_f1
 from locret.data.tasks.metrics.retrieval import (
@@ -28,7 +36,17 @@ from locret.data.tasks.metrics.retrieval import (
     name_among_words,
     value_among_words,
 )
-from locret.data.tasks.published.base import Metric, PublishedTask, first, over, prompts_of, whole_or_decimal
+from locret.data.tasks.published.base import (
+    Making,
+    Metric,
+    PublishedTask,
+    RowMaker,
+    first,
+    over,
+    prompts_of,
+    spread,
+    whole_or_decimal,
+)
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Sample
 
@@ -139,6 +157,64 @@ def _choice(row: Row, targets: tuple[str, ...], options: tuple[str, ...]) -> tup
     return targets[0], LETTERS[options.index(targets[0])]
 
 
+# --- rows that are made ---
+
+_LINES, _PAIRS = 5220, 2500
+"""Noise lines of the published PassKey and Number, and pairs of KV."""
+_KINDS = {
+    "passkey": ("The pass key is {0}. Remember it. {0} is the pass key.", "What is the pass key?"),
+    "number_string": (
+        "The sequence of digits is {0}. Remember it. {0} is the sequence of digits.",
+        "What is the sequence of digits?",
+    ),
+}
+
+
+def needle(form: str, rng: random.Random) -> tuple[str, str, str]:
+    """Return the line that hides a pass key of five digits or a sequence of ten, what is asked, and the answer.
+
+    A sequence begins as five digits; then, five times, a copy of one of its digits is put next to it, so digits repeat
+    and the sequence has to be read exactly.
+    """
+    digits = [rng.choice("0123456789") for _ in range(5)]
+    for _ in range(5 if form == "number_string" else 0):
+        place = rng.randrange(len(digits))
+        digits.insert(place, digits[place])
+    line, question = _KINDS[form]
+    return line.format("".join(digits)), question, "".join(digits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MadeInfiniteBench(RowMaker, InfiniteBenchTask):
+    """A published task whose rows are made; a prompt has its length from the start and is never cut."""
+
+    settable: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
+
+    def maker(self, of: Making) -> Callable[[int], dict[str, Any]]:
+        """Return what makes row `index`. No source texts are needed."""
+        least, published = (2, _PAIRS) if self.form == "kv_retrieval" else (1, _LINES)
+
+        def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
+            return self._row(rng, index, size, spread(of.samples, index))
+
+        if of.tokens is None:
+            return lambda index: row(self.stream(of, index), index, published)
+        return self.filled(of, row, guess=max(least, of.tokens // 25), least=least)
+
+    def _row(self, rng: random.Random, index: int, size: int, depth: float) -> dict[str, Any]:
+        if self.form == "kv_retrieval":
+            pairs = {random_uuid(rng): random_uuid(rng) for _ in range(size)}
+            key = list(pairs)[round(depth * (size - 1))]
+            asked = f'\nKey: "{key}"\nThe value associated with the specified key is: '
+            context, answer = f"JSON data:\n{json.dumps(pairs)}", pairs[key]
+        else:
+            line, asked, answer = needle(self.form, rng)
+            lines = [NOISE_LINE] * size
+            lines.insert(round(depth * size), line)
+            context = "".join(f"{line} " for line in lines)
+        return {"id": index, "context": context, "input": asked, "answer": [answer], "options": [], "depth": depth}
+
+
 # Rows, new tokens, metric.
 _TASKS = {
     "passkey": (590, 6, "first integer"),
@@ -154,7 +230,7 @@ _TASKS = {
     "math_find": (350, 3, "first number"),
     "math_calc": (50, 30000, "share of leading values"),
 }
-TASKS: tuple[InfiniteBenchTask, ...] = tuple(
+_PUBLISHED = tuple(
     InfiniteBenchTask(
         name=f"infinitebench/{name}",
         source="InfiniteBench, arXiv 2402.13718; protocol of arXiv 2410.01805",
@@ -171,4 +247,20 @@ TASKS: tuple[InfiniteBenchTask, ...] = tuple(
         form=name,
     )
     for name, (size, new, metric) in _TASKS.items()
+)
+TASKS: tuple[InfiniteBenchTask, ...] = (
+    *_PUBLISHED,
+    *(
+        MadeInfiniteBench(
+            name=f"infinitebench_generated/{task.form}",
+            source=task.source,
+            metric=task.metric,
+            max_new_tokens=task.max_new_tokens,
+            chat=task.chat,
+            file=task.file,
+            form=task.form,
+        )
+        for task in _PUBLISHED
+        if task.form in ("passkey", "number_string", "kv_retrieval")
+    ),
 )

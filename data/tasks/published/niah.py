@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 from locret.data.tasks.made import FILLER, Words, sentences
 from locret.data.tasks.metrics.retrieval import first_integer
 from locret.data.tasks.published.base import Making, Metric, RowMaker, first, spread
-from locret.data.tasks.published.infinitebench_generated import needle
+from locret.data.tasks.published.infinitebench import needle
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Sample
 

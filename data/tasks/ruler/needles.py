@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import random
-import uuid
 from collections.abc import Callable
 from typing import Literal
 
-from locret.data.tasks.made import NOISE_LINE, Words, sentences
+from locret.data.tasks.made import NOISE_LINE, Words, random_uuid, sentences
 from locret.data.tasks.ruler.task import PROMPTS, Draft, Drafter, Making, RulerTask
 from locret.data.tasks.ruler.vocabulary import vocabulary
 
@@ -34,10 +33,10 @@ def needles(
         source = Words(of.data_dir if haystack == "essay" else None, of.seed)
 
         def new_key(rng: random.Random) -> str:
-            return words.key(rng) if key == "word" else _uuid(rng)
+            return words.key(rng) if key == "word" else random_uuid(rng)
 
         def new_value(rng: random.Random) -> str:
-            return str(rng.randint(10**6, 10**7 - 1)) if value == "number" else _uuid(rng)
+            return str(rng.randint(10**6, 10**7 - 1)) if value == "number" else random_uuid(rng)
 
         def sentence(own: str, its: str) -> str:
             return f"One of the special magic {value}s for {own} is: {its}."
@@ -82,7 +81,3 @@ def _in_essay(rng: random.Random, needles: list[str], words: list[str]) -> tuple
         pieces += [*lines[last:place], needle]
         last = place
     return " ".join([*pieces, *lines[last:]]), tuple(depth / 100 for depth in depths)
-
-
-def _uuid(rng: random.Random) -> str:
-    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
