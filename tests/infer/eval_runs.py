@@ -15,6 +15,13 @@ from locret.data.tasks.prompts import build_prompt
 from locret.infer.evaluation.methods import Prompt, Setup, SharedText
 
 MODULE = "locret.infer.evaluation.command"
+RECORD: dict[str, Any] = {
+    **{"task": "passkey", "version": 1, "tokens": 300, "index": 0, "method": "random"},
+    **{"budget": 64, "chunk_size": 32, "stabilizers": 16, "score": 1.0, "prediction": "48213", "targets": ["48213"]},
+    **dict.fromkeys(("prompt_tokens", "generated_tokens", "kept_units", "peak_units", "cache_bytes", "peak_bytes"), 9),
+    **dict.fromkeys(("prefill_seconds", "decode_seconds"), 0.5),
+}
+"""A line of samples.jsonl."""
 TIMES = ("prefill_seconds", "decode_seconds", "prefill_tokens_per_second", "decode_tokens_per_second")
 
 

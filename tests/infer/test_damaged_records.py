@@ -8,6 +8,7 @@ from typing import Any
 
 import mutations
 import yaml
+from eval_runs import RECORD
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,23 +16,6 @@ from locret.cli.command import parse_options
 from locret.infer import command as infer
 from locret.infer.evaluation.records import SAMPLES, SampleLog
 from locret.train.training_options import OPTION_CLASSES
-
-RECORD = {
-    "task": "passkey",
-    "version": 1,
-    "tokens": 64,
-    "index": 0,
-    "method": "locret",
-    "budget": 8,
-    "chunk_size": 8,
-    "stabilizers": 2,
-    "score": 1.0,
-    "prediction": "a",
-    "targets": ["a"],
-    **dict.fromkeys(("prompt_tokens", "generated_tokens", "kept_units", "peak_units", "cache_bytes", "peak_bytes"), 5),
-    "prefill_seconds": 0.1,
-    "decode_seconds": 0.1,
-}
 
 
 @given(data=st.data())

@@ -1,22 +1,27 @@
-"""`locret-eval`: methods are treated alike, everything is on record, and runs go on where they stopped."""
+"""`locret-eval`: methods are treated alike, everything is on record, runs go on where they stopped, suites are tables,
+and mistakes are refused before anything is written: one sentence, exit code 2, and the way out."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from eval_runs import TIMES, cells, records, results
+from eval_runs import RECORD, TIMES, cells, records, results
 from published_cases import published
 
 from locret import RetentionPolicy
 from locret.base.files import locked
 from locret.data import tasks
-from locret.infer.evaluation import figures, output_folder
+from locret.data.tasks import Sample
+from locret.data.tasks.task import MadeSamples
+from locret.infer.evaluation import figures, methods, output_folder, report
 from locret.infer.evaluation.records import PART, SampleLog, key
+from locret.infer.reading import warn_of_recency
 
 SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--threads", 1, "--figures", "none")
 SMALL = (*SMALL, "--max-new-tokens", 6)
@@ -206,21 +211,12 @@ def test_pictures_show_curves_and_where_needles_were_found(evaluate: Any, tmp_pa
     assert (lengths, scores[1], scores[9], scores[5]) == ([400], [100.0], [50.0], [None])
 
 
-def record(index: int) -> dict[str, Any]:
-    return {
-        **{"task": "passkey", "version": 1, "tokens": 300, "index": index, "score": 1.0, "method": "random"},
-        **{"budget": 64, "chunk_size": 32, "stabilizers": 16, "prediction": "48213", "targets": ["48213"]},
-        **dict.fromkeys(("prompt_tokens", "generated_tokens", "kept_units", "peak_units"), 9),
-        **dict.fromkeys(("cache_bytes", "peak_bytes", "prefill_seconds", "decode_seconds"), 9),
-    }
-
-
 def test_merging_keeps_one_of_each_and_the_order_of_one_process(tmp_path: Path) -> None:
-    order = {key(record(index)): index for index in range(5)}
+    order = {key({**RECORD, "index": index}): index for index in range(5)}
     for rank, indices in ((0, (3, 0)), (1, (4, 1)), (2, (1, 2, 0))):
         log = SampleLog(tmp_path, rank)
         for index in indices:
-            log.append(record(index))
+            log.append({**RECORD, "index": index})
     with (tmp_path / PART.format(2)).open("a") as file:
         file.write('{"task": "pass')  # cut off when its process was killed
     main = SampleLog(tmp_path)
@@ -251,3 +247,207 @@ def test_rows_of_a_file_are_asked_as_the_protocol_says_and_never_mixed(evaluate:
     file.write_text(file.read_text().replace("48213", "48214"))
     code, _, err = evaluate(*line, "--samples", 2, "--max-prompt", 200, "--resume")
     assert (code, "holds an evaluation of another configuration (other tasks)" in err) == (2, True)
+
+
+# --- suites ---
+
+
+def test_a_suite_shows_missing_tasks_a_partial_average_and_published_rows(evaluate: Any, tmp_path: Path) -> None:
+    pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
+    data, out = published(tmp_path / "data"), tmp_path / "out"
+    line = ("--suite", "leval-locret", "--published", "--methods", "random,full", "--data-dir", data, "--output", out)
+    code, table, err = evaluate(*line, "--budget", 64, *SMALL, own=())
+    assert code == 0, err
+    titles = "| method | budget | codeU | natural_question (2 of 104) | legal_contract_qa | narrative_qa | meeting_summ"
+    assert table.splitlines()[2].startswith(titles)
+    row = next(line for line in table.splitlines() if line.startswith("| full | all | missing |"))
+    assert row.endswith("(partial) |")
+    assert row.count("missing") == 4
+    assert "| published: full, Phi-3-mini-128K [1] |  | 8.89 | 59.14 | 30.34 | 17.59 | 16.05 | 14.51 | 24.42 |" in table
+    assert "[1] As printed in Locret, arXiv 2410.01805, Table 3, not measured here. Differs: model Phi-3-mini" in table
+    assert "precision not stated, their software and hardware; ours is" in table
+    assert "backbone in float32" in table
+    assert "Missing: leval/codeU (no rows found)." in table
+    assert "Answers are shorter than the protocol allows (--max-new-tokens)." in table
+    assert "A partial average" in table
+    found = results(out)["suite"]
+    assert set(found["missing"]) == set(found["tasks"]) - {"leval/natural_question", "leval/meeting_summ"}
+    for one in found["rows"]:
+        known = [score for score in one["scores"].values() if score is not None]
+        assert one["average"] == pytest.approx(sum(known) / 2)
+    assert (out / "results.md").read_text() == table
+
+
+def test_generated_benchmarks_have_a_row_per_length_and_leave_out_what_cannot_be_made(
+    evaluate: Any, tmp_path: Path
+) -> None:
+    line = ("--suite", "niah", "--methods", "full,streaming", "--samples", 2, "--budget", 64, *SMALL)
+    code, table, err = evaluate(*line, "--lengths", "400,500", "--output", tmp_path / "out")
+    assert code == 0, err
+    assert [(row["method"], row["tokens"]) for row in results(tmp_path / "out")["suite"]["rows"]] == [
+        *(("full", 400), ("streaming", 400), ("full", 500), ("streaming", 500))
+    ]
+    assert "| full, 400 tokens | all |" in table
+    assert "| niah/needle (filler) @ 400 | niah/needle (filler) @ 500 |" in table
+    assert "Rows are generated here, by our own writing of the benchmark's generator, from texts of filler." in table
+    assert {record["depth"] for record in records(tmp_path / "out")} == {0.1, 0.9}
+    code, table, err = evaluate(*line, "--lengths", 150, "--output", tmp_path / "short")
+    assert code == 0, err
+    whole = results(tmp_path / "short")
+    assert (whole["complete"], set(whole["suite"]["missing"])) == (True, {"niah/needle"})
+    assert "Left out: niah/needle cannot be made at 150 tokens" in table
+
+
+def cell(name: str, *found: dict[str, Any], of: int | None = None) -> dict[str, Any]:
+    samples = MadeSamples(tasks.get(name), 0, 4, 0, made=False)
+    samples.of = of
+    whole = [{**RECORD, "task": name, "index": index, **one} for index, one in enumerate(found)]
+    (only,) = report.cells(whole, {(name, RECORD["tokens"]): samples})
+    return only
+
+
+def test_errors_are_over_texts_not_over_questions() -> None:
+    marks = {0: [1, 1, 0, 0], 1: [1], 2: [0, 0]}
+    found = [
+        {"index": text, "question": question, "score": score, "targets": ["1"]}
+        for text, scores in marks.items()
+        for question, score in enumerate(scores)
+    ]
+    own = cell("longbench/qasper", *found)
+    assert (own["n"], own["questions"], own["score"], own["task"]) == (3, 7, 50.0, "longbench/qasper (3 rows)")
+    assert own["standard_error"] == pytest.approx(50 / 3**0.5, abs=1e-4)
+
+
+def test_rouge_of_a_task_is_the_geometric_mean_of_three_means() -> None:
+    pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
+    task = tasks.get("leval/meeting_summ")
+    found = [
+        {
+            "prediction": said,
+            "targets": [right],
+            "score": task.score(said, Sample(content="", targets=(right,), reply=right)),
+        }
+        for said, right in [("the sky is blue", "the sky is red"), ("a house", "a door")]
+    ]
+    own = cell(task.name, *found, of=156)
+    # ROUGE-1: 3/4 and 1/2; ROUGE-2: 2/3 and 0; ROUGE-L: 3/4 and 1/2.
+    assert own["score"] == pytest.approx(100 * ((5 / 8) * (1 / 3) * (5 / 8)) ** (1 / 3), abs=1e-3)
+    assert own["task"] == "leval/meeting_summ (2 of 156)"
+    assert own["standard_error"] is None
+
+
+# --- what is refused, or said ---
+
+PUBLISHED = "--methods full --data-dir DATA --tasks"
+MULTIKEY = "--tasks multikey --lengths 500 --task-options '{\"multikey\": {%s}}'"
+REFUSED = [
+    # Names.
+    ("--methods kvpress/snapkv", 'method "kvpress/snapkv" was retired; release 0.1.0 (git tag lab-frozen) is the'),
+    ("--methods streeming", 'method "streeming" is unknown; did you mean streaming'),
+    ("--methods locret", "--methods locret needs trained heads; give --heads, or leave it out"),
+    ("--suite leval-locrett", 'suite "leval-locrett" is unknown; did you mean leval-locret'),
+    (MULTIKEY % '"chit": 3', 'it has no option "chit"; did you mean chat?'),
+    (MULTIKEY % '"limit": "many"', "limit='many' must be a whole number, 1 or more"),
+    ('--tasks passkey --task-options \'{"number": {"chat": false}}\'', "speaks of number, which is not among --tasks"),
+    # Numbers.
+    ("--budget many", "--budget many is not possible"),
+    ("--budget 16 --stabilizers 32", "stabilizers=32"),
+    ("--samples 0", "--samples 0 is not possible; give 1 to 1000000"),
+    ("--tasks multikey --lengths 100", "tokens=100 cannot hold a row of ruler/niah_multikey_1"),
+    ("--budget-share 0.1,2", "--budget-share 0.1,2 is not possible"),
+    # Options that contradict each other, or change nothing.
+    ("--resume --overwrite", "--resume and --overwrite exclude each other"),
+    ("--suite leval-locret --tasks passkey", "--suite leval-locret and --tasks exclude each other"),
+    ("--suite ruler-4k --lengths 64", "--suite ruler-4k reads 4,096 tokens; drop --lengths, or choose another suite"),
+    ("--budget-share 0.1 --budget 64", "--budget 64 and --budget-share 0.1 exclude each other; drop one"),
+    ("--allow-other-base", "--allow-other-base is about --heads, which are not given; add them, or drop it"),
+    ("--max-prompt 100", "--max-prompt 100 cannot cut prompts of niah/passkey, which are made to --lengths 2048"),
+    ("--tasks longbench/qasper --template chatty", "--template chatty is unknown; choose one of chat"),
+    ("--tasks sirllm/rock --budget 64 --lengths 64", "--lengths is for prompts that are made here, but those of sir"),
+    ("--pyramid-beta 10", "--pyramid-beta 10 changes nothing without --layer-budgets pyramid; add that, or"),
+    # Methods that cannot work.
+    ("--methods random,snapkv --decode-budget 80 --decode-interval 4 --budget 64", "method snapkv: decode_budget=80 "),
+    ("--methods snapkv+shares --budget 64", 'method snapkv+shares: layer_budgets="shares" needs a share of'),
+    ("--methods random_answer", "without --decode-budget none are; give it, or take random"),
+    ("--methods full --decode-budget 60 --budget 48", "--decode-budget 60 means nothing to full, so it would change"),
+    # Sessions and questions.
+    ("--tasks sirllm/rock --methods random,oracle", "method oracle knows the answer to one prompt, and sirllm/rock is"),
+    ("--tasks sirllm/rock --budget-share 0.1", "is a share of a whole prompt, and sirllm/rock is a session, whose"),
+    ("--tasks scbench/kv --protocol agnostic", "scbench/kv is a session, whose turns follow each other"),
+    ("--tasks infinitebench/math_find --protocol aware,agnostic", "math_find asks before its document; leave one out"),
+    ("--protocol blind", "--protocol blind is unknown; choose aware or agnostic, or aware,agnostic"),
+    ("--questions 5", "--questions 5 asks several questions of a text, but no text of niah/passkey"),
+    ("--tasks ruler/vt --lengths 1000 --methods oracle_agnostic", "ruler/vt does not say which there are; leave one"),
+    ("--tasks ruler/vt --lengths 1000 --protocol agnostic", "ruler/vt does not say where its questions begin"),
+    # Rows that are not there.
+    (f"{PUBLISHED} leval/codeU", "holds no rows of leval/codeU; looked for leval/LEval-data"),
+    ("--methods full --data-dir DATA/none --tasks leval/codeU", "is not a folder; give the folder of a local copy"),
+    ("--data-dir DATA/leval --suite longbench", "no rows of any task of --suite longbench"),
+    (f"{PUBLISHED} leval/review_summ", "review_summ.jsonl holds no row that leval/review_summ could ask"),
+    (f"{PUBLISHED} infinitebench/passkey --max-prompt 9 --protocol agnostic", "raise --max-prompt"),
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return published(tmp_path_factory.mktemp("refusals"))
+
+
+@pytest.mark.parametrize(("line", "message"), REFUSED, ids=[line for line, _ in REFUSED])
+def test_a_mistake_is_one_sentence_with_exit_code_2_and_leaves_no_folder(
+    line: str, message: str, evaluate_with: Any, data: Path, tmp_path: Path
+) -> None:
+    given, output = shlex.split(line.replace("DATA", str(data))), tmp_path / "out"
+    usual = {"--methods": "random", "--samples": "1", "--tasks": "passkey", "--lengths": "400"}
+    other = {"--tasks": ("--suite",), "--lengths": ("--tasks", "--suite")}
+    for flag, value in usual.items():
+        if flag not in given and not any(one in given for one in other.get(flag, ())):
+            given += [flag, value]
+    code, _, err = evaluate_with()(*given, "--output", output, "--figures", "none")
+    assert code == 2, err
+    assert message in err.splitlines()[-1], err
+    assert not output.exists()
+
+
+SAID = "{} keeps the {} newest units whatever their scores, so that with --budget {} it keeps nothing else; raise"
+
+
+def policy(budget: int, **changes: Any) -> RetentionPolicy:
+    return RetentionPolicy(**{"budget": budget, "chunk_size": 64, "stabilizers": 0, "local_len": 8, **changes})
+
+
+@pytest.mark.parametrize(
+    ("name", "policies", "said"),
+    [
+        ("snapkv", [policy(33), policy(32), policy(16)], (32, "32,16")),
+        ("snapkv", [policy(24, when="prompt_end")], (32, "24")),  # 8 local units are held besides
+        ("snapkv", [policy(25, when="prompt_end")], None),
+        ("h2o", [policy(2)], None),  # a share of the budget never fills it
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_only_budgets_without_room_for_scores_are_named(
+    name: str, policies: list[RetentionPolicy], said: tuple[int, str] | None
+) -> None:
+    recent = methods.get(name).recent
+    if said is None:
+        warn_of_recency(name, recent, policies)
+        return
+    with pytest.warns(UserWarning, match=SAID.format(name, *said) + f" --budget above {said[0]}"):
+        warn_of_recency(name, recent, policies)
+
+
+def test_both_commands_say_it_once_for_each_method(
+    infer: Callable[..., Any], evaluate: Any, backbone: Path, text: Path
+) -> None:
+    numbers = ("--chunk-size", "64", "--local-len", "8", "--dry-run")
+    line = ("--methods", "random,snapkv,snapkv+adaptive_heads", "--tasks", "passkey", "--lengths", "300")
+    code, out, err = evaluate(*line, "--budget", "32,64", *numbers, own=())
+    assert code == 0
+    assert err.count("newest units") == 2
+    for name in ("snapkv", "snapkv+adaptive_heads"):
+        assert "locret-eval: warning: " + SAID.format(name, 32, 32) in err
+    assert json.loads(out)["runs"] == 3 * 2 * 100
+    usual = ("--model", backbone, "--prompt-file", text, "--scorer", "snapkv", "--stabilizers", 8, *numbers)
+    assert "locret-infer: warning: " + SAID.format("snapkv", 32, 32) in infer(*usual, "--budget", 32).err
+    assert "newest units" not in infer(*usual, "--budget", 64).err
