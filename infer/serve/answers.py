@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
-from locret.conversation.document import decode
+from locret.conversation.document import HALF_A_CHARACTER, Decoder, decode
 from locret.engines.transformers import NoRoom, NotRunning, Written
 from locret.infer.serve.refusal import Refusal
 
@@ -22,7 +22,6 @@ _LOOKING_AGAIN = 0.25
 _STOPPED = "the engine that writes answers does not run; ask again when the server has been started again"
 _BEFORE = 5
 """Tokens before an answer that are decoded with it."""
-HALF_A_CHARACTER = "\ufffd"
 
 
 Asked = Callable[[Callable[[Written], None]], Callable[[], None]]
@@ -59,8 +58,7 @@ class Piece:
 class AnswerText:
     """Turns the tokens of one answer into text, and ends it at a stop text, also one across tokens.
 
-    `before` are tokens of the text that it goes on with: tokenizers such as SentencePiece's leave out the space before
-    the first word that they decode.
+    `before` are tokens of the text that it goes on with; see `Decoder`.
     """
 
     def __init__(
@@ -69,8 +67,7 @@ class AnswerText:
         self.tokenizer, self.stops, self.end_ids = tokenizer, stops, end_ids
         self.count = 0
         """Tokens so far."""
-        self._ids = _beginning(tokenizer, before)
-        self._start, self._read = 0, len(self._ids)
+        self._text = Decoder(tokenizer, _beginning(tokenizer, before))
         self._held = ""
         self._tokens: list[Token] = []
         """Those that no piece has yet."""
@@ -82,12 +79,12 @@ class AnswerText:
         assert step.token is not None
         assert step.finish != "error"
         self.count += 1
-        finish = step.finish
+        finish, ids = step.finish, list[int]()
         if not (finish == "stop" and step.token in self.end_ids):
-            top = tuple((self._added(one) or str(self.tokenizer.decode([one])), logprob) for one, logprob in step.top)
+            top = tuple((self._spelled(one), logprob) for one, logprob in step.top)
             self._tokens.append(Token(self._length, step.logprob, top))
-            self._ids.append(step.token)
-        if new := self._decoded(last=finish is not None):
+            ids.append(step.token)
+        if new := self._text.add(ids, last=finish is not None):
             self._tokens[-1] = replace(self._tokens[-1], text=new)
         self._held += new
         self._length += len(new)
@@ -111,18 +108,9 @@ class AnswerText:
         self._tokens = self._tokens[len(ready) :]
         return Piece(choice, text, tuple(ready), self.count, finish)
 
-    def _decoded(self, *, last: bool) -> str:
-        """Return what the newest tokens add; a character of several tokens comes with the last of them."""
-        new = self._added()
-        if not new or (new.endswith(HALF_A_CHARACTER) and not last):
-            return ""
-        self._start, self._read = self._read, len(self._ids)
-        return new
-
-    def _added(self, *more: int) -> str:
-        """Return what the tokens that are not text yet, and more, add to the text."""
-        before = decode(self.tokenizer, self._ids[self._start : self._read])
-        return decode(self.tokenizer, [*self._ids[self._start :], *more])[len(before) :]
+    def _spelled(self, token: int) -> str:
+        """Return what a token would add to the text; its own text where that is nothing."""
+        return self._text.added(token) or str(self.tokenizer.decode([token]))
 
     def _open_stop(self) -> int:
         """Return how many characters at the end may be the beginning of a stop text."""

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from locret.infer.serve.answers import HALF_A_CHARACTER, Piece, Token
+from locret.conversation.document import HALF_A_CHARACTER
+from locret.infer.serve.answers import Piece, Token
 from locret.infer.serve.prompts import Prompt
 
 

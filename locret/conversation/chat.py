@@ -31,7 +31,7 @@ from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.cache.memory import CacheMemory
 from locret.chunked_prefill import read_turn
-from locret.conversation.document import decode, is_text
+from locret.conversation.document import Decoder, decode, is_text
 from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, check_rules, kept_of, rules_of
 from locret.conversation.turns import Talk
 from locret.generation import checked_options, generate
@@ -135,10 +135,7 @@ class Measured:
 
 
 class AnswerStreamer(BaseStreamer):
-    """Hands out an answer word by word as it is written, exactly as it would be decoded whole.
-
-    transformers' TextStreamer starts afresh after every line, and tokenizers that write no space before a text's first
-    word then drop the line's first space. Here the line's end stays as context.
+    """Hands out an answer as it is written, exactly as it would be decoded whole.
 
     Args:
         tokenizer: The backbone's.
@@ -146,41 +143,18 @@ class AnswerStreamer(BaseStreamer):
     """
 
     def __init__(self, tokenizer: Any, write: Callable[[str], object]) -> None:
-        self.tokenizer, self.write = tokenizer, write
-        self.ids: list[int] = []
-        """Tokens of the current line, and the one that ended the line before."""
-        self.written = 0
-        """Characters of their text that have been handed out."""
-        self.prompt_seen = False
+        self.decoder, self.write, self.prompt_seen = Decoder(tokenizer), write, False
 
     def put(self, value: Tensor) -> None:
         """Receive new token ids, (1,), after the prompt's, (1, n), which are skipped."""
-        if not self.prompt_seen:
-            self.prompt_seen = True
-            return
-        self.ids.extend(value.flatten().tolist())
-        text = decode(self.tokenizer, self.ids)
-        # What follows the last space may be half a word, or half a character; scripts without spaces have whole ones.
-        whole = text.endswith("\n") or _writes_no_spaces(text[-1:])
-        self._hand_out(text, len(text) if whole else text.rfind(" ") + 1)
-        if text.endswith("\n"):
-            self.ids = self.ids[-1:]
-            self.written = len(decode(self.tokenizer, self.ids))
+        if self.prompt_seen and (text := self.decoder.add(value.flatten().tolist())):
+            self.write(text)
+        self.prompt_seen = True
 
     def end(self) -> None:
         """Hand out what is left."""
-        text = decode(self.tokenizer, self.ids)
-        self._hand_out(text, len(text))
-        self.ids, self.written, self.prompt_seen = [], 0, False
-
-    def _hand_out(self, text: str, end: int) -> None:
-        if end > self.written:
-            self.write(text[self.written : end])
-            self.written = end
-
-
-def _writes_no_spaces(character: str) -> bool:
-    return "\u3000" <= character <= "\u9fff" or "\uf900" <= character <= "\ufaff" or character >= "\U00020000"
+        if text := self.decoder.add((), last=True):
+            self.write(text)
 
 
 class _Behind(LogitsProcessor):
@@ -290,7 +264,7 @@ class Chat(Reading):
         return self.talk.transcript.turns[-1].content
 
     def stream(self, text: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> Iterator[str]:
-        """Say something and yield the answer word by word; to leave the loop ends the answer. Arguments as for `say`.
+        """Say something and yield the answer as it is written; to leave the loop ends it. Arguments as for `say`.
 
         Raises:
             ValueError: As `say`, at once.

@@ -80,7 +80,7 @@ class Context(Reading):
         return self.chat().say(question, max_new_tokens=max_new_tokens, **options)
 
     def stream(self, question: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> Iterator[str]:
-        """Answer a question from a fork and yield the answer word by word; arguments as for `ask`."""
+        """Answer a question from a fork and yield the answer as it is written; arguments as for `ask`."""
         return self.chat().stream(question, max_new_tokens=max_new_tokens, **options)
 
     def chat(self, cache: RetentionCache | None = None) -> Chat:

@@ -60,6 +60,7 @@ _SLICE = 1 << 14
 
 _BREAK = "\ufdd0"
 """Stands after the first character of what spells a special token and is text; no text that is exchanged has it."""
+HALF_A_CHARACTER = "\ufffd"
 _SPLITTERS: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 _LOCK = Lock()
 
@@ -123,6 +124,36 @@ def without_breaks(text: str) -> str:
 def decode(tokenizer: Any, ids: Iterable[int]) -> str:
     """Return the text of generated ids, as the model wrote it: no clean-up that would differ from word to word."""
     return str(tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+class Decoder:
+    """Turns tokens into text as they come: a character of several tokens comes with the last of them.
+
+    Tokenizers such as SentencePiece's leave out the space before the first word that they decode, so tokens are decoded
+    together with those before them.
+
+    Args:
+        tokenizer: The backbone's.
+        before: Tokens of the text that these go on with.
+    """
+
+    def __init__(self, tokenizer: Any, before: Iterable[int] = ()) -> None:
+        self.tokenizer, self._ids = tokenizer, [*before]
+        self._start, self._read = 0, len(self._ids)
+
+    def add(self, ids: Iterable[int], *, last: bool = False) -> str:
+        """Take tokens, maybe the last ones, and return what of the text is certain now."""
+        self._ids.extend(ids)
+        new = self.added()
+        if not new or (new.endswith(HALF_A_CHARACTER) and not last):
+            return ""
+        self._start, self._read = self._read, len(self._ids)
+        return new
+
+    def added(self, *more: int) -> str:
+        """Return what the tokens that are not text yet, and more, add to the text."""
+        before = decode(self.tokenizer, self._ids[self._start : self._read])
+        return decode(self.tokenizer, [*self._ids[self._start :], *more])[len(before) :]
 
 
 def leading_special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -119,8 +119,10 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_read(
     assert chat.say(QUESTION) == ANSWER
 
 
-def test_a_stream_is_the_answer_word_by_word(context: Context) -> None:
-    assert list(context.stream(QUESTION)) == ["The ", "pass ", "key ", "is ", "71432."]
+def test_a_stream_is_the_answer_as_it_is_written(context: Context) -> None:
+    parts = list(context.stream(QUESTION))
+    assert parts[:4] == ["The", " pass", " key", " is"]
+    assert "".join(parts) == ANSWER
     assert "".join(context.stream(QUESTION, num_beams=2)) == context.ask(QUESTION, num_beams=2)
 
 

@@ -45,7 +45,7 @@ def test_streamed_lines_keep_their_indentation(sentencepiece: Any) -> None:
     parts = streamed(sentencepiece, ids)
     assert decode(sentencepiece, ids) == "def x:\n   return x\n\n   xx"
     assert "".join(parts) == decode(sentencepiece, ids)
-    assert parts[:5] == ["", "def ", "", "x:\n", "  "], "whole words appear as soon as they are known"
+    assert parts[:5] == ["def", " x", ":", "\n", "  "], "each as soon as it is known"
 
 
 @pytest.fixture(scope="module")
