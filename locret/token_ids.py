@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from locret.backbone.adapters import unwrap
+from locret.base.fields import shown
 
 _WAY_OUT = "give a tensor or lists of token ids, what a tokenizer returns, or an iterator of ids"
 _WHOLE = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -174,11 +175,7 @@ class Stream:
                 item = next(self._more)
             except StopIteration:
                 break
-            # Ids may come one by one or in pieces, as numbers of Python, NumPy or torch.
-            if type(item) is int:
-                fresh.append(item)
-            else:
-                fresh.extend(_piece(item))
+            fresh.extend(ids_of(item))
         if fresh:
             tokens = _tensor(fresh, "input_ids", _WAY_OUT)
             check_ids(tokens, self.known)
@@ -191,12 +188,16 @@ class Stream:
         return tokens.to(self.device, torch.long)
 
 
-def _piece(item: Any) -> list[int]:
-    """Return the ids of a piece."""
+def ids_of(item: Any) -> list[int]:
+    """Return the ids of what an iterator yields: one, or a piece of several, as numbers of Python, NumPy or torch."""
+    if type(item) is int:
+        return [item]
     try:
         ids = torch.as_tensor(None if isinstance(item, str | bytes | Mapping) else item)
         if ids.numel() and ids.dtype not in _WHOLE:
             raise TypeError
         return ids.flatten().tolist()
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"input_ids yields {item!r}, which is not a token id; yield ids, or lists of ids") from None
+        raise ValueError(
+            f"input_ids yields {shown(item)}, which is not a token id; yield ids, or lists of ids"
+        ) from None

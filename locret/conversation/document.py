@@ -31,8 +31,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from locret import shipped
-from locret.base.fields import shown
 from locret.policy.policy import RetentionPolicy
+from locret.token_ids import ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -373,7 +373,7 @@ def open_document(source: Any, name: str | None = None) -> Document:
     items = chain([first], items)
     if isinstance(first, str):
         return Document(name or "text", map(_piece, items))
-    return Document(name or "ids", ids=map(_ids, items), size=size if isinstance(first, int) else None, unit="tokens")
+    return Document(name or "ids", ids=map(ids_of, items), size=size if isinstance(first, int) else None, unit="tokens")
 
 
 def open_file(file: str | Path, name: str | None = None, setting: str = "") -> Document:
@@ -443,21 +443,6 @@ def _piece(item: Any) -> str:
     if not is_text(item):
         raise ValueError(f"a piece of the text is {repr(item)[:80]}, which is no text in Unicode; give texts only")
     return item  # type: ignore[no-any-return]
-
-
-def _ids(item: Any) -> list[int]:
-    """Return one id, or several, as numbers of Python; nothing is rounded."""
-    if type(item) is int:
-        return [item]
-    try:
-        ids = torch.as_tensor(item).flatten()
-        if isinstance(item, (list, tuple)) and not len(ids):  # a line of a text may have no tokens
-            return []
-        if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-            raise TypeError
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(f"{shown(item)} among the token ids is none; give whole numbers, or lists of them") from None
-    return ids.tolist()
 
 
 def _is_path(text: str) -> bool:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
+import torch
 from torch import nn
 
 from locret import loading, scorers
@@ -52,6 +53,7 @@ from locret.policy.policy import RetentionPolicy, policy_of, usual_budget
 from locret.policy.protection import Span
 from locret.policy.resolve import resolve
 from locret.scorers import Scorer, chosen
+from locret.token_ids import check_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -435,10 +437,7 @@ class LongContextModel:
             if not newest and start and block[: len(start)] == start:
                 block = block[len(start) :]
             if len(block) and not 0 <= min(block) <= max(block) < self.vocabulary:
-                foreign = min(block) if min(block) < 0 else max(block)
-                raise ValueError(
-                    f"token id {foreign} is not among the {self.vocabulary} of this backbone; use its own tokenizer"
-                )
+                check_ids(torch.tensor(block), self.vocabulary)
             newest = [*newest, *block][-stream.margin // 8 :]
             if len(block):
                 yield block
