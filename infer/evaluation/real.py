@@ -233,7 +233,7 @@ class _Reading:
             changes |= {"host_budget": max(RECALLED, round(piece.tokens * TIER_SHARE / 100)), "recall": RECALLED}
         if changes.get("head_budgets") == "shares" and spec.name != HEADS:
             # What scores alone are worth.
-            changes["head_shares"] = recommended_shares(self.heads.config, "head_shares")
+            changes["head_shares"] = recommended_shares(self.heads.config)
         own = {"chunk_size": self.options.chunk_size, "local_len": self.options.local_len, **changes}
         kept = policy_of_share(piece.tokens, float(cell.share or 0) / 100, **own)
         return LongContextModel(self.lm.model, self.lm.tokenizer, chosen, kept)

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,15 +38,6 @@ class MaskMemo:
             mask = torch.zeros(rows, columns, dtype=like.dtype, device=like.device).masked_fill_(~visible, -torch.inf)
             held = self._masks[kind] = (key, mask)
         return held[1][rows - new :, columns - slots :]
-
-
-class Attention(Protocol):
-    """A way for queries of one layer to attend to a part of what there is, causally, as `attend` does to all of it."""
-
-    def __call__(
-        self, query: Tensor, view: View, scaling: float, softcap: float | None, sinks: Tensor | None = None
-    ) -> Tensor:
-        """Return (B, N, L, D)."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +88,8 @@ class View:
     """Per row and KV head its slots, the new tokens' last, where heads hold different numbers of units."""
     recalled: Recalled | None = None
     """What queries attend to besides, in one softmax with the rest."""
-    sparse: Attention | None = None
-    """How these queries attend, where not to all of it."""
+    sparse: Callable[[Tensor, View, float, float | None, Tensor | None], Tensor] | None = None
+    """How these queries attend, where not to all of it: causally, given query, view, scaling, softcap and sinks."""
     far: Far | None = None
     """Units beyond a window, seen at a distance of their own; the slots are those within it then."""
 

@@ -82,7 +82,11 @@ class LayerObserver(Observer):
     def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None]) -> None:
         self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}
         self.masks = MaskMemo()
-        self.attended = on_layer  # type: ignore[method-assign]
+        self._on_layer = on_layer
+
+    def attended(self, layer: Attended) -> None:
+        """Hand it on."""
+        self._on_layer(layer)
 
 
 @dataclass

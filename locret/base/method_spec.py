@@ -42,7 +42,6 @@ class Change:
 MODIFIERS: Mapping[str, Change] = {
     "prompt_end": Change({"when": "prompt_end"}),
     "pyramid": Change({"layer_budgets": "pyramid"}, ("pyramid_beta",)),
-    "shares": Change({"layer_budgets": "shares"}),
     "head_shares": Change({"head_budgets": "shares"}),
     "adaptive_heads": Change({"head_budgets": "adaptive"}, ("head_floor",)),
     "linear": Change({"memory": "linear"}),

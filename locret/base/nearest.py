@@ -49,7 +49,7 @@ _RETIRED = (
     *("task option lookalikes", "option --density", "option --lookalikes"),
     *("task option max_row_bytes", "task option answer_room", "task option replace_mask", "task option collection"),
     *("task option max_turns", "task option no_context", "task option compensated", "task option digits"),
-    *("modifier +d2o", "modifier +kvmerger", "modifier +refit"),
+    *("modifier +d2o", "modifier +kvmerger", "modifier +refit", "modifier +shares"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
 _BY_ITSELF = {

@@ -55,19 +55,17 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
 
 
 def with_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -> RetentionPolicy:
-    """Return a policy that says the share of every layer, and of every KV head, where those have shares."""
-    of, whose = ("head", "KV head") if policy.head_budgets == "shares" else ("layer", "layer")
-    if "shares" not in (policy.head_budgets, policy.layer_budgets):
+    """Return a policy that says the share of every KV head, and so of every layer, where those have shares."""
+    if policy.layer_budgets == "shares" and policy.layer_shares is not None:
+        check_share_count(policy.layer_shares, len(heads))
+    if policy.head_budgets != "shares":
         return policy
-    shares = getattr(policy, f"{of}_shares") or getattr(scorer, f"{of}_shares")
+    shares = policy.head_shares or scorer.head_shares
     if shares is None:
         raise ValueError(
-            f'{of}_budgets="shares" needs a share of each {whose}, and scorer {scorer.name} recommends none; give '
-            f"{of}_shares, or retaining heads that locret-train has measured them for"
+            f'head_budgets="shares" needs a share of each KV head, and scorer {scorer.name} recommends none; give '
+            "head_shares, or retaining heads that locret-train has measured them for"
         )
-    if of == "layer":
-        check_share_count(shares, len(heads))
-        return policy.changed(layer_shares=tuple(shares))
     if len(shares) != sum(heads):
         raise ValueError(
             f"head_shares has {len(shares)} numbers for {sum(heads)} KV heads in {len(heads)} layers with full "

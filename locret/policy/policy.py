@@ -79,12 +79,11 @@ class RetentionPolicy:
     budget, as in the original package."""
     layer_budgets: str = "uniform"
     """The budget of each layer: "uniform"; "pyramid", more in the first layers and less in the last (PyramidKV); or
-    "shares", in proportion to numbers of one's own or those that the heads' training has measured."""
+    "shares", in proportion to layer_shares."""
     pyramid_beta: int = 20
     """With layer_budgets="pyramid": share of the budget, 1 in so many, that the last layer keeps (PyramidKV's beta)."""
     layer_shares: tuple[float, ...] | None = None
-    """With layer_budgets="shares": the share of each full-attention layer in the units that compete; none: what the
-    heads recommend."""
+    """With layer_budgets="shares": the share of each full-attention layer in the units that compete."""
     head_budgets: str = "uniform"
     """The budget of each KV head: "uniform"; "adaptive", a layer keeps the best units of all its heads (Ada-KV); or
     "shares", in proportion to numbers that the heads' training has measured, over all layers: few KV heads find what is
@@ -295,6 +294,10 @@ _CLASHES: tuple[tuple[Callable[[RetentionPolicy], bool], str], ...] = (
         lambda own: own.when == "chunk" and own.stabilizers >= own.budget,
         "stabilizers={stabilizers} leaves no room for scored units in budget={budget}; raise budget, lower stabilizers "
         "to at most {most}, or leave them out to follow the budget",
+    ),
+    (
+        lambda own: own.layer_budgets == "shares" and own.layer_shares is None,
+        'layer_budgets="shares" needs a share of each full-attention layer; give layer_shares',
     ),
     (
         lambda own: own.head_budgets == "shares" and own.layer_budgets != "uniform",

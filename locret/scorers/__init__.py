@@ -10,7 +10,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any
 
 from locret import shipped
@@ -51,14 +51,9 @@ FALLBACK = "expected_attention"
 """The training-free scorer that commands use for a backbone without heads: among the best of docs/numbers.md."""
 
 
-def names(*, bare: bool = False) -> list[str]:
-    """Return the names that `get` knows, sorted: ours, and those that installed packages announce.
-
-    Args:
-        bare: Of ours, only those that can be made without an option.
-    """
-    known = {scorer.name for scorer in _SCORERS if not bare or all(map(registry.has_default, fields(scorer)))}  # type: ignore[arg-type]
-    return sorted(known | plugins.announced(plugins.SCORERS).keys())
+def names() -> list[str]:
+    """Return the names that `get` knows, sorted: ours, and those that installed packages announce."""
+    return sorted({scorer.name for scorer in _SCORERS} | plugins.announced(plugins.SCORERS).keys())
 
 
 def get(name: str, **options: Any) -> Scorer:

@@ -78,11 +78,6 @@ class Scorer(Chosen):
         return 1.0
 
     @property
-    def layer_shares(self) -> tuple[float, ...] | None:
-        """Shares of the layers in a budget that the method has measured; None: it has none to recommend."""
-        return None
-
-    @property
     def head_shares(self) -> tuple[float, ...] | None:
         """Shares of the KV heads of all layers that the method has measured; None: it has none to recommend."""
         return None

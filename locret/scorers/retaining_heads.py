@@ -46,14 +46,9 @@ class RetainingHeadScorer(FeatureScorer):
         return self._config.neighbours
 
     @property
-    def layer_shares(self) -> tuple[float, ...] | None:
-        """Those of the policy that the heads recommend."""
-        return recommended_shares(self._config)
-
-    @property
     def head_shares(self) -> tuple[float, ...] | None:
         """Those of the policy that the heads recommend."""
-        return recommended_shares(self._config, "head_shares")
+        return recommended_shares(self._config)
 
     def prepare(self, model: nn.Module) -> RetainingHeads:
         """Return the heads, loaded if need be, each on its layer's device; where processes share heads, its part."""
@@ -71,9 +66,9 @@ class RetainingHeadScorer(FeatureScorer):
         return leaves_levels_open(label.get("kind"), training.get("objective"))
 
 
-def recommended_shares(config: HeadsConfig, name: str = "layer_shares") -> tuple[float, ...] | None:
-    """Return the shares of the layers, or `head_shares`, in the policy that heads recommend; None: none."""
-    found = (config.policy or {}).get(name)
+def recommended_shares(config: HeadsConfig) -> tuple[float, ...] | None:
+    """Return the shares of the KV heads in the policy that heads recommend; None: none."""
+    found = (config.policy or {}).get("head_shares")
     return None if found is None else tuple(found)
 
 

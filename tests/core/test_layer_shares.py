@@ -45,35 +45,25 @@ def test_layers_have_as_many_units_together_as_uniform_ones(
     assert shared_budgets(64, 2, (1e308, 1e308), 8) == shared_budgets(64, 2, (5e-324, 5e-324), 8) == (64, 64)
 
 
-def test_a_cache_takes_given_shares_or_those_of_its_heads(model: nn.Module, tmp_path: Path) -> None:
-    heads, given = RetainingHeads.for_model(model, 16, seed=0), (0.5, 1.5)
-    policy = RetentionPolicy(**NUMBERS, layer_budgets="shares")
-    with pytest.raises(ValueError, match="needs a share of each layer, and scorer retaining_heads recommends none"):
-        RetentionCache(model, heads, policy)
-    own = RetentionCache(model, heads, RetentionPolicy(**NUMBERS, layer_budgets="shares", layer_shares=given))
-    heads.annotate(policy={**RetentionPolicy(**NUMBERS).to_dict(), "layer_shares": list(given)})
-    heads.save_pretrained(tmp_path / "heads")
-    loaded = RetainingHeads.from_pretrained(str(tmp_path / "heads"))
-    theirs = RetentionCache(model, loaded, policy)
-    assert theirs.policy == own.policy
-    uniform = RetentionCache(model, loaded)
-    assert uniform.policy.layer_budgets == "uniform"
-    for cache in (own, theirs, uniform):
-        prefill(model, ids_of(90), cache)
-        assert cache.memory().actual == cache.memory().planned
-    units = [own.kept_positions(layer).shape[-1] - 4 for layer in (0, 1)]
+def test_layers_keep_units_by_shares(model: nn.Module, tmp_path: Path) -> None:
+    given = (0.5, 1.5)
+    cache = RetentionCache(model, "key_norm", RetentionPolicy(**NUMBERS, layer_budgets="shares", layer_shares=given))
+    prefill(model, ids_of(90), cache)
+    assert cache.memory().actual == cache.memory().planned
+    units = [cache.kept_positions(layer).shape[-1] - 4 for layer in (0, 1)]
     assert tuple(units) == shared_budgets(24, 2, given, 4)
     assert sum(units) == 2 * 24
-    assert theirs.kept_positions(1).equal(own.kept_positions(1))
-    save_cache(own, tmp_path / "kept.safetensors")
-    again = load_cache(tmp_path / "kept.safetensors", model, scorer=loaded)
+    save_cache(cache, tmp_path / "kept.safetensors")
+    again = load_cache(tmp_path / "kept.safetensors", model, scorer="key_norm")
     assert again.policy.layer_shares == given
+    assert again.kept_positions(1).equal(cache.kept_positions(1))
 
 
 def test_shares_that_are_none_or_of_other_layers_are_refused(model: nn.Module) -> None:
     for shares, message in [
         ((0.0, 1.0), "are no shares; give a number above 0 for every full-attention layer"),
         ("half", "is not a list of finite numbers"),
+        (None, 'layer_budgets="shares" needs a share of each full-attention layer; give layer_shares'),
     ]:
         with pytest.raises(ValueError, match=message):
             RetentionPolicy(**NUMBERS, layer_budgets="shares", layer_shares=shares)

@@ -367,7 +367,7 @@ REFUSED = [
     ("--pyramid-beta 10", "--pyramid-beta 10 changes nothing without --layer-budgets pyramid; add that, or"),
     # Methods that cannot work.
     ("--methods random,snapkv --decode-budget 80 --decode-interval 4 --budget 64", "method snapkv: decode_budget=80 "),
-    ("--methods snapkv+shares --budget 64", 'method snapkv+shares: layer_budgets="shares" needs a share of'),
+    ("--methods snapkv+shares --budget 64", 'modifier "+shares" was retired'),
     ("--methods random_answer", "without --decode-budget none are; give it, or take random"),
     ("--methods full --decode-budget 60 --budget 48", "--decode-budget 60 means nothing to full, so it would change"),
     # Sessions and questions.
