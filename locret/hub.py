@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, errors, get_token
-
-from locret.base.fields import as_arguments
-from locret.publish_options import RepositoryOptions
+from huggingface_hub.utils import validate_repo_id
 
 CARD = "README.md"
 _STAMP = re.compile(r"\n?<!-- locret wrote what is above \(([0-9a-f]{16})\); what stands below stays -->\n")
@@ -23,86 +21,83 @@ _NO_HEADS = (
 )
 
 
-def upload(options: RepositoryOptions, contents: Mapping[str, Path | bytes]) -> dict[str, Any]:
-    """Put files into a repository, in one commit; for a dry run only list them.
+def check_repository(repo: str) -> None:
+    """Refuse what cannot be a repository's name, or one without its owner."""
+    with one_sentence("use", repo):
+        validate_repo_id(repo)
+        if "/" not in repo:
+            raise errors.HFValidationError
+
+
+def upload(
+    repo: str,
+    contents: Mapping[str, Path | bytes],
+    *,
+    commit_message: str = "Upload with locret",
+    private: bool = False,
+    revision: str | None = None,
+    create_pr: bool = False,
+) -> tuple[str, str]:
+    """Put files into a repository, in one commit; return where they are, and the commit.
 
     A card that is there keeps what somebody has written below ours; one that was edited otherwise is not replaced.
+    Token and endpoint come from HF_TOKEN and HF_ENDPOINT, as for any Hub tool.
 
     Args:
-        options: Which repository, and how. Token and endpoint come from HF_TOKEN and HF_ENDPOINT, as for any Hub tool.
+        repo: Repository, org/name; made if it does not exist.
         contents: The files by their names in the repository.
-
-    Returns:
-        A record with `repo`, `url`, `commit` (None for a dry run) and `files`, a list of `path` and `bytes`.
+        commit_message: Of the commit.
+        private: Make a new repository private; one that exists keeps its visibility.
+        revision: Branch to push to, made if it does not exist; main by default.
+        create_pr: Open a pull request against main instead of committing.
 
     Raises:
         ValueError: If the Hub refuses a name or a file, or its card has been edited.
         OSError: If the Hub refuses or cannot be reached.
     """
-    url = f"{constants.ENDPOINT}/{options.repo}" + (f"/tree/{options.revision}" if options.revision else "")
-    files = [{"path": name, "bytes": _size(content)} for name, content in contents.items()]
-    record: dict[str, Any] = {"repo": options.repo, "url": url, "commit": None, "files": files}
-    if options.dry_run:
-        return record
+    check_repository(repo)
+    if create_pr and revision not in (None, "main"):
+        raise ValueError(f"a pull request is against main, not against the revision {revision}; drop one of them")
     if get_token() is None:
-        raise no_token("push to", options.repo)
-    api, revision = HfApi(), options.revision
-    with one_sentence("push to", options.repo):
+        raise no_token("push to", repo)
+    api = HfApi()
+    with one_sentence("push to", repo):
         # None leaves the default of the organisation, which may be private.
-        api.create_repo(options.repo, private=options.private or None, exist_ok=True)
+        api.create_repo(repo, private=private or None, exist_ok=True)
         if revision not in (None, "main"):
-            api.create_branch(options.repo, branch=revision, exist_ok=True)
+            api.create_branch(repo, branch=revision, exist_ok=True)
         # Whoever commits in between makes the Hub refuse this commit.
-        parent = api.repo_info(options.repo, revision=revision).sha
+        parent = api.repo_info(repo, revision=revision).sha
         if CARD in contents:
             theirs = None
-            if api.file_exists(options.repo, CARD, revision=parent):
-                file = Path(api.hf_hub_download(options.repo, CARD, revision=parent))
+            if api.file_exists(repo, CARD, revision=parent):
+                file = Path(api.hf_hub_download(repo, CARD, revision=parent))
                 theirs = file.read_text(encoding="utf-8", errors="replace")
             ours = contents[CARD]
             text = ours.decode() if isinstance(ours, bytes) else ours.read_text(encoding="utf-8")
-            contents = {**contents, CARD: merged_card(text, theirs, options.repo).encode()}
+            contents = {**contents, CARD: merged_card(text, theirs, repo).encode()}
         commit = api.create_commit(
-            options.repo,
+            repo,
             [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in contents.items()],
-            commit_message=options.commit_message,
+            commit_message=commit_message,
             revision=revision,
-            create_pr=options.create_pr,
+            create_pr=create_pr,
             parent_commit=parent,
         )
-    return {**record, "url": commit.pr_url or url, "commit": commit.oid}
+    return commit.pr_url or address(repo, revision), commit.oid
 
 
-def push(
-    repo_id: str,
-    save: Callable[[Path], object],
-    *,
-    commit_message: str = RepositoryOptions.commit_message,
-    private: bool = False,
-    branch: str | None = None,
-    create_pr: bool = False,
-) -> str:
-    """Publish what `save` writes into a folder; return the URL of the repository, or of the pull request.
+def address(repo: str, revision: str | None) -> str:
+    """Return the page of a repository, or of its branch."""
+    return f"{constants.ENDPOINT}/{repo}" + (f"/tree/{revision}" if revision else "")
 
-    Args:
-        repo_id: Repository, org/name; made if it does not exist.
-        save: Given the folder.
-        commit_message: Of the one commit.
-        private: Make a new repository private.
-        branch: Branch to push to, made if it does not exist; main by default.
-        create_pr: Open a pull request instead of committing.
 
-    Raises:
-        ValueError: As `upload`.
-        OSError: As `upload`.
-    """
-    with as_arguments(), tempfile.TemporaryDirectory() as place:
-        options = RepositoryOptions(
-            repo=repo_id, private=private, revision=branch, commit_message=commit_message, create_pr=create_pr
-        )
+def push(repo: str, save: Callable[[Path], object], **options: Any) -> str:
+    """Publish what `save` writes into a folder, with options and refusals of `upload`; return where it is."""
+    with tempfile.TemporaryDirectory() as place:
         folder = Path(place, "saved")
         save(folder)
-        return str(upload(options, {file.name: file for file in sorted(folder.iterdir())})["url"])
+        return upload(repo, {file.name: file for file in sorted(folder.iterdir())}, **options)[0]
 
 
 def merged_card(ours: str, theirs: str | None, repo: str) -> str:
@@ -136,10 +131,6 @@ def _parted(card: str) -> tuple[str, str | None, str]:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.strip().encode()).hexdigest()[:16]
-
-
-def _size(content: Path | bytes) -> int:
-    return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 @contextmanager

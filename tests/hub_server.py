@@ -1,10 +1,8 @@
 """A Hugging Face Hub on the loopback interface, for the real huggingface_hub client.
 
 It speaks what the client uses to publish, to find and to load a model: creating repositories and branches, the check
-of the card's YAML, preupload, the LFS batch protocol with its upload and verification, commits and pull requests,
-repository info, file lists, the list of models by tags, and downloads with redirects for large files. Not the Xet
-protocol: HF_HUB_DISABLE_XET, or the absence of hf_xet, makes the client use LFS. The files of a data set are those of
-the repository "datasets/org/name".
+of the card's YAML, preupload, commits and pull requests, repository info, file lists, the list of models by tags, and
+downloads. All files are small ones. The files of a data set are those of the repository "datasets/org/name".
 """
 
 from __future__ import annotations
@@ -22,7 +20,6 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import yaml
 
 WRITE_TOKEN, READ_TOKEN = "hf_loopback_write", "hf_loopback_read"
-LFS_SUFFIXES = (".safetensors", ".bin")
 
 
 @dataclass
@@ -45,19 +42,16 @@ class Repo:
 
 
 class HubServer:
-    """The server; use as a context manager. `repos`, `blobs` and `requests` are there to be looked at."""
+    """The server; use as a context manager. `repos` and `requests` are there to be looked at."""
 
     def __init__(self) -> None:
         self.repos: dict[str, Repo] = {}
-        self.blobs: dict[str, bytes] = {}
         self.requests: list[tuple[str, str]] = []
         self.broken_with: int | None = None
         """If set, every request is answered with this status."""
         handler = type("Handler", (_Handler,), {"hub": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.url = f"http://127.0.0.1:{self._http.server_address[1]}"
-        # Another host name, as on the Hub: the client keeps its token to itself there.
-        self.storage_url = self.url.replace("127.0.0.1", "localhost")
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True)
 
     def __enter__(self) -> HubServer:
@@ -104,9 +98,6 @@ class _Handler(BaseHTTPRequestHandler):
         ("POST", r"/api/models/([^/]+/[^/]+)/branch/([^/]+)", "create_branch"),
         ("POST", r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)", "preupload"),
         ("POST", r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", "commit"),
-        ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", "lfs_batch"),
-        ("PUT", r"/lfs/([0-9a-f]{64})", "lfs_upload"),
-        ("POST", r"/lfs/([0-9a-f]{64})/verify", "lfs_verify"),
         ("GET", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", "tree"),
         ("GET", r"/api/(datasets/[^/]+/[^/]+)/tree/([^/]+)", "tree"),
         ("GET", r"/api/(datasets/[^/]+/[^/]+)/tree/([^/]+)/(.+)", "tree"),
@@ -116,7 +107,6 @@ class _Handler(BaseHTTPRequestHandler):
         ("GET", r"/api/models/([^/]+/[^/]+)", "info"),
         ("GET", r"/api/models", "list_models"),
         ("GET|HEAD", r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
-        ("GET|HEAD", r"/lfs/([0-9a-f]{64})", "blob"),
     )
 
     def do_GET(self) -> None:
@@ -216,33 +206,10 @@ class _Handler(BaseHTTPRequestHandler):
         repo, commit = self.find(name, revision)
         files = []
         for wanted in self.json_body()["files"]:
-            path, lfs = wanted["path"], wanted["path"].endswith(LFS_SUFFIXES)
-            old = repo.commits[commit].get(path)
-            oid = None if old is None else hashlib.sha256(old).hexdigest() if lfs else git_oid(old)
-            mode = "lfs" if lfs else "regular"
-            files.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+            old = repo.commits[commit].get(wanted["path"])
+            oid = None if old is None else git_oid(old)
+            files.append({"path": wanted["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": oid})
         self.answer({"files": files})
-
-    def lfs_batch(self, name: str) -> None:
-        self.require()
-        self.find(name)
-        objects = []
-        for wanted in self.json_body()["objects"]:
-            oid, href = wanted["oid"], f"{self.hub.url}/lfs/{wanted['oid']}"
-            actions = {"upload": {"href": href}, "verify": {"href": href + "/verify"}}
-            objects.append({**wanted, **({} if oid in self.hub.blobs else {"actions": actions})})
-        self.answer({"transfer": "basic", "objects": objects})
-
-    def lfs_upload(self, oid: str) -> None:
-        if hashlib.sha256(self.body).hexdigest() != oid:
-            raise Refused(400, "the content does not match its sha256")
-        self.hub.blobs[oid] = self.body
-        self.answer(b"")
-
-    def lfs_verify(self, oid: str) -> None:
-        if len(self.hub.blobs.get(oid, b"")) != self.json_body()["size"]:
-            raise Refused(400, "the content is not there whole")
-        self.answer({})
 
     def commit(self, name: str, revision: str) -> None:
         self.require()
@@ -254,10 +221,6 @@ class _Handler(BaseHTTPRequestHandler):
                 repo.messages.append(value["summary"])
             elif line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
-            elif line["key"] == "lfsFile":
-                files[value["path"]] = self.hub.blobs[value["oid"]]
-            elif line["key"] == "deletedFile":
-                files.pop(value["path"], None)
         oid = hashlib.sha1(repr((parent, sorted(files.items()), len(repo.commits))).encode()).hexdigest()
         request = f"refs/pr/{len(repo.branches)}" if "create_pr" in self.query else None
         repo.commits[oid] = files
@@ -307,14 +270,5 @@ class _Handler(BaseHTTPRequestHandler):
         content = repo.commits[commit].get(path)
         if content is None:
             raise Refused(404, "Entry not found", "EntryNotFound")
-        headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
-        if not path.endswith(LFS_SUFFIXES):
-            return self.answer(content, headers={**headers, "ETag": f'"{git_oid(content)}"'})
-        oid = hashlib.sha256(content).hexdigest()  # large files live elsewhere, as on the Hub's content network
-        linked = {"X-Linked-Etag": f'"{oid}"', "X-Linked-Size": str(len(content))}
-        return self.answer(b"", 302, {**headers, **linked, "Location": f"{self.hub.storage_url}/lfs/{oid}"})
-
-    def blob(self, oid: str) -> None:
-        if self.headers.get("Authorization"):
-            raise Refused(400, "the token was sent to the storage host")
-        self.answer(self.hub.blobs[oid], headers={"ETag": f'"{oid}"'})
+        headers = {"X-Repo-Commit": commit, "Accept-Ranges": "bytes", "ETag": f'"{git_oid(content)}"'}
+        self.answer(content, headers=headers)

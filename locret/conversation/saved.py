@@ -27,7 +27,6 @@ from locret.conversation.turns import checked_notes
 from locret.engines.prefix import Prefix
 from locret.pictures import Retention
 from locret.policy.protection import spans_from
-from locret.publish_options import check_repository
 
 _LONGEST = 200
 """Characters of a text that are shown."""
@@ -209,7 +208,6 @@ def find_context(name: str | Path, *, revision: str | None = None) -> Path:
     """
     path, text = Path(name), str(name)
     if not path.exists() and _REPOSITORY.fullmatch(text) and not path.parent.exists():
-        check_repository(text)
         with hub.one_sentence("load", text, what="file", lacks=_LACKS):
             return Path(hf_hub_download(text, FILE, revision=revision))
     if revision is not None:

@@ -12,49 +12,63 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret import shipped
+from locret.base.fields import check_license
 from locret.cli.command import parse_options, print_json, run
-from locret.publish_options import RepositoryOptions
 
 if TYPE_CHECKING:
     from locret.heads.heads import RetainingHeads
 
 
 @dataclass(frozen=True, kw_only=True)
-class PushOptions(RepositoryOptions):
+class PushOptions:
     """What to publish, and where."""
 
     heads: str
     """Folder of retaining heads, as locret-train writes it."""
+    repo: str
+    """Repository on the Hub, org/name; made if it does not exist."""
     license: str | None = None
     """Licence of the heads as the Hub spells it, such as mit or apache-2.0; what the heads record by default."""
     eval_results: str | None = None
     """results.json of locret-eval, or its folder: goes into the card as a table."""
+    private: bool = False
+    """Make a new repository private; one that exists keeps its visibility."""
+    revision: str | None = None
+    """Branch to push to, made if it does not exist; main by default."""
     commit_message: str = "Upload retaining heads with locret-push"
     """Message of the commit."""
+    create_pr: bool = False
+    """Open a pull request instead of committing."""
+    dry_run: bool = False
+    """Check everything and list what would be sent, without any call to the Hub."""
+    json: bool = False
+    """Print one JSON object."""
+
+    def __post_init__(self) -> None:
+        check_license(self.license)
 
 
 def push(options: PushOptions) -> dict[str, Any]:
-    """Check and upload a folder of heads; returns and raises as `locret.hub.upload`.
+    """Check and upload a folder of heads, or for a dry run only list its files.
+
+    Returns:
+        A record with `repo`, `url`, `commit` (None for a dry run) and `files`, a list of `path` and `bytes`.
 
     Raises:
-        ValueError: Also if the folder does not hold retaining heads that load.
+        ValueError: If the folder does not hold retaining heads that load, or as `locret.hub.upload`.
+        OSError: As `locret.hub.upload`.
     """
     from locret import hub
 
-    return hub.upload(options, _contents(options))
-
-
-def print_pushed(record: dict[str, Any], options: RepositoryOptions) -> None:
-    """Print what `locret.hub.upload` returned."""
-    if options.json:
-        print_json(record)
-        return
-    if options.dry_run:
-        print(f"would push to {record['url']}:")
-    for file in record["files"]:
-        print(f"{file['bytes']:>14,} bytes  {file['path']}")
+    hub.check_repository(options.repo)
+    contents, commit = _contents(options), None
+    url = hub.address(options.repo, options.revision)
+    sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in contents.items()}
     if not options.dry_run:
-        print(record["url"])
+        names = ("commit_message", "private", "revision", "create_pr")
+        url, commit = hub.upload(options.repo, contents, **{name: getattr(options, name) for name in names})
+    files = [{"path": name, "bytes": size} for name, size in sizes.items()]
+    return {"repo": options.repo, "url": url, "commit": commit, "files": files}
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -62,7 +76,16 @@ def command(argv: Sequence[str] | None = None) -> int:
     (options,), _ = parse_options(
         "locret-push", "Publish retaining heads on the Hugging Face Hub.", [PushOptions], argv
     )
-    print_pushed(push(options), options)
+    record = push(options)
+    if options.json:
+        print_json(record)
+        return 0
+    if options.dry_run:
+        print(f"would push to {record['url']}:")
+    for file in record["files"]:
+        print(f"{file['bytes']:>14,} bytes  {file['path']}")
+    if not options.dry_run:
+        print(record["url"])
     return 0
 
 

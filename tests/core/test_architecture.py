@@ -22,7 +22,6 @@ STOREYS = (
         "pictures",
         "base",
         "cli",
-        "publish_options",
         "hub",
     ),  # fmt: skip
     ("backbone",),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import pickle
 import re
@@ -107,7 +106,6 @@ def test_a_gate_is_loaded_from_the_hub(gate: str, tmp_path: Path, hub: HubServer
     gate_folders.write(gate, tmp_path, model.config)
     under, name = "qwen3-8b/" if gate == "fast-kvzip" else "", gate_folders.SCORERS[gate]
     files = {f"{under}{file.name}": file.read_bytes() for file in tmp_path.iterdir()}
-    hub.blobs |= {hashlib.sha256(content).hexdigest(): content for content in files.values()}
     hub.repos["org/gates"] = Repo(branches={"main": "1" * 40, "next": "1" * 40}, commits={"1" * 40: files})
     hub.repos["org/empty"] = Repo(branches={"main": "2" * 40}, commits={"2" * 40: {"notes.txt": b""}})
     found = scorers.get(name, path="org/gates", revision="next").prepare(model)

@@ -135,8 +135,8 @@ def test_heads_push_themselves_and_a_revision_is_loaded_by_commit(
     assert 'heads="org/heads"' in card_of(hub)
     with pytest.raises(ValueError, match="cannot load org/heads: that revision does not exist on the Hub"):
         RetainingHeads.from_pretrained("org/heads", revision="nope")
-    with pytest.raises(ValueError, match="create_pr opens a pull request against main, not revision try; drop one"):
-        heads.push_to_hub("org/heads", branch="try", create_pr=True)
+    with pytest.raises(ValueError, match="a pull request is against main, not against the revision try; drop one"):
+        heads.push_to_hub("org/heads", revision="try", create_pr=True)
 
 
 def again(way: str, saved: Path, **notes: Any) -> None:
@@ -217,7 +217,7 @@ def test_heads_that_do_not_load_are_not_sent(saved: Path, hub: HubServer, tmp_pa
 @pytest.mark.parametrize("repo", ["heads", "org/a--b"])
 def test_a_malformed_repository_name_is_refused_before_anything_else(repo: str) -> None:
     with pytest.raises(ValueError, match="is not a repository name; use org/name"):
-        PushOptions(heads="nowhere", repo=repo)
+        push(PushOptions(heads="nowhere", repo=repo))
 
 
 def test_every_refusal_of_the_hub_is_told_apart(saved: Path, hub: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
