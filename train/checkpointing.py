@@ -79,10 +79,7 @@ def read(path: Path) -> dict[str, Any]:
         ValueError: If the file is damaged.
     """
     with intact(path):
-        state = torch.load(path / STATE, map_location="cpu", weights_only=True)
-        if not isinstance(state["step"], int) or state["step"] < 0 or not isinstance(state["random"], dict):
-            raise ValueError("its step is not a number")
-        return dict(state)
+        return dict(torch.load(path / STATE, map_location="cpu", weights_only=True))
 
 
 @contextmanager
@@ -135,21 +132,6 @@ def _random_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-
-
-def restore_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Set an optimizer's moments back to a checkpoint's.
-
-    Raises:
-        ValueError: If they are not those of its parameters; PyTorch would notice when they are used, or never.
-    """
-    optimizer.load_state_dict(dict(state))
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            for name, value in optimizer.state[parameter].items() if parameter in optimizer.state else ():
-                shape = () if name == "step" else parameter.shape
-                if not isinstance(value, torch.Tensor) or value.shape != shape or not value.isfinite().all():
-                    raise ValueError(f"{name} of the optimizer is not that of the heads")
 
 
 def restore_random_state(state: Mapping[str, Any]) -> None:

@@ -126,7 +126,7 @@ class Trainer:
         with checkpointing.intact(path, "model.safetensors"):
             self.heads.load_state_dict(saved.state_dict())
         with checkpointing.intact(path):
-            checkpointing.restore_optimizer(self.optimizer, state["optimizer"])
+            self.optimizer.load_state_dict(state["optimizer"])
             self.scheduler.load_state_dict(state["scheduler"])
             if self.accelerator.scaler is not None and state["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(state["scaler"])

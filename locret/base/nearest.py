@@ -40,7 +40,7 @@ _RETIRED = (
     *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means"),
     *("option --ledger", "policy field ledger", "rounding rotated"),
     *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
-    "label kind kvzip_plus",
+    *("label kind kvzip_plus", "quant_method gguf"),
     *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
     *("option --devices", "option --host-memory", "option --gate", "option --offload-folder"),
     *("option --skip-bad-rows", "option --data-revision"),

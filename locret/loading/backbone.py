@@ -301,8 +301,6 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             stacklevel=2,
         )
     _name(model.config, options)
-    if options.gguf and not where["quantization_config"].dequantize:
-        weights.check_blocks(options, model)
     if source.adapter:
         model = _with_adapter(model, source)
     if options.shard in ("fsdp", "zero3"):

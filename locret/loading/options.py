@@ -38,8 +38,7 @@ class WeightOptions:
     """Quantise the weights to eight bits while they are loaded (bitsandbytes: LLM.int8)."""
     quantization_config: str | dict[str, Any] | None = None
     """Quantise the weights in another way of transformers (torchao, quanto, hqq, ...): a JSON file, or JSON, with
-    quant_method and the method's own settings; quant_method gguf keeps the blocks of a GGUF file, which becomes plain
-    weights otherwise."""
+    quant_method and the method's own settings."""
     device_map: str | dict[str, int | str] | None = None
     """Where weights are, instead of --device: auto, balanced, balanced_low_0 or sequential, which fill accelerators,
     then host memory, then the disk; or a mapping of modules to devices, cpu and disk, as JSON or a JSON file."""
@@ -51,7 +50,7 @@ class WeightOptions:
         given, device = self.quantising(), str(getattr(self, "device", "auto"))
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} exclude each other; drop one of them")
-        if given and given != ["--quantization-config"] and self.gguf is not None:
+        if given and self.gguf is not None:
             raise ValueError(
                 f"{given[0]}: {self.gguf} is quantised already, or not, as it was written; drop it, or load the "
                 "backbone that the file was made from"

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from locret.backbone.adapters import find_decoder
 from locret.base.fields import shown
 from locret.base.files import read_json
+from locret.base.nearest import check_retired
 from locret.loading.options import MAPS, BackboneSource, WeightOptions
 
 DISK, HOST = "disk", "cpu"
@@ -358,6 +359,7 @@ def quantisation_of(source: WeightOptions, dtype: torch.dtype | None = None) -> 
     flag, method = f"--quantization-config {shown(given)}", method_of(values)
     if method == "unknown":
         raise ValueError(f'{flag} names no quant_method; add one, such as "quant_method": "torchao"')
+    check_retired("quant_method", method)
     _require(method, flag)
     known = {
         name: value.removeprefix("torch.") if "dtype" in name and isinstance(value, str) else value
@@ -380,23 +382,11 @@ def check_quantisation(source: BackboneSource, config: Any) -> None:
         _require(method_of(stored), f"--model {source.model}")
     if wanted is None:
         return
-    if (method_of(wanted) == "gguf") != (source.gguf is not None):
-        kind = "a GGUF file, which only quant_method gguf" if source.gguf else "no GGUF file, as quant_method gguf"
-        raise ValueError(f"{flag}: --model {source.model} is {kind} is for; drop {flag}")
     _require(method_of(wanted), flag)
     if stored is not None and label_of_way(stored) != label_of_way(wanted):
         raise ValueError(
             f"{flag}: --model {source.model} is quantised already ({label_of_way(stored)}), and cannot be quantised "
             f"again ({label_of_way(wanted)}); drop {flag}, or give the backbone that it was made from"
-        )
-
-
-def check_blocks(source: WeightOptions, model: nn.Module) -> None:
-    """Refuse a GGUF file whose blocks were to be kept and were not: transformers decides by architecture and device."""
-    if all(weight.dtype.is_floating_point for weight in model.parameters()):
-        raise ValueError(
-            f"--quantization-config: transformers cannot keep the blocks of {source.gguf} here (it has products for a "
-            "few architectures, with the package kernels, on some devices); drop it for plain weights"
         )
 
 

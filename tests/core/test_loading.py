@@ -95,6 +95,7 @@ def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, 
         ),
         ({"quantization_config": {"bits": 4}}, "names no quant_method"),
         ({"quantization_config": {"quant_method": "vptq"}}, "needs the package vptq, .*run pip install vptq"),
+        ({"quantization_config": {"quant_method": "gguf"}}, 'quant_method "gguf" was retired; release 0.1.0'),
         ({"gguf_file": "model.gguf", "load_in_4bit": True}, "--load-in-4bit: model.gguf is quantised already"),
     ],
 )
