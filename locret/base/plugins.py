@@ -31,21 +31,13 @@ def is_reference(name: str) -> bool:
 
 def announced(group: str) -> dict[str, EntryPoint]:
     """Return the entry points of a group by name; none of them is loaded."""
-    return dict(_announced(group, tuple(map(_seen, sys.path))))
+    return dict(_announced(group, tuple(sys.path)))
 
 
 @lru_cache(maxsize=64)
-def _announced(group: str, places: tuple[tuple[str, int], ...]) -> dict[str, EntryPoint]:
-    """Read the metadata of all packages once, until one comes or goes where Python looks; hundreds are usual."""
+def _announced(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
+    """Read the metadata of all packages once; hundreds are usual."""
     return {point.name: point for point in entry_points(group=group)}
-
-
-def _seen(place: str) -> tuple[str, int]:
-    """Return a folder, and when something was last put into it; 0 if there is none, as Python itself lets pass."""
-    try:
-        return os.path.abspath(place), os.stat(place or os.curdir).st_mtime_ns
-    except OSError:
-        return place, 0
 
 
 def load_announced(point: EntryPoint, what: str) -> Any:

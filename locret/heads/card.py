@@ -115,17 +115,11 @@ def _front_matter(config: HeadsConfig) -> ModelCardData:
 def _dimensions(config: HeadsConfig) -> dict[str, Any]:
     return {
         "backbone": f"{config.base_name} ({config.base_architecture or config.base_model_type})",
-        "backbone_revision": config.base_model_revision or "not recorded",
+        "backbone_revision": config.base_model_revision,
         "backbone_weights": f"fingerprint {config.base_weights[:12]}" if config.base_weights else None,
         "layers_with_a_head": f"{len(config.layers)} of {config.num_hidden_layers}",
-        "query_heads": config.num_attention_heads,
-        "KV_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "input_width": config.feature_dim,
         "hidden_width": config.hidden_dim,
-        "activation": config.hidden_act if config.gate is None else None,
         "architecture": GATES[config.gate["name"]].about if config.gate else None,
-        "neighbours": config.neighbours or None,
         "weights": f"{config.num_weights:,} in float32",
     }
 

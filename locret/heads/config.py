@@ -190,11 +190,6 @@ class HeadsConfig:
         return LayerShape(**checked_values(LayerShape, self.shapes[str(layer)], "shapes"))
 
     @property
-    def feature_dim(self) -> int:
-        """Width of the input of the first layer's head."""
-        return self.width(self.layers[0])
-
-    @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every weight by name, without making any."""
         with torch.device("meta"):
