@@ -31,6 +31,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from locret import shipped
+from locret.conversation.formats import CONVERTED, pieces_of
 from locret.policy.policy import RetentionPolicy
 from locret.token_ids import ids_of
 
@@ -49,7 +50,7 @@ TRIES = 24
 HELD = 64
 """Characters at a text's end that wait for what follows; tokens are shorter, but for long runs of one character."""
 WORD_START = re.compile(r"(?<=\S)(?=\s)")
-_FILES = (".txt", ".md", ".rst", ".tex", ".json", ".jsonl", ".csv", ".html", ".htm", ".xml", ".log", ".pdf", ".epub")
+_FILES = (".txt", ".md", ".rst", ".tex", ".json", ".jsonl", ".csv", ".xml", ".log", *CONVERTED)
 _LONGEST_PATH = 4096
 _SLICE = 1 << 14
 """Characters between two looks at how far a text has been read."""
@@ -377,8 +378,10 @@ def open_document(source: Any, name: str | None = None) -> Document:
 
 
 def open_file(file: str | Path, name: str | None = None, setting: str = "") -> Document:
-    """Return a file's text, or that of standard input for `-`; messages put `setting` before the path."""
+    """Return a file's text, a folder's, or that of standard input for `-`; messages put `setting` before the path."""
     path = Path(os.path.expanduser(shipped.find(str(file))))
+    if (pieces := pieces_of(path, setting, lambda one: open_file(one, setting=setting).pieces)) is not None:
+        return Document(name or path.resolve().name, pieces, source=path)
     size = path.stat().st_size if path.is_file() else None
     called = name or ("standard input" if str(file) == "-" else path.name)
     return Document(called, read_text(file, setting=setting), size=size, unit="bytes", source=path)

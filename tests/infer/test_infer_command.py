@@ -212,7 +212,6 @@ REFUSED = {
     "--budget 0": "budget=0 is too small",
     "--budget 8 --stabilizers 16": "stabilizers=16 leaves no room",
     "--prompt-file nowhere.txt": "--prompt-file nowhere.txt: no such file",
-    "--prompt-file .": "--prompt-file .: that is a folder",
     "--prompt-file {empty}": "empty.txt is empty; give a text",
     "--prompt-file checkpoints/tiny/model.safetensors": "not UTF-8",
     "--model no/such/model": "--model no/such/model: there is no such folder",

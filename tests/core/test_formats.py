@@ -1,0 +1,128 @@
+"""Documents as people have them: PDF, EPUB, DOCX, HTML and folders, read as text with their pages and chapters."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from locret.conversation.document import open_document
+
+HTML = "<html><body><h1>Tea</h1><p>Green tea takes <b>70</b> degrees.</p><script>no()</script></body></html>"
+EPUB = {
+    "META-INF/container.xml": '<container xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles>'
+    '<rootfile full-path="book.opf" media-type="application/oebps-package+xml"/></rootfiles></container>',
+    "book.opf": '<package xmlns="http://www.idpf.org/2007/opf"><metadata/><manifest>'
+    '<item id="a" href="a.xhtml" media-type="application/xhtml+xml"/></manifest>'
+    '<spine><itemref idref="a"/></spine></package>',
+    "a.xhtml": HTML,
+}
+WORD = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
+OFFICE = "http://schemas.openxmlformats.org"
+DOCX = {
+    "[Content_Types].xml": f'<Types xmlns="{OFFICE}/package/2006/content-types"><Default Extension="rels" '
+    'ContentType="application/vnd.openxmlformats-package.relationships+xml"/><Override PartName="/word/document.xml" '
+    'ContentType="application/vnd.openxmlformats-officedocument.wordprocessingml.document.main+xml"/></Types>',
+    "_rels/.rels": f'<Relationships xmlns="{OFFICE}/package/2006/relationships"><Relationship Id="a" '
+    f'Type="{OFFICE}/officeDocument/2006/relationships/officeDocument" Target="word/document.xml"/></Relationships>',
+    "word/document.xml": f'<w:document {WORD}><w:body><w:p><w:pPr><w:pStyle w:val="Heading1"/></w:pPr><w:r><w:t>Tea'
+    "</w:t></w:r></w:p><w:p><w:r><w:t>Green tea takes 70 degrees.</w:t></w:r></w:p></w:body></w:document>",
+}
+
+
+def pdf(path: Path, pages: list[str]) -> None:
+    """Write pages as an office would, with matplotlib."""
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="matplotlib is not installed")
+    from matplotlib.backends.backend_pdf import PdfPages
+
+    with PdfPages(path) as written:
+        for page in pages:
+            figure = pyplot.figure()
+            figure.text(0.1, 0.5, page)
+            written.savefig(figure)
+            pyplot.close(figure)
+
+
+def packed(path: Path, parts: dict[str, str]) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in parts.items():
+            archive.writestr(name, text)
+
+
+def read(path: Path | str) -> str:
+    pieces = open_document(path).pieces
+    assert pieces is not None
+    return "".join(pieces)
+
+
+@pytest.mark.parametrize("ending", ["html", "epub", "docx"])
+def test_chapters_and_their_names_become_markdown(tmp_path: Path, ending: str) -> None:
+    pytest.importorskip("markitdown", reason="the extra documents is not installed")
+    path = tmp_path / f"tea.{ending}"
+    if ending == "html":
+        path.write_text(HTML)
+    else:
+        packed(path, EPUB if ending == "epub" else DOCX)
+    text = read(str(path))
+    assert "# Tea" in text
+    assert "Green tea takes" in text
+    assert "70" in text
+    assert "no()" not in text
+
+
+def test_pages_of_a_pdf_keep_their_numbers(tmp_path: Path) -> None:
+    pytest.importorskip("markitdown", reason="the extra documents is not installed")
+    pdf(tmp_path / "two.pdf", ["Green tea takes 70 degrees.", "Black tea takes 95."])
+    first, second = read(tmp_path / "two.pdf").split("[page 2]")
+    assert first.startswith("[page 1]")
+    assert "70 degrees" in first
+    assert "Black tea takes 95." in second
+
+
+def test_a_repository_is_read_below_the_names_of_its_files_without_what_git_ignores(tmp_path: Path) -> None:
+    (tmp_path / "src").mkdir()
+    for name, text in {"b.txt": "last", "a.md": "first", "src/c.py": "x = 1", "no.log": "secret"}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / ".gitignore").write_text("*.log\n")
+    (tmp_path / "image.bin").write_bytes(b"\x89\0\xff")
+    (tmp_path / "link.md").symlink_to("/etc/passwd")
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    with pytest.warns(UserWarning, match=r"no text, so left out: image\.bin$"):
+        text = read(tmp_path)
+    assert text == "# .gitignore\n\n*.log\n\n\n# a.md\n\nfirst\n\n# b.txt\n\nlast\n\n# src/c.py\n\nx = 1\n\n"
+    (tmp_path / "plain" / ".hidden").mkdir(parents=True)
+    (tmp_path / "plain" / ".hidden" / "key").write_text("secret")
+    (tmp_path / "plain" / "one.txt").write_text("one")
+    assert read(tmp_path / "plain") == "# .hidden/key\n\nsecret\n\n# one.txt\n\none\n\n", "git would add it"
+
+
+def test_a_folder_outside_of_git_is_read_without_hidden_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # no git at all
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "key").write_text("secret")
+    (tmp_path / "one.txt").write_text("one")
+    assert read(tmp_path) == "# one.txt\n\none\n\n"
+
+
+def test_what_cannot_be_read_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("markitdown", reason="the extra documents is not installed")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "broken.docx").write_bytes(b"PK\x03\x04 no archive")
+    pdf(tmp_path / "blank.pdf", [" "])
+    (tmp_path / "only").mkdir()
+    (tmp_path / "only" / "a.bin").write_bytes(b"\0\0")
+    for name, sentence in {
+        "empty": "is a folder without files to read; give another, or a file",
+        "broken.docx": r"cannot be read as DOCX \(.+\); convert it to plain text",
+        "blank.pdf": r"holds no text, pictures of pages perhaps; recognise its letters first \(OCR\)",
+        "only": r"holds no text; its files are a\.bin; give another",
+    }.items():
+        with pytest.raises(ValueError, match=sentence) as found:
+            read(tmp_path / name)
+        assert "\n" not in str(found.value)
+    monkeypatch.setitem(sys.modules, "markitdown", None)
+    with pytest.raises(ValueError, match=r"format PDF, which the extra documents reads; pip install 'locret\[doc"):
+        read(tmp_path / "blank.pdf")
