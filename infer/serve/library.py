@@ -22,11 +22,11 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 from locret.base.files import locked
 from locret.cache.cache_file import check_header, load_cache
 from locret.engines.prefix import Prefix
-from locret.engines.transformers import NoRoom
+from locret.engines.transformers import Stored
 from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digest, digests
 from locret.infer.serve.jobs import Job, read_file, read_ids
-from locret.infer.serve.memory import Prefixes, Room
-from locret.infer.serve.plan import MemoryPlan, reader_bytes
+from locret.infer.serve.memory import Room
+from locret.infer.serve.plan import COPIES, MemoryPlan, reader_bytes
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.turns import Turns
 from locret.policy.policy import RetentionPolicy
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from locret import RetentionCache
     from locret.conversation.model import LongContextModel
 
-_COPIES = 3.5
-"""Of a context that is cut: itself, a copy, what stays of it, and what cutting works with; measured."""
 _FORGOTTEN = 100
 """Failed contexts that are remembered, so that one can see why."""
 
@@ -69,14 +67,14 @@ class Library:
         max_upload: int = 1 << 30,
         max_waiting: int = 64,
     ) -> None:
-        if auto_bytes < plan.moving:
-            raise ValueError(f"--auto-contexts {auto_bytes:,} bytes hold no context; give {plan.moving:,} or more")
+        if auto_bytes < (least := int(2 * plan.moving / COPIES)):
+            raise ValueError(f"--auto-contexts {auto_bytes:,} bytes hold no context; give {least:,} or more")
         self.folder, self.lm, self.plan = Path(folder).resolve(), lm, plan
         self.auto_bytes, self.max_upload, self.max_waiting = auto_bytes, max_upload, max_waiting
         self.turns = Turns()
         """The readers' turns, to which an engine makes its answers known."""
-        self.room, self.prefixes = Room(plan.reading), Prefixes(plan.loaded)
-        """Memory of texts that are read, and of contexts that are asked."""
+        self.room = Room(plan.reading)
+        """Memory of texts that are read."""
         settings = json.dumps(lm.policy.to_dict(), sort_keys=True)
         self._policy = hashlib.sha256(settings.encode()).hexdigest()
         """What texts without a base follow: a server with another policy keeps other units of them."""
@@ -194,11 +192,9 @@ class Library:
             if job is not None and named.get(name) not in (entry, None):  # somebody uses the name again
                 return
             named.pop(name, None)
-            self.prefixes.forget(entry.key)
             entry.path.unlink(missing_ok=True)
             for made in self.automatic():
                 if made.root and made.root == entry.key and made.state == "ready":
-                    self.prefixes.forget(made.key)
                     self._let_go(made)
 
     # -- contexts without a name --------------------------------------------------------------------------------------
@@ -277,22 +273,23 @@ class Library:
     # -- from disk and onto it ----------------------------------------------------------------------------------------
 
     def prefix(self, entry: Entry) -> Prefix:
-        """Return the units of a context, from memory or from its file."""
-        if (prefix := self.prefixes.get(entry.key)) is not None:
-            return prefix
-        with self._index.moving:
-            if (prefix := self.prefixes.get(entry.key)) is not None:
-                return prefix
-            if (wanted := entry.units * self.plan.unit) > self.plan.loaded:
-                why = f"takes {wanted:,} bytes, more than the {self.plan.loaded:,} that --kv-memory leaves for contexts"
-                raise Refusal(400, f"context {entry.name} {why}; ask fewer units of it (budget)", param="context")
-            if not self.prefixes.make_room(wanted):
-                raise NoRoom("contexts that are being asked take all memory there is for them")
-            try:
-                return self.prefixes.put(entry.key, self._index.load(entry, Prefix.from_file))
-            except (ValueError, OSError) as error:
-                with self._lock:
-                    raise self._index.damaged(entry, error) from error
+        """Return the units of a context from its file."""
+        try:
+            found: Prefix = self._index.load(entry, Prefix.from_file)
+        except (ValueError, OSError) as error:
+            with self._lock:
+                raise self._index.damaged(entry, error) from error
+        return found
+
+    def stored(self, entry: Entry) -> Stored:
+        """Return a context as an engine takes it, which loads its units where it has to."""
+
+        @contextmanager
+        def load() -> Iterator[Prefix]:
+            with self._index.moving:
+                yield self.prefix(entry)
+
+        return Stored(entry.key.encode(), entry.units, load)
 
     def _cache(self, path: Path) -> RetentionCache:
         return load_cache(path, self.lm.model, self.lm.scorer)
@@ -300,10 +297,8 @@ class Library:
     @contextmanager
     def _working(self, job: Job, entry: Entry) -> Iterator[None]:
         """Hold the memory that it takes to cut a context, until the block ends."""
-        wanted = int(_COPIES * entry.size)
-        if wanted > (most := max(self.plan.loaded, self.plan.reading)):
-            raise ValueError(f"this takes {wanted:,} bytes, but --kv-memory leaves {most:,}; give the server more")
-        with job.holding(self.room if wanted > self.plan.loaded else self.prefixes, wanted):
+        small = entry.units <= self.plan.units
+        with self._index.moving if small else job.holding(self.room, int(COPIES * entry.size)):
             yield
 
     def _reading_bytes(self, entry: Entry, tokens: int) -> int:

@@ -190,7 +190,7 @@ class _Work:
         ends = self.state.answers.ends(body.stops)
 
         def begin(nth: int, on_token: Callable[[Written], None]) -> Callable[[], None]:
-            prefix = None if prompt.holder is None else library.prefix(prompt.holder)
+            prefix = None if prompt.holder is None else library.stored(prompt.holder)
             seed = None if body.seed is None else (body.seed + nth) % 2**63
             how: dict[str, Any] = {"end_ids": ends, "sampling": replace(sampling, seed=seed)}
             submit = partial(engine.submit, prompt.rest, prefix, max_new_tokens=most, **how)

@@ -17,10 +17,8 @@ from locret.policy.budget import host_bytes, parse_bytes
 if TYPE_CHECKING:
     from locret.conversation.model import LongContextModel
 
-_LOADED = 4
-"""Of what is left when all that is fixed has its place, one part in so many goes to contexts in memory."""
-_COPIES = 2
-"""Of a context on its way to disk or back: what the cache gives or takes, and what the file is written from."""
+COPIES = 3.5
+"""Of a context on its way to disk or back, or that is cut: itself, a copy, what stays, what works on it; measured."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +33,12 @@ class MemoryPlan:
     """Texts that are read side by side, in turns."""
     reader: int
     """One of their caches."""
-    loaded: int
-    """Contexts that were asked lately, as an engine takes them."""
     moving: int
-    """One context that is written to disk or read from it."""
+    """One context that is written to disk, read from it or made smaller."""
     working: int
     """What one chunk works with."""
     units: int
     """Units per KV head of a context that has been read."""
-    unit: int
-    """One unit in all heads and layers, as an engine takes it."""
 
     @classmethod
     def of(cls, lm: LongContextModel, kv_memory: int | str, *, readers: int = 2) -> MemoryPlan:
@@ -62,27 +56,23 @@ class MemoryPlan:
         # The least that the engine can work with: a context, a question of one chunk and an answer.
         engine_tokens = units + policy.chunk_size + LONGEST_ANSWER
         reader = reader_bytes(lm, policy)
-        moving = _COPIES * stored
+        moving = int(COPIES * stored)
         working = _working_bytes(lm, policy)
-        least_engine, least_loaded = engine_tokens * token, units * token
-        fixed = readers * reader + moving + working
-        if (left := total - fixed - least_engine - least_loaded) < 0:
+        fixed, least_engine = readers * reader + moving + working, engine_tokens * token
+        if total < fixed + least_engine:
             raise ValueError(
                 f"--kv-memory {kv_memory} is too small: {_times(readers, 'reader')} of {reader:,} bytes, "
-                f"{working + moving:,} to work with, {least_loaded:,} for a context in memory and {least_engine:,} for "
-                f"one answer take {total - left:,} bytes; give as much, or lower --readers, --budget or --chunk-size"
+                f"{working + moving:,} to work with and {least_engine:,} for one answer take {fixed + least_engine:,} "
+                "bytes; give as much, or lower --readers, --budget or --chunk-size"
             )
-        loaded = least_loaded + left // _LOADED
         return cls(
             kv_memory=total,
-            engine=total - fixed - loaded,
+            engine=total - fixed,
             readers=readers,
             reader=reader,
-            loaded=loaded,
             moving=moving,
             working=working,
             units=units,
-            unit=token,
         )
 
     @property
@@ -102,8 +92,7 @@ class MemoryPlan:
         """Return the plan as people read it."""
         rows = {
             f"{_times(self.readers, 'reader')} of {self.reader:,}": self.reading,
-            "questions and answers": self.engine,
-            "contexts in memory": self.loaded,
+            "contexts, questions and answers": self.engine,
             "a context on its way to or from disk": self.moving,
             "what a chunk works with": self.working,
             "in all (--kv-memory)": self.kv_memory,

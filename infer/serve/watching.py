@@ -34,7 +34,6 @@ def memory(request: Request) -> dict[str, Any]:
         "weights": (weights, weights),
         "answers": (engine.planned_bytes, engine.used_bytes),
         "reading": (plan.reading, library.room.used),
-        "loaded": (plan.loaded, library.prefixes.used),
         "working": (aside, aside),  # what chunks and files work with
     }
     return {

@@ -15,7 +15,7 @@ import queue
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -95,6 +95,17 @@ class Written:
     """The likeliest tokens and their log-probabilities, the likeliest one first."""
     error: Exception | None = None
     """What failed."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A context that is loaded only where the engine does not hold it."""
+
+    digest: bytes
+    """What tells its units from all others."""
+    units: int
+    load: Callable[[], AbstractContextManager[Prefix]]
+    """Gives the units while they are taken in."""
 
 
 @dataclass(eq=False)
@@ -223,7 +234,7 @@ class PagedContexts:
     def submit(
         self,
         ids: Sequence[int],
-        prefix: Prefix | None = None,
+        prefix: Prefix | Stored | None = None,
         *,
         max_new_tokens: int,
         on_token: Callable[[Written], None],
@@ -234,7 +245,7 @@ class PagedContexts:
 
         Args:
             ids: Token ids of the question, those that follow the context's; without a context the whole prompt.
-            prefix: What has been read before.
+            prefix: What has been read before, or where it is.
             max_new_tokens: Longest answer in tokens.
             on_token: Called for each token from the engine's thread; must return quickly. The last call has a `finish`.
                 If it raises, the answer ends.
@@ -250,17 +261,19 @@ class PagedContexts:
             NotRunning: If the engine does not run.
             ValueError: If it could never be answered.
         """
-        ids, sampling = [int(one) for one in ids], sampling or Sampling()
-        self._check_question(ids, prefix, max_new_tokens, sampling)
+        ids, sampling, units = [int(one) for one in ids], sampling or Sampling(), 0 if prefix is None else prefix.units
+        self._check_question(ids, units, max_new_tokens, sampling)
         ends = self._ends if end_ids is None else frozenset(end_ids)
         digest = b"" if prefix is None else prefix.digest  # takes a while for large units, hence not under the lock
-        with self._lock:
-            if not self.running or self._rows is None:
-                raise NotRunning("the engine does not run; call start, or use it as a context manager")
-            held = self._room(prefix, digest, len(ids) + max_new_tokens)
-            own, units = self._rows.take(len(ids) + max_new_tokens), [] if held is None else held.rows
-            rows, processors = self._rows.index([*units, *own]), _processors(sampling)
-            request = _Request(held, own, rows, ids, max_new_tokens, ends, sampling, on_token, processors, len(units))
+        more = len(ids) + max_new_tokens
+        with self._loaded(prefix, more) as loaded, self._lock:
+            if loaded is not None:
+                self._check_prefix(loaded)
+            held = self._take_in(loaded, digest, units, more)
+            assert self._rows is not None
+            own = self._rows.take(more)
+            rows, processors = self._rows.index([*(held.rows if held else ()), *own]), _processors(sampling)
+            request = _Request(held, own, rows, ids, max_new_tokens, ends, sampling, on_token, processors, units)
             self._running.append(request)
             self._lock.notify_all()
         return partial(self._cancel, request)
@@ -319,7 +332,7 @@ class PagedContexts:
 
     # -- what is checked before anything is done -------------------------------------------------------------------
 
-    def _check_question(self, ids: Sequence[int], prefix: Prefix | None, new: int, sampling: Sampling) -> None:
+    def _check_question(self, ids: Sequence[int], units: int, new: int, sampling: Sampling) -> None:
         if not ids:
             raise ValueError("there is no token to answer; give at least one that follows what was read")
         if wrong := [one for one in ids if not 0 <= one < self._vocab_size]:
@@ -327,9 +340,6 @@ class PagedContexts:
         _check_at_least("max_new_tokens", new, 1)
         if (sampling.top_logprobs or 0) > self._vocab_size:
             raise ValueError(f"top_logprobs={sampling.top_logprobs} are more than the {self._vocab_size} tokens")
-        if prefix is not None:
-            self._check_prefix(prefix)
-        units = 0 if prefix is None else prefix.units
         if (length := units + len(ids) + new) > self.longest:
             raise ValueError(
                 f"{units} units, {len(ids)} tokens and up to {new} new ones are {length} positions, more than the "
@@ -349,26 +359,45 @@ class PagedContexts:
                 f"are {theirs} {rotary} in it, and {ours} {self._rotary} here; read the text with this backbone"
             )
 
+    def _loaded(self, prefix: Prefix | Stored | None, more: int) -> AbstractContextManager[Prefix | None]:
+        """Return the units of a context; where it is held, or waits for room, it is not loaded for them."""
+        if not isinstance(prefix, Stored):
+            return nullcontext(prefix)
+        with self._lock:
+            held, _ = self._room(prefix.digest, prefix.units, more)
+        return prefix.load() if held is None else nullcontext()
+
     # -- what is whose: all under the lock -----------------------------------------------------------------------------
 
-    def _room(self, prefix: Prefix | None, digest: bytes, more: int) -> _Held | None:
-        """Take in a prefix so that `more` rows are free then; contexts that were asked least recently make room."""
-        assert self._rows is not None
-        held = self._held.get(digest)
-        wanted = more + (0 if held is not None or prefix is None else prefix.units)
-        idle = [(key, one) for key, one in self._held.items() if not one.users and one is not held]
-        if wanted - len(self._rows.free) > sum(len(one.rows) for _, one in idle):
+    def _room(self, digest: bytes, units: int, more: int) -> tuple[_Held | None, list[bytes]]:
+        """Return a context if it is held, and which have to go so that its units and `more` rows have room."""
+        if not self.running or self._rows is None:
+            raise NotRunning("the engine does not run; call start, or use it as a context manager")
+        held, leaving = self._held.get(digest), list[bytes]()
+        lacking = more + (units if held is None else 0) - len(self._rows.free)
+        for key, one in self._held.items():  # those that were asked least recently first
+            if lacking > 0 and not one.users and one is not held:
+                leaving.append(key)
+                lacking -= len(one.rows)
+        if lacking > 0:
             raise NoRoom("running answers use all memory; ask again when one of them has ended")
-        for key, _ in idle:
-            if wanted <= len(self._rows.free):
-                break
+        return held, leaving
+
+    def _take_in(self, prefix: Prefix | None, digest: bytes, units: int, more: int) -> _Held | None:
+        """Hold a context of so many units, if there is one, and let `more` rows be free then."""
+        held, leaving = self._room(digest, units, more)
+        if held is None and prefix is None and units:
+            raise NoRoom("the context has just made room for others; ask again")
+        assert self._rows is not None
+        for key in leaving:
             self._rows.free += self._held.pop(key).rows
-        if prefix is None:
+        if not units:
             return None
         if held is None:
+            assert prefix is not None
             # No pass that runs looks at them; if this fails, they are still free.
-            self._rows.write(self._rows.free[-prefix.units :], prefix.keys, prefix.values)
-            held = self._held[digest] = _Held(self._rows.take(prefix.units))
+            self._rows.write(self._rows.free[-units:], prefix.keys, prefix.values)
+            held = self._held[digest] = _Held(self._rows.take(units))
         self._held.move_to_end(digest)
         held.users += 1
         return held

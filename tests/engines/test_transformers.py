@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, save_cache
 from locret.engines.prefix import Prefix
-from locret.engines.transformers import NoRoom, PagedContexts, Sampling, Written
+from locret.engines.transformers import NoRoom, PagedContexts, Sampling, Stored, Written
 
 NEW = 12
 
@@ -175,6 +176,29 @@ def test_contexts_that_are_asked_stay_and_the_oldest_others_go(model: Any, books
         held.go_on.set()
         assert held.tokens() == books[2].answer(ids(6, 0), 20)
         assert other.tokens() == books[3].answer(ids(1, 0), 5)
+
+
+def test_a_stored_context_is_loaded_once_and_only_where_there_is_room(model: Any, books: list[Read]) -> None:
+    loads, held, other = list[int](), Answer(stop_at=2), Answer()
+
+    def stored(nth: int) -> Stored:
+        @contextmanager
+        def load() -> Iterator[Prefix]:
+            loads.append(nth)
+            yield books[nth].prefix
+
+        return Stored(b"%d" % nth, 50, load)
+
+    with engine_of(model, 150) as engine:
+        engine.submit(ids(6, 0), stored(0), max_new_tokens=20, on_token=held, end_ids=[])
+        assert held.there.wait(20)
+        with pytest.raises(NoRoom):
+            engine.submit(ids(6, 0), stored(1), max_new_tokens=30, on_token=other)
+        engine.submit(ids(6, 1), stored(0), max_new_tokens=5, on_token=other, end_ids=[])
+        held.go_on.set()
+        assert held.tokens() == books[0].answer(ids(6, 0), 20)
+        assert other.tokens() == books[0].answer(ids(6, 1), 5)
+        assert loads == [0]
 
 
 def test_a_context_that_was_not_taken_in_whole_is_taken_in_anew(

@@ -21,6 +21,7 @@ from locret import LongContextModel, RetentionCache, RetentionPolicy, prefill, s
 from locret.engines.prefix import Prefix
 from locret.infer.serve.index import AUTO, UPLOADS
 from locret.infer.serve.library import Library
+from locret.infer.serve.memory import Room
 from locret.infer.serve.plan import MemoryPlan
 
 Read = Callable[..., Any]
@@ -80,8 +81,8 @@ def test_contexts_are_there_after_a_restart(library: Library, read: Read, book: 
 def test_shrunk_contexts_are_those_of_python(library: Library, read: Read, book: str) -> None:
     whole = library.lm.load(read(library, "a", book).path)
     assert library.prefix(library.shrunk("a", 24)).digest == Prefix.of(whole.shrink(24)).digest
-    library.plan = replace(library.plan, loaded=1, reader=1)
-    assert "but --kv-memory leaves 2; give the server more" in refusal(lambda: library.shrunk("a", 20)).message
+    library.plan, library.room = replace(library.plan, units=1), Room(2)
+    assert "but --kv-memory leaves 2 to readers" in refusal(lambda: library.shrunk("a", 20)).message
 
 
 # -- names and files --------------------------------------------------------------------------------------------------

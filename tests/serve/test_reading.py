@@ -11,7 +11,7 @@ import pytest
 from running import until
 
 from locret import LongContextModel, RetentionPolicy
-from locret.engines.transformers import Written
+from locret.engines.transformers import PagedContexts, Written
 from locret.infer.serve.library import Library
 from locret.infer.serve.memory import Room
 from locret.infer.serve.plan import MemoryPlan
@@ -119,9 +119,9 @@ def test_jobs_wait_for_room_in_the_order_they_came() -> None:
 def test_the_parts_of_a_plan_are_all_of_it(serving: LongContextModel) -> None:
     for memory, readers in (("16MiB", 1), (20 * MIB, 2), ("2GiB", 7)):
         plan = MemoryPlan.of(serving, memory, readers=readers)
-        parts = plan.reading + plan.engine + plan.loaded + plan.moving + plan.working
+        parts = plan.reading + plan.engine + plan.moving + plan.working
         assert parts == plan.kv_memory
-        assert plan.loaded >= plan.units * plan.unit
+        assert PagedContexts(serving.model, kv_bytes=plan.engine).longest >= plan.units + serving.policy.chunk_size
         assert f"{plan.kv_memory:,}" in plan.table()
 
 

@@ -146,7 +146,7 @@ function askForKey() {
 
 // ---- Memory ------------------------------------------------------------------------------------------------------
 
-const PART_NAMES = { loaded: "contexts in memory", working: "set aside for chunks and files" };
+const PART_NAMES = { answers: "contexts, questions and answers", working: "set aside for chunks and files" };
 
 function showMemory(memory) {
   const parts = Object.entries(memory.parts);
