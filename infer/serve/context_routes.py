@@ -151,7 +151,7 @@ def show(request: Request, name: str) -> dict[str, Any]:
 
 @router.delete("/{name}", summary="Delete a context, or end the reading of it")
 def delete(request: Request, name: str) -> dict[str, Any]:
-    """Return `{"object": "context.deleted", "name": name, "deleted": true}`. Answers that use it go on."""
+    """Return `{"object": "context.deleted", "name": name, "deleted": true}`. Answers that are being written go on."""
     _library(request).delete(name)
     return {"object": "context.deleted", "name": name, "deleted": True}
 

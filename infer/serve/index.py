@@ -212,8 +212,11 @@ class Index:
     def damaged(self, entry: Entry, error: Exception) -> Refusal:
         """Take note that a file cannot be used, and return what to say."""
         if not entry.path.exists():
+            if not entry.named:
+                self.automatic.pop(entry.key, None)
+                why = "what had been read for this has made room for others, or was deleted; ask again"
+                return Refusal(503, why, headers={"Retry-After": "1"})
             self.named.pop(entry.name, None)
-            self.automatic.pop(entry.key, None)
             return Refusal(404, f"context {entry.name} was deleted", param="context", code="context_not_found")
         if isinstance(error, OSError):  # the disk's trouble, not the file's
             return Refusal(fault_of(error), f"context {entry.name} cannot be read: {self.told(error)}")

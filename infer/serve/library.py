@@ -13,7 +13,6 @@ import shutil
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -79,8 +78,6 @@ class Library:
         self._policy = hashlib.sha256(settings.encode()).hexdigest()
         """What texts without a base follow: a server with another policy keeps other units of them."""
         self._index = Index(self.folder, lm)
-        self._leaving: weakref.WeakValueDictionary[str, Entry] = weakref.WeakValueDictionary()
-        """Those without a name that are to go, but are still asked."""
         self._lock = threading.RLock()
         self._closed = False
         self._held = ExitStack()
@@ -180,7 +177,7 @@ class Library:
         return self._begin(name, called, make, (file,))
 
     def delete(self, name: str) -> None:
-        """Remove a context, whatever its state; what is reading it ends first. Answers that use it go on.
+        """Remove a context, whatever its state; what is reading it ends first. Answers that are being written go on.
 
         What was made of it without a name goes too.
         """
@@ -352,8 +349,6 @@ class Library:
                 self._bound()
 
         with self._lock:
-            if (left := self._leaving.pop(key, None)) is not None:
-                automatic.setdefault(key, left)
             if key not in automatic:
                 self._check_waiting()
                 path = self._index.path(key, named=False)
@@ -386,10 +381,7 @@ class Library:
                 raise Refusal(503, "nobody waits any more for what was to be read")
 
     def _bound(self) -> None:
-        """Delete contexts without a name, least recently used first, until the others fit.
-
-        The file of one that a request still needs goes with the request.
-        """
+        """Delete contexts without a name, least recently used first, until the others fit."""
         entries = self.automatic()
         size = sum(entry.size for entry in entries)
         for entry in entries[:-1]:
@@ -400,14 +392,8 @@ class Library:
                 self._let_go(entry)
 
     def _let_go(self, entry: Entry) -> None:
-        def gone(key: str, path: Path) -> None:
-            if key not in automatic:
-                path.unlink(missing_ok=True)
-
-        automatic = self._index.automatic
-        del automatic[entry.key]
-        self._leaving[entry.key] = entry
-        weakref.finalize(entry, gone, entry.key, entry.path).atexit = False
+        del self._index.automatic[entry.key]
+        entry.path.unlink(missing_ok=True)
 
     # -- checks -------------------------------------------------------------------------------------------------------
 
