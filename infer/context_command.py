@@ -22,7 +22,6 @@ from locret.infer.context_options import (
     AskOptions,
     ComposeOptions,
     ExportOptions,
-    LlamacppOptions,
     ReadOutput,
     ShowOptions,
     ShrinkOptions,
@@ -151,7 +150,7 @@ def shrink(model: ModelOptions, scorer: ScorerOptions, output: ShrinkOptions, gi
     return 0
 
 
-def export(options: ExportOptions, llamacpp: LlamacppOptions, given: frozenset[str]) -> int:
+def export(options: ExportOptions, given: frozenset[str]) -> int:
     """Write a saved context as another engine holds it."""
     from locret.conversation.saved import find_context
     from locret.engines import llamacpp as engine
@@ -159,8 +158,8 @@ def export(options: ExportOptions, llamacpp: LlamacppOptions, given: frozenset[s
     from locret.infer.reading import check_target
 
     check_target("--output", options.output)
-    layout = engine.Layout(**{name: value for name, value in asdict(llamacpp).items() if value is not None})
-    slot, record = engine.export(Prefix.from_file(find_context(options.context)), options.output, layout)
+    prefix = Prefix.from_file(find_context(options.context))
+    slot, record = engine.export(prefix, options.output, options.cache_type)
     if options.json:
         written = {"output": str(slot), "record": str(record), "bytes": slot.stat().st_size}
         print_json({**written, **json.loads(record.read_text())})
@@ -224,7 +223,7 @@ COMMANDS = {
         compose, "Join contexts that were read apart, so that they are asked together.", *MODEL, ComposeOptions
     ),
     "shrink": _subcommand(shrink, "Make a smaller context of one, without reading again.", *MODEL, ShrinkOptions),
-    "export": _subcommand(export, "Write a context as another engine holds it.", ExportOptions, LlamacppOptions),
+    "export": _subcommand(export, "Write a context as another engine holds it.", ExportOptions),
 }
 """What may follow `locret-context`."""
 

@@ -123,19 +123,7 @@ class ExportOptions:
     """llamacpp: a slot file for llama-server, and beside it a record (.json) with what a client has to know."""
     output: str
     """File to write, such as book.bin."""
+    cache_type: str = "f16"
+    """Form of keys and values in llama.cpp (--cache-type-k and -v): f32, f16, bf16 or q8_0."""
     json: bool = False
     """Print one JSON object."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamacppOptions:
-    """How the llama.cpp that reads it holds its cache; by default as llama-server does."""
-
-    cache_type: str | None = None
-    """Form of the keys (--cache-type-k): f32, f16, bf16 or q8_0."""
-    cache_type_v: str | None = None
-    """Form of the values, if it is another one (--cache-type-v)."""
-    flash_attention: bool | None = None
-    """Whether it uses flash attention (--flash-attn)."""
-    streams: int | None = None
-    """1 if the cache is unified (--kv-unified), else the number of slots (--parallel)."""

@@ -43,6 +43,7 @@ _RETIRED = (
     *("label kind kvzip_plus", "quant_method gguf"),
     *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
     *("option --devices", "option --host-memory", "option --gate", "option --offload-folder"),
+    *("option --cache-type-v", "option --flash-attention", "option --streams"),
     *("option --skip-bad-rows", "option --data-revision"),
     *("option --streaming", "option --push-to-hub", "option --shuffle-buffer", "option --max-row-bytes"),
     *("task multivalue", "task variable_tracking", "task two_stage"),

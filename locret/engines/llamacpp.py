@@ -4,11 +4,10 @@ The state, little endian and without padding (llama.cpp's src/llama-context.cpp 
 
     a blob of version 3 begins with  u32 0xAF143CD8, i32 sequence (not looked at)
     a file begins with               u32 "ggsq", u32 version, u32 count, i32 token ids
-    u32 streams; for each stream     u32 cells, and for 0 cells nothing more
+    u32 1 stream (--kv-unified)      u32 cells
       each cell                      i32 position, u32 1, i32 sequence (not looked at)
-                                     u32 whether values are transposed, u32 layers
-      keys of each layer             i32 type, u64 bytes of a row, rows of KV heads x head dim
-      values of each layer           the same; transposed: i32 type, u32 bytes of an element, u32 width, [width][cells]
+                                     u32 0: values are not transposed (--flash-attn on), u32 layers
+      keys, then values of a layer   i32 type, u64 bytes of a row, rows of KV heads x head dim
 
 llama.cpp checks types, numbers and the version. It cannot know the order of a head, the Hadamard turn or another model
 of the same shape: those are checked here, or nowhere.
@@ -21,7 +20,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +55,6 @@ re-orders the rows of q and k of those that it rotates as neighbours. All of the
 llama.cpp's own script had converted.
 """
 _IO_MAGIC, _FILE_MAGIC = 0xAF143CD8, 0x67677371
-_MOST_STREAMS = 256
 _ANY_QUESTION = "LocretQuestion7f3a9c"
 _BLOCK = 32
 """Elements that share a scale in every quantised type."""
@@ -67,41 +64,8 @@ _ROOM = 4096
 """Tokens of question and answer that the suggested context size leaves room for."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
-    """How the llama.cpp that will read a state holds its cache; nothing of it can be changed afterwards."""
-
-    cache_type: str = "f16"
-    """Form of the keys: f32, f16, bf16 or q8_0 (llama-server: --cache-type-k)."""
-
-    cache_type_v: str | None = None
-    """Form of the values, if it is another one (llama-server: --cache-type-v)."""
-
-    flash_attention: bool = True
-    """Whether it uses flash attention (--flash-attn; auto has it on where it can). Without, values are transposed."""
-
-    streams: int = 1
-    """Streams of the cache: 1 if it is unified (--kv-unified), else the number of slots (--parallel)."""
-
-    def __post_init__(self) -> None:
-        for name, kind in (("cache_type", self.cache_type), ("cache_type_v", self.value_type)):
-            if kind not in CACHE_TYPES:
-                raise ValueError(f'{name}="{kind}" is unknown; choose one of {", ".join(CACHE_TYPES)}')
-        if not self.flash_attention and _quantised(self.value_type):
-            raise ValueError(
-                f"flash_attention=False transposes the values, which {self.value_type} cannot be; give cache_type_v=f16"
-            )
-        if not (isinstance(self.streams, int) and 1 <= self.streams <= _MOST_STREAMS):
-            raise ValueError(f"streams={self.streams} cannot be; give 1 to {_MOST_STREAMS}, the slots of the server")
-
-    @property
-    def value_type(self) -> str:
-        """Form of the values."""
-        return self.cache_type if self.cache_type_v is None else self.cache_type_v
-
-
 def export(
-    source: Prefix | Context | RetentionCache | str | Path, out: str | Path, layout: Layout | None = None
+    source: Prefix | Context | RetentionCache | str | Path, out: str | Path, cache_type: str = "f16"
 ) -> tuple[Path, Path]:
     """Write a slot file for llama-server, and beside it a record with what a client has to know.
 
@@ -111,7 +75,7 @@ def export(
     Args:
         source: A context, a cache, a prefix, or the file of a saved context.
         out: The slot file, in the folder that the server is given as --slot-save-path.
-        layout: How the server holds its cache; by default as llama-server does where it is given nothing.
+        cache_type: Form of keys and values: f32, f16, bf16 or q8_0 (llama-server: --cache-type-k, --cache-type-v).
 
     Returns:
         The slot file and its record.
@@ -120,43 +84,47 @@ def export(
         ValueError: If llama.cpp could not hold these units, or a file of another kind is there.
         OSError: If it cannot be written.
     """
-    layout, slot = layout or Layout(), Path(out)
+    slot = Path(out)
     record = slot.with_suffix(".json")
     if record == slot or not slot.name:
         raise ValueError(f"{slot} is to be the slot file, and the record beside it ends in .json; choose book.bin")
     _check_replaceable(slot, record)
     prefix, question = _prefix(source), _question(source)
-    parts = _state(prefix, layout)
+    parts = _state(prefix, cache_type)
     with written_whole(slot.parent, last=record.name) as fresh:
         fresh.mkdir(exist_ok=True)
         with (fresh / slot.name).open("wb") as file:
             file.write(_file_head(prefix))
             file.writelines(parts)
             size = file.tell()
-        facts = {**_record(prefix, layout, slot.name, size), "question": question, "placeholders": prefix.placeholders}
+        facts = {
+            **_record(prefix, cache_type, slot.name, size),
+            "question": question,
+            "placeholders": prefix.placeholders,
+        }
         text = json.dumps(facts, indent=1)
         (fresh / record.name).write_text(text + "\n", encoding="utf-8")
     return slot, record
 
 
-def sequence_state(prefix: Prefix, layout: Layout | None = None) -> bytes:
+def sequence_state(prefix: Prefix, cache_type: str = "f16") -> bytes:
     """Return the units of a prefix as `llama_state_seq_set_data` takes them.
 
-    The call returns the length of the blob; 0 means that the context has another layout.
+    The call returns the length of the blob; 0 means that the context holds its cache in another way.
 
     Raises:
         ValueError: If llama.cpp could not hold these units.
     """
-    return b"".join([struct.pack("<Ii", _IO_MAGIC, 0), *_state(prefix, layout or Layout())])
+    return b"".join([struct.pack("<Ii", _IO_MAGIC, 0), *_state(prefix, cache_type)])
 
 
-def slot_file(prefix: Prefix, layout: Layout | None = None) -> bytes:
+def slot_file(prefix: Prefix, cache_type: str = "f16") -> bytes:
     """Return the slot file of a prefix, which `llama_state_seq_load_file` and llama-server read.
 
     Raises:
         ValueError: If llama.cpp could not hold these units.
     """
-    return b"".join([_file_head(prefix), *_state(prefix, layout or Layout())])
+    return b"".join([_file_head(prefix), *_state(prefix, cache_type)])
 
 
 def _prefix(source: Prefix | Context | RetentionCache | str | Path) -> Prefix:
@@ -193,16 +161,15 @@ def _head(path: Path) -> bytes:
         return file.read(200)
 
 
-def _record(prefix: Prefix, layout: Layout, name: str, size: int) -> dict[str, Any]:
+def _record(prefix: Prefix, cache_type: str, name: str, size: int) -> dict[str, Any]:
     """Return what a client and whoever starts the server have to know, as plain data."""
-    context = (prefix.units + _ROOM) * layout.streams
+    context = prefix.units + _ROOM
     if prefix.rotary.get("rope_type") == "longrope":
         # llama.cpp takes the long factors, as we do, if a sequence may be longer than the original context.
         original = prefix.rotary.get("original_max_position_embeddings")
         if not isinstance(original, int):
             raise ValueError(f"the original context length of {prefix.model_type} is {shown(original)}; save it again")
-        context = max(context, (original + 1) * layout.streams)
-    slots = ["--kv-unified"] if layout.streams == 1 else ["--no-kv-unified", "--parallel", str(layout.streams)]
+        context = max(context, original + 1)
     return {
         "format": FORMAT,
         "file": name,
@@ -212,11 +179,8 @@ def _record(prefix: Prefix, layout: Layout, name: str, size: int) -> dict[str, A
         "tokens": prefix.tokens,
         "digest": prefix.digest.hex(),
         "server": [
-            *("--ctx-size", str(context)),
-            *slots,
-            *("--flash-attn", "on" if layout.flash_attention else "off"),
-            *("--cache-type-k", layout.cache_type),
-            *("--cache-type-v", layout.value_type),
+            *("--ctx-size", str(context), "--kv-unified", "--flash-attn", "on"),
+            *("--cache-type-k", cache_type, "--cache-type-v", cache_type),
         ],
         "use": (
             "Start llama-server with the options under server and --slot-save-path on this folder, POST "
@@ -232,15 +196,17 @@ def _file_head(prefix: Prefix) -> bytes:
     return head + np.asarray(prefix.placeholders, "<i4").tobytes()
 
 
-def _state(prefix: Prefix, layout: Layout) -> Iterator[bytes]:
+def _state(prefix: Prefix, cache_type: str) -> Iterator[bytes]:
     """Check that llama.cpp can hold a prefix, and return the bytes of its cache layer by layer."""
-    _check(prefix, layout)
-    return _parts(prefix, layout, INTERLEAVED[prefix.model_type])
+    _check(prefix, cache_type)
+    return _parts(prefix, cache_type)
 
 
-def _check(prefix: Prefix, layout: Layout) -> None:
+def _check(prefix: Prefix, cache_type: str) -> None:
     """Refuse what llama.cpp could not hold, or of which it is not known how it would."""
     dim, rope, kind = prefix.keys[0].shape[-1], prefix.rotary, prefix.model_type
+    if cache_type not in CACHE_TYPES:
+        raise ValueError(f'cache_type="{cache_type}" is unknown; choose one of {", ".join(CACHE_TYPES)}')
     if kind not in INTERLEAVED:
         known = ", ".join(sorted(INTERLEAVED))
         raise ValueError(f"in which order llama.cpp holds the keys of {shown(kind)} is not known; it is for {known}")
@@ -248,31 +214,24 @@ def _check(prefix: Prefix, layout: Layout) -> None:
     if partial or rope.get("rope_type") == "dynamic":
         why = "rotates whole heads and unscaled where this backbone rotates a part, or scales dynamically"
         raise ValueError(f"llama.cpp {why}; answer in another engine")
-    for name, form in (("cache_type", layout.cache_type), ("cache_type_v", layout.value_type)):
-        if _quantised(form) and dim % _BLOCK:
-            raise ValueError(
-                f"{name}={form} quantises {_BLOCK} elements at a time, and heads have {dim}; give f16, bf16 or f32"
-            )
+    if cache_type == "q8_0" and dim % _BLOCK:
+        raise ValueError(
+            f"cache_type=q8_0 quantises {_BLOCK} elements at a time, and heads have {dim}; give f16, bf16 or f32"
+        )
 
 
-def _parts(prefix: Prefix, layout: Layout, interleave: bool) -> Iterator[bytes]:
-    units = prefix.units
-    yield struct.pack("<II", layout.streams, units)
-    cells = np.array([[place, 1, 0] for place in range(units)], "<i4")
-    yield cells.tobytes()
-    yield struct.pack("<II", not layout.flash_attention, len(prefix.keys))
+def _parts(prefix: Prefix, cache_type: str) -> Iterator[bytes]:
+    units, dim = prefix.units, prefix.keys[0].shape[-1]
+    turned = cache_type == "q8_0" and dim % _TURNED == 0
+    yield struct.pack("<II", 1, units)
+    yield np.array([[place, 1, 0] for place in range(units)], "<i4").tobytes()
+    yield struct.pack("<II", False, len(prefix.keys))
     for keys in prefix.keys:
-        states = _floats(keys)
-        states = _interleaved(states) if interleave else states
-        if _turns(layout.cache_type, prefix):
-            states = _turned(states, states.shape[-1] & -states.shape[-1])
-        yield from _rows(states, layout.cache_type)
+        states = _interleaved(_floats(keys)) if INTERLEAVED[prefix.model_type] else _floats(keys)
+        yield from _rows(_turned(states, dim & -dim) if turned else states, cache_type)
     for values in prefix.values:
         states = _floats(values)
-        if _turns(layout.value_type, prefix):
-            states = _turned(states, _TURNED)
-        yield from _rows(states, layout.value_type) if layout.flash_attention else _columns(states, layout.value_type)
-    yield bytes(4 * (layout.streams - 1))
+        yield from _rows(_turned(states, _TURNED) if turned else states, cache_type)
 
 
 def _floats(states: Tensor) -> NDArray[np.float32]:
@@ -289,24 +248,9 @@ def _rows(states: NDArray[np.float32], kind: str) -> Iterator[bytes]:
     yield rows.tobytes()
 
 
-def _columns(states: NDArray[np.float32], kind: str) -> Iterator[bytes]:
-    """Yield (U, K, D) as one row for each element of a unit."""
-    columns = encoded(states.reshape(len(states), -1).T, kind)
-    yield struct.pack("<iII", CACHE_TYPES[kind], columns.itemsize, len(columns))
-    yield columns.tobytes()
-
-
 def _interleaved(keys: NDArray[np.float32]) -> NDArray[np.float32]:
     """Make neighbours of the element i of the first half of a head and the element i of the second."""
     return keys.reshape(*keys.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(keys.shape)
-
-
-def _quantised(kind: str) -> bool:
-    return kind.startswith("q")
-
-
-def _turns(kind: str, prefix: Prefix) -> bool:
-    return _quantised(kind) and prefix.keys[0].shape[-1] % _TURNED == 0
 
 
 def hadamard(size: int) -> NDArray[np.float32]:

@@ -182,7 +182,7 @@ PRINTED = {
     "context ask": ["--model", "checkpoints/tiny", "--context", "a.ctx", "--question", "Why, and who?"],
     "context compose": ["--model", "m", "--context", "a.ctx", "b.ctx", "--output", "c.ctx", "--budget", "9"],
     "context shrink": ["--model", "m", "--context", "a.ctx", "--output", "b.ctx", "--budget", "9"],
-    "context export": ["--context", "a.ctx", "--to", "llamacpp", "--output", "a.bin", "--flash-attention", "false"],
+    "context export": ["--context", "a.ctx", "--to", "llamacpp", "--output", "a.bin", "--json"],
 }
 EVERY = [*(name for name in COMMANDS if name != "context"), *(f"context {word}" for word in CONTEXT_COMMANDS)]
 """Commands that have options of their own."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from locret import LongContextModel, RetentionPolicy
-from locret.engines.llamacpp import Layout, export, sequence_state, slot_file
+from locret.engines.llamacpp import export, sequence_state, slot_file
 from locret.engines.prefix import Prefix
 
 RECORDED = dict(np.load(Path(__file__).parent / "llamacpp_states.npz"))
@@ -35,25 +35,19 @@ def parsed(blob: bytes, head: str = "<Ii") -> dict[str, Any]:
         nonlocal at
         values = struct.unpack_from(f"<{form}", blob, at)
         at += struct.calcsize(f"<{form}")
-        return values if len(values) > 1 else values[0]
+        return values
 
-    def part(size: int) -> bytes:
+    def rows() -> tuple[Any, bytes]:
         nonlocal at
-        at += size
-        return blob[at - size : at]
+        kind = take("iQ")
+        at += (size := kind[1] * cells)
+        return kind, blob[at - size : at]
 
-    streams, state = take("I"), {}
-    for _ in range(streams):
-        if not (cells := take("I")):
-            continue
-        places = [take("iIi")[:2] for _ in range(cells)]
-        transposed, layers = take("II")
-        keys = [(take("iQ"), part(struct.unpack_from("<Q", blob, at - 8)[0] * cells)) for _ in range(layers)]
-        values = []
-        for _ in range(layers):
-            kind = take("iII") if transposed else take("iQ")
-            values.append((kind, part(kind[1] * kind[2] * cells if transposed else kind[1] * cells)))
-        state = {"streams": streams, "places": places, "transposed": transposed, "keys": keys, "values": values}
+    streams, cells = take("II")
+    places = [take("iIi")[:2] for _ in range(cells)]
+    transposed, layers = take("II")
+    keys, values = [rows() for _ in range(layers)], [rows() for _ in range(layers)]
+    state = {"streams": streams, "places": places, "transposed": transposed, "keys": keys, "values": values}
     assert at == len(blob)
     return state
 
@@ -75,22 +69,13 @@ def prefix_of(model_type: str, /, **changes: Any) -> Prefix:
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
 def test_float32_units_are_written_as_the_library_wrote_them(model_type: str) -> None:
-    ours = sequence_state(prefix_of(model_type), Layout(cache_type="f32"))
-    assert ours == recorded(f"{model_type} f32")
+    assert sequence_state(prefix_of(model_type), "f32") == recorded(f"{model_type} f32")
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        ("llama f16", {}),
-        ("llama q8_0", {"cache_type": "q8_0"}),
-        ("llama q8_0 f16 transposed", {"cache_type": "q8_0", "cache_type_v": "f16", "flash_attention": False}),
-        ("qwen2 q8_0", {"cache_type": "q8_0"}),
-    ],
-)
-def test_the_first_layer_is_written_as_the_library_wrote_it(name: str, layout: dict[str, Any]) -> None:
+@pytest.mark.parametrize("name", ["llama f16", "llama q8_0", "qwen2 q8_0"])
+def test_the_first_layer_is_written_as_the_library_wrote_it(name: str) -> None:
     """The second layer of a library with such a cache is another: it has read what the first one lost."""
-    blob = sequence_state(prefix_of(name.split()[0]), Layout(**layout))
+    blob = sequence_state(prefix_of(name.split()[0]), name.split()[1])
     ours, theirs = parsed(blob), parsed(recorded(name))
     assert len(blob) == len(recorded(name))
     for field in ("streams", "places", "transposed"):
@@ -128,11 +113,11 @@ def saved(lm: LongContextModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_an_export_says_all_that_a_client_and_the_server_need(saved: Path, tmp_path: Path) -> None:
-    slot, record = export(saved, tmp_path / "book.bin", Layout(cache_type="q8_0"))
+    slot, record = export(saved, tmp_path / "book.bin", "q8_0")
     assert (slot, record) == (tmp_path / "book.bin", tmp_path / "book.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["book.bin", "book.json"]
     facts, prefix = json.loads(record.read_text()), Prefix.from_file(saved)
-    assert slot.read_bytes() == slot_file(prefix, Layout(cache_type="q8_0"))
+    assert slot.read_bytes() == slot_file(prefix, "q8_0")
     assert facts["bytes"] == slot.stat().st_size
     assert facts["placeholders"] == prefix.placeholders
     assert (facts["units"], facts["tokens"], facts["digest"]) == (80, prefix.tokens, prefix.digest.hex())
@@ -159,8 +144,8 @@ def test_a_context_tells_the_text_around_a_question_and_its_file_does_not(
 
 def test_a_new_export_takes_the_place_of_an_old_one_and_of_nothing_else(saved: Path, tmp_path: Path) -> None:
     slot, record = export(saved, tmp_path / "new" / "book.bin")
-    export(saved, slot, Layout(cache_type="f32", streams=4))
-    assert json.loads(record.read_text())["server"][:4] == ["--ctx-size", "16704", "--no-kv-unified", "--parallel"]
+    export(saved, slot, "f32")
+    assert json.loads(record.read_text())["server"][-1] == "f32"
     before = saved.read_bytes()
     with pytest.raises(ValueError, match=r"book.ctx is there already and is no slot file; choose another file"):
         export(saved, saved)
@@ -172,22 +157,6 @@ def test_a_new_export_takes_the_place_of_an_old_one_and_of_nothing_else(saved: P
         export(saved, tmp_path / "a.json")
     with pytest.raises(ValueError, match="is a folder; choose the name of a file, such as"):
         export(saved, tmp_path)
-
-
-LAYOUTS = [
-    ({"cache_type": "q6_k"}, 'cache_type="q6_k" is unknown; choose one of f32, f16, bf16, q8_0'),
-    (
-        {"cache_type": "q8_0", "flash_attention": False},
-        "transposes the values, which q8_0 cannot be; give cache",
-    ),
-    ({"streams": 257}, "streams=257 cannot be; give 1 to 256"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), LAYOUTS)
-def test_a_layout_that_no_llamacpp_has_is_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Layout(**options)
 
 
 def filled(value: float, dim: int = 32) -> tuple[torch.Tensor]:
@@ -203,6 +172,7 @@ HELD = [
     ),
     ({"rotary": PARTIAL}, "f16", "llama.cpp rotates whole heads and unscaled where this backbone"),
     ({"keys": filled(0, 16), "values": filled(0, 16)}, "q8_0", "cache_type=q8_0 quantises 32 elements at a time, and"),
+    ({}, "q6_k", 'cache_type="q6_k" is unknown; choose one of f32, f16, bf16, q8_0'),
     ({"keys": filled(1e5)}, "f16", "beyond the range of float16, which f16 needs; give cache_type=bf16 or f32"),
     ({"keys": filled(3.4e38)}, "bf16", "beyond the range of bfloat16; give cache_type=f32"),
     ({"values": filled(float("nan"))}, "q8_0", "some units are no finite numbers"),
@@ -215,5 +185,5 @@ def test_units_that_llamacpp_could_not_hold_are_refused(
 ) -> None:
     prefix = prefix_of("llama", **changes)
     with pytest.raises(ValueError, match=re.escape(message)):
-        export(prefix, tmp_path / "book.bin", Layout(cache_type=kind))
+        export(prefix, tmp_path / "book.bin", kind)
     assert not list(tmp_path.iterdir())

@@ -127,10 +127,9 @@ def test_a_context_is_exported_without_its_backbone(context: Run, file: Path, tm
     assert (done.code, str(tmp_path / "a.bin") in done.out) == (0, True), done
     prefix = Prefix.from_file(file)
     assert (tmp_path / "a.bin").read_bytes() == llamacpp.slot_file(prefix)
-    options = ["--cache-type", "bf16", "--cache-type-v", "f32", "--flash-attention", "false", "--streams", 2, "--json"]
+    options = ["--cache-type", "bf16", "--json"]
     record = json.loads(context("export", file, "--to", "llamacpp", "--output", tmp_path / "b.bin", *options).out)
-    layout = llamacpp.Layout(cache_type="bf16", cache_type_v="f32", flash_attention=False, streams=2)
-    assert (tmp_path / "b.bin").read_bytes() == llamacpp.slot_file(prefix, layout)
+    assert (tmp_path / "b.bin").read_bytes() == llamacpp.slot_file(prefix, "bf16")
     assert record["placeholders"] == prefix.placeholders
     assert record["record"] == str(tmp_path / "b.json")
 
