@@ -30,7 +30,6 @@ def memory_plan(
     parameters: int,
     *,
     hidden_dim: int,
-    neighbours: int = 0,
     dtype: torch.dtype,
     autocast: bool,
     tokens: int,
@@ -44,7 +43,6 @@ def memory_plan(
         config: The backbone's config.
         parameters: What `backbone_parameters` counted.
         hidden_dim: d_R of the heads.
-        neighbours: Tokens before each one that they look at too.
         dtype: Type of the backbone's weights.
         autocast: Whether the heads compute in half precision.
         tokens: Tokens of the row that is planned for.
@@ -57,12 +55,12 @@ def memory_plan(
         for layers with a window, which are counted as if they held everything), `one_layer` (an estimate of the largest
         tensors that live at once while one layer is read and trained), and their `total`.
     """
-    heads, backbone = HeadsConfig.for_model(config, hidden_dim, neighbours=neighbours), describe(config)
+    heads, backbone = HeadsConfig.for_model(config, hidden_dim), describe(config)
     size, head_size = dtype.itemsize, 2 if autocast else 4
     text = config.get_text_config()
     inner = getattr(text, "intermediate_size", 4 * text.hidden_size)
     inner = max(inner) if isinstance(inner, list) else inner
-    hidden = (4 if neighbours else 3) * hidden_dim  # the head's hidden states; with neighbours, those mixed too
+    hidden = 3 * hidden_dim  # the head's hidden states
 
     def one_layer(shape: LayerShape) -> int:
         feature, heads, kv_heads = shape.feature_dim, shape.num_heads, shape.num_kv_heads

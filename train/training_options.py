@@ -38,9 +38,6 @@ class BackboneOptions(BackboneSource):
     hidden_dim: int | None = None
     """Width between a head's two layers, d_R. If none is given, half the backbone's width, down to a power of two, and
     at most the paper's 1,024 (Locret, section 4.1)."""
-    neighbours: int = 0
-    """Tokens before each one that a head looks at too, through a causal depthwise convolution of its hidden numbers;
-    their features are held with every cache. None in the paper."""
     init_from: str | None = None
     """Heads to go on from, a folder or a Hub id; fresh ones (normal, the backbone's initializer_range) if none."""
 

@@ -98,7 +98,7 @@ class TrainingRun:
         if self.precision == "auto":
             self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
         if self.backbone.init_from is None:
-            self._take_shape(self.backbone.hidden_dim or usual_width(self.config), self.backbone.neighbours)
+            self._take_width(self.backbone.hidden_dim or usual_width(self.config))
         else:
             self._take_initial_heads(self.backbone.init_from)
         check_fits(self.plan(), self.device)
@@ -111,18 +111,16 @@ class TrainingRun:
                 f"--init-from {name} holds a gate ({heads.config.gate['name']}), and gates are read here, not trained; "
                 "leave it out"
             )
-        for option in ("hidden_dim", "neighbours"):
-            asked, found = getattr(self.backbone, option), getattr(heads.config, option)
-            if option in self.chosen and asked != found:
-                raise ValueError(
-                    f"--{option.replace('_', '-')} {asked} differs from {found} of the heads in --init-from {name}; "
-                    "leave it out"
-                )
-        self._take_shape(heads.config.hidden_dim, heads.config.neighbours)
+        asked, found = self.backbone.hidden_dim, heads.config.hidden_dim
+        if "hidden_dim" in self.chosen and asked != found:
+            raise ValueError(
+                f"--hidden-dim {asked} differs from {found} of the heads in --init-from {name}; leave it out"
+            )
+        self._take_width(found)
 
-    def _take_shape(self, hidden_dim: int, neighbours: int) -> None:
-        self.backbone = replace(self.backbone, hidden_dim=hidden_dim, neighbours=neighbours)
-        self.options |= {"hidden_dim": hidden_dim, "neighbours": neighbours}
+    def _take_width(self, hidden_dim: int) -> None:
+        self.backbone = replace(self.backbone, hidden_dim=hidden_dim)
+        self.options["hidden_dim"] = hidden_dim
 
     def ranks(self, process: PartialState) -> Ranks:
         """Return this process among those of the run, with the rows that it reads."""
@@ -182,7 +180,6 @@ class TrainingRun:
             self.config,
             self.parameters,
             hidden_dim=self.backbone.hidden_dim or 0,
-            neighbours=self.backbone.neighbours,
             dtype=self.dtype,
             autocast=self.precision != "no",
             tokens=self.planned_tokens(),
@@ -282,7 +279,7 @@ class TrainingRun:
             return None
         state = checkpointing.read(checkpoint)
         with checkpointing.intact(checkpoint):
-            stored = {"eval_rows": 0, "neighbours": 0, **resumed.without_retired(state["config"])}
+            stored = {"eval_rows": 0, **resumed.without_retired(state["config"])}
         checkpointing.check_same(stored, fixed, checkpoint)
         records_until(self.folder / run_folder.LOG, state["step"])
         return checkpoint, state
@@ -313,8 +310,7 @@ class TrainingRun:
 
     def _new_heads(self, model: torch.nn.Module) -> RetainingHeads:
         if self.backbone.init_from is None:
-            width, near = self.backbone.hidden_dim, self.backbone.neighbours
-            heads = RetainingHeads.for_model(model, width, seed=self.optimizer.seed, neighbours=near)
+            heads = RetainingHeads.for_model(model, self.backbone.hidden_dim, seed=self.optimizer.seed)
         else:
             heads = RetainingHeads.from_pretrained(self.backbone.init_from)
             heads.check_matches(model)

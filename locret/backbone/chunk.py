@@ -141,9 +141,6 @@ class Chunk(Attended):
     """(B, K, S - L) float32 scores of the units that were there before, as the scorer gave them last."""
     columns: Mapping[str, Tensor]
     """(B, K, S) for every column that the scorer declares: what it gave last, zeros for new units."""
-    features_before: Tensor
-    """(B, W, F) features of the tokens before the new ones, zeros before the first: as many as the scorer's
-    `neighbours`, which most have none of."""
     next_position: int
     """Rotary position of the token to come, on the scale by which queries and keys were rotated."""
     row_start: Tensor

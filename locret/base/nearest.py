@@ -46,6 +46,7 @@ _RETIRED = (
     *("option --cache-type-v", "option --flash-attention", "option --streams"),
     *("option --skip-bad-rows", "option --data-revision"),
     *("option --streaming", "option --push-to-hub", "option --shuffle-buffer", "option --max-row-bytes"),
+    "option --neighbours",
     *("task multivalue", "task variable_tracking", "task two_stage"),
     *("task option lookalikes", "option --density", "option --lookalikes"),
     *("task option max_row_bytes", "task option answer_room", "task option replace_mask", "task option collection"),

@@ -31,7 +31,6 @@ from locret.cache.protected import check_held
 from locret.cache.routing import route
 from locret.cache.states import States
 from locret.cache.store import POSITIONS, SCORES, Store
-from locret.cache.trail import Trail
 from locret.cache.units import Workspace
 from locret.cache.whole import Whole
 from locret.heads.heads import RetainingHeads
@@ -123,9 +122,6 @@ class RetentionCache(Whole):
         number = int(getattr(self.decoder.config, "number_of_conv_states", 1))
         self.carriers = {i: States(number) for i, kind in enumerate(backbone.kinds) if kind in (RECURRENT, BOTH)}
         self._show_states()
-        # Layers of recalled blocks are not governed by scores.
-        near = 0 if self.policy.recalls_blocks else scorer.neighbours
-        self.trails = {index: Trail(near) for index in backbone.layers if near}
         by_features = isinstance(scorer, FeatureScorer) and scorer.by_features
         self.features = scorer.feature_source(self.prepared) if by_features else PROJECTIONS
         """What the scorer looks at, where it looks at features."""

@@ -30,7 +30,6 @@ from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
 from locret.cache.schema import DTYPES, MOST_TOKENS, check_counters, check_units, checksum, dtype_of
 from locret.cache.store import POSITIONS, DenseStore, Workspace
-from locret.cache.trail import NEWEST_FEATURES
 from locret.heads.fingerprint import any_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import RetentionPolicy
@@ -299,14 +298,7 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
     columns = state.get("columns", ours)
     if lost := ours.keys() - columns.keys():
         raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
-    tensors = _checked_units(path, state, cache.whole, cache.policy, columns)
-    near = next((trail.tokens for trail in cache.trails.values()), 0)
-    for index, shape in zip(cache.whole.layers, cache.whole.full_shapes, strict=True):
-        trail = tensors.get(name := f"layers.{index}.{NEWEST_FEATURES}")
-        # Another scorer looked at other tokens: to this one, those that were read are before the first.
-        if trail is not None and (not near or trail.shape[1:] != (near + 1, shape.feature_dim)):
-            del tensors[name]
-    return tensors
+    return _checked_units(path, state, cache.whole, cache.policy, columns)
 
 
 def _checked_units(
@@ -324,8 +316,8 @@ def _checked_units(
             raise ValueError("its checksum is another")
     except _ODD as error:
         raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
-    # Earlier versions remembered more for evidence.
-    return {name: tensor for name, tensor in tensors.items() if not name.endswith(".ledger")}
+    # Earlier versions remembered more of what was read.
+    return {name: tensor for name, tensor in tensors.items() if not name.endswith((".ledger", ".newest_features"))}
 
 
 def read_prefix(

@@ -122,7 +122,6 @@ def joined(parts: Sequence[Part], budget: int | None = None, shares: Shares = FA
         whole.seen = whole.text_end = offset
         for name in ("last_tokens", "newest_hidden", "held_back", "fed_again"):
             setattr(whole, name, getattr(last, name))
-        whole.trails = last.trails
         whole.digest = None  # of ids that nobody has seen in a row
         whole.protected = checked_rows([spans])
         if budget is not None:

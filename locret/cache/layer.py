@@ -40,8 +40,6 @@ class Moment:
     last: bool
     generating: bool
     prepared: Any
-    features_before: Tensor | None
-    """(B, W, F) features of the tokens before, for a scorer that looks at neighbours."""
 
 
 class RetentionLayer(CacheLayerMixin):
@@ -131,7 +129,6 @@ class RetentionLayer(CacheLayerMixin):
         held, stay = part.keys.shape[2] - layer.new_tokens, moment.stay or Stay(part.keys.shape[2], 0, 0)
         padded, row_start = self.store.row_start is not None, self.store.row_start
         row_start = counting(1, query.device).expand(len(query)) if row_start is None else row_start
-        before = moment.features_before
         return Chunk(
             layer_idx=layer.layer_idx,
             query=query,
@@ -145,7 +142,6 @@ class RetentionLayer(CacheLayerMixin):
             unit_positions=part.columns[POSITIONS],
             stored_scores=part.columns[SCORES][..., :held],
             columns={n: column for n, column in part.columns.items() if n not in (SCORES, POSITIONS)},
-            features_before=query.new_empty(len(query), 0, 0) if before is None else before,
             next_position=moment.next_position,
             row_start=row_start,
             padded=padded,

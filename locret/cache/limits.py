@@ -263,8 +263,7 @@ class Limits:
     ) -> int:
         """Return the bytes in the backbone's memory: of layers, and second tiers, of so many slots per KV head.
 
-        Besides units these are the queries that lookups look from, the newest tokens' features where the scorer looks
-        at those, and copies of blocks.
+        Besides units these are the queries that lookups look from, and copies of blocks.
         """
         columns = column_bytes(self.scorer)
         if self._blocks is not None:
@@ -272,9 +271,8 @@ class Limits:
             columns += shape.num_heads // shape.num_kv_heads * torch.float32.itemsize
             copies = len(slots) * self._blocks.copies_bytes(shape.num_kv_heads, shape.head_dim, size)
             return cache_bytes(backbone, slots, size, rows, columns) + rows * copies
-        near = self.scorer.neighbours and self.scorer.neighbours + 1
         numbers = sum(
-            window * shape.num_heads * shape.head_dim + near * shape.feature_dim
+            window * shape.num_heads * shape.head_dim
             for window, shape in zip(self.windows, backbone.full_shapes, strict=True)
         )
         forms = forms_of(self.policy, self.layers)

@@ -260,7 +260,6 @@ class Reader(Observer):
         if most is not None and stay is None and self.layers[nth].fill >= most:
             # The next token will find no room: these are the scores that decide what makes way for it.
             stay = self.limits.answering(nth, 1)
-        trail = self.cache.trails.get(layer.layer_idx)
         return Moment(
             positions=cast(Tensor, self._positions).to(layer.key.device),
             next_position=self.cache.next_position + layer.new_tokens,
@@ -268,7 +267,6 @@ class Reader(Observer):
             last=self._last,
             generating=self.answering,
             prepared=self.cache.prepared,
-            features_before=None if trail is None else trail.follow(layer.features(self.cache.features)),
         )
 
     def _rated(self, chunk: Chunk) -> tuple[Tensor, dict[str, Tensor]]:
@@ -357,11 +355,8 @@ class Reader(Observer):
             self._rate(nth, features_BWF)
 
     def _rate(self, nth: int, features_BWF: Tensor) -> None:
-        layer_idx, tokens = self.cache.backbone.layers[nth], features_BWF.shape[1]
-        if (trail := self.cache.trails.get(layer_idx)) is not None:
-            features_BWF = torch.cat([trail.follow(features_BWF), features_BWF], dim=1)
-        scores = cast(FeatureScorer, self.scorer).score_features(self.cache.prepared, layer_idx, features_BWF)
-        self.layers[nth].rate(scores[..., -tokens:])
+        scorer, layer_idx = cast(FeatureScorer, self.scorer), self.cache.backbone.layers[nth]
+        self.layers[nth].rate(scorer.score_features(self.cache.prepared, layer_idx, features_BWF))
 
     def _rate_tokens(self, hidden: Tensor) -> None:
         """Rate the tokens of a forward pass that is over, in all layers alike, and evict where it is time."""

@@ -21,7 +21,6 @@ from locret.cache.limits import Limits
 from locret.cache.memory import Account
 from locret.cache.sliding import SlidingLayer
 from locret.cache.states import STATES, States
-from locret.cache.trail import TRAIL, Trail
 from locret.cache.units import Units, Workspace
 from locret.policy.protection import Rows, spans_data, spans_from
 
@@ -43,7 +42,7 @@ _PER_ROW = {
 }
 """Tensors with a row per row of the batch: names in a file, and here."""
 _COUNTERS = ("seen", "held_back", "fed_again", "next_position", "text_end")
-_STATES = re.compile(r"(\.|_)(keys|values|queries|features)$|\.conv\.\d+$|^rows\._context$")
+_STATES = re.compile(r"(\.|_)(keys|values|queries)$|\.conv\.\d+$|^rows\._context$")
 """What the backbone computes in its own dtype, unless it is held in codes."""
 
 
@@ -57,8 +56,6 @@ class Whole(Cache):
     """How many units of which layer stay."""
     carriers: dict[int, States]
     """The states of the layers that carry any."""
-    trails: dict[int, Trail]
-    """By layer, the features of the newest tokens, where the scorer looks at those."""
     reader: Reader | None = None
     """The read or answer in progress, which observes the backbone's forward passes."""
     seen = 0
@@ -92,10 +89,10 @@ class Whole(Cache):
     def holders(self) -> Iterator[tuple[int, str, Units]]:
         """Yield all that holds anything, with its layer and what its tensors' names begin with in a file."""
         for index, layer in enumerate(self.layers):
-            more = {STATES: self.carriers.get(index), TRAIL: self.trails.get(index)}
-            for name, holder in {**layer.holders, **more}.items():
-                if holder is not None:
-                    yield index, f"layers.{index}.{name}", holder
+            for name, holder in layer.holders.items():
+                yield index, f"layers.{index}.{name}", holder
+            if index in self.carriers:
+                yield index, f"layers.{index}.{STATES}", self.carriers[index]
 
     @property
     def governed(self) -> list[RetentionLayer]:
@@ -260,13 +257,11 @@ class Whole(Cache):
         """Return some rows, or all, as a cache of their own, between the chunks of a read too."""
         twin = copy.copy(self)
         twin.reader, twin.workspace, twin._account = None, Workspace(), copy.copy(self._account)
-        twin.layers, twin.carriers, twin.trails = [], {}, {}
+        twin.layers, twin.carriers = [], {}
         for index, layer in enumerate(self.layers):  # one after the other: only one layer is held twice as a whole
             twin.layers.append(layer.copy(twin.workspace))
             if index in self.carriers:
                 twin.carriers[index] = self.carriers[index].copy(twin.workspace)
-            if index in self.trails:
-                twin.trails[index] = self.trails[index].copy(twin.workspace)
             if rows is not None:
                 for at, _, holder in twin.holders():
                     if at == index:
@@ -333,7 +328,7 @@ class Whole(Cache):
             room[layer.store] = max(0, min(new_tokens, left))
         parts = [list(row.holders()) for row in rows]
         for row in rows:  # each holder is gone once it has been joined
-            row.layers, row.carriers, row.trails = [], {}, {}
+            row.layers, row.carriers = [], {}
         for _, _, holder in self.holders():
             holder.join([own.pop(0)[2] for own in parts], room.get(holder, 0))  # type: ignore[call-overload]
         self._count_windows()

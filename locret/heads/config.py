@@ -22,6 +22,7 @@ from locret.backbone.adapters import describe_whole, hidden_size, unwrap
 from locret.backbone.chunk import PROJECTIONS
 from locret.backbone.shape import Backbone, LayerShape
 from locret.base.fields import Range, check_fields, check_ranges, checked_values, shown
+from locret.base.nearest import check_retired
 from locret.heads import gates
 from locret.heads.gates import Gate
 from locret.heads.head import RetainingHead
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 FORMAT_VERSION = 1
-MOST_NEIGHBOURS = 64
-"""Their features are held with every cache."""
 PAPER_WIDTH = 1024
 """d_R (Locret, section 4.1)."""
 MOST_RECOMMENDED = 2**20
@@ -82,8 +81,6 @@ class HeadsConfig:
     """Activation between the two layers: the backbone's own."""
     initializer_range: float
     """Standard deviation of untrained weights: the backbone's own."""
-    neighbours: int = 0
-    """Tokens before each one that one of Locret's heads looks at too (none in the paper)."""
     gate: dict[str, Any] | None = None
     """Architecture of the heads where it is not Locret's: `name`, one of `locret.heads.gates.GATES`; `hidden_size` of
     the backbone; and the gate's own numbers. `hidden_dim` is the gate's width then, 1 where it has none."""
@@ -106,8 +103,7 @@ class HeadsConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_dim")
-        most = Range(0, 0 if self.gate else MOST_NEIGHBOURS)
-        check_ranges(self, {**dict.fromkeys(counts, Range(1)), "neighbours": most, "initializer_range": Range(0)})
+        check_ranges(self, {**dict.fromkeys(counts, Range(1)), "initializer_range": Range(0)})
         last = self.num_hidden_layers
         if not self.layers or not all(a < b for a, b in pairwise((-1, *self.layers, last))):
             raise ValueError(
@@ -180,7 +176,6 @@ class HeadsConfig:
             self.hidden_act,
             initializer_range=self.initializer_range,
             generator=generator,
-            neighbours=self.neighbours,
         )
 
     def shape(self, layer: int) -> LayerShape:
@@ -212,8 +207,6 @@ class HeadsConfig:
         model_or_config: Any,
         hidden_dim: int | None = None,
         gate: str = gates.LOCRET,
-        *,
-        neighbours: int = 0,
         **numbers: Any,
     ) -> HeadsConfig:
         """Describe heads for a backbone, from the backbone or its transformers config.
@@ -222,7 +215,6 @@ class HeadsConfig:
             model_or_config: The backbone or its config.
             hidden_dim: Width between a head's layers; None: that of a gate's paper, else `usual_width`.
             gate: "locret", or one of `locret.heads.gates.GATES`.
-            neighbours: Tokens before each one that one of Locret's heads looks at too.
             numbers: The gate's own, where they are others than usual.
 
         Raises:
@@ -243,7 +235,6 @@ class HeadsConfig:
             base_model_revision=revision,
             base_architecture=(getattr(config, "architectures", None) or [None])[0],
             hidden_dim=width,
-            neighbours=neighbours,
             gate=made,
             initializer_range=backbone.initializer_range,
             **_dimensions(backbone, config),
@@ -267,6 +258,8 @@ class HeadsConfig:
                 f"{where} has format_version {shown(values['format_version'])}, this toolkit ({__version__}) reads "
                 f"{FORMAT_VERSION}; use the toolkit version that wrote it ({shown(values.get('toolkit_version'))})"
             )
+        if values.get("neighbours"):
+            check_retired("option", "--neighbours")
         known = checked_values(cls, values, where)
         missing = [one.name for one in fields(cls) if one.default is MISSING and one.name not in known]
         if missing:
@@ -279,7 +272,7 @@ class HeadsConfig:
     def to_json(self) -> dict[str, Any]:
         """Return a dict that `json` can write and `from_json` reads back."""
         written = {**asdict(self), "layers": list(self.layers)}
-        for name in ("shapes", "gate", "neighbours"):
+        for name in ("shapes", "gate"):
             if not written[name]:  # toolkits that do not know the key can read the rest
                 del written[name]
         return written

@@ -1,9 +1,6 @@
 """The retaining head of one layer: a small MLP that predicts how much future answers will need each cached token.
 
 Paper:    Locret, arXiv 2410.01805, section 3.3: s = W2 act(W1 [q; k; v]), q, k and v before rotary embedding.
-Deviates: with `neighbours`, the products of W1 are mixed with those of the tokens before, number by number (a causal
-          depthwise convolution): s_t = W2 act(sum over j of c_j * W1 x_(t-j)). A token alone does not always tell what
-          it belongs to: whether digits follow a key or a look-alike stands in the tokens before.
 Weights:  float32 always. A head is megabytes where a backbone is gigabytes, and its updates vanish in bfloat16.
 """
 # H query heads, K key/value heads, D head dim, R = hidden_dim, F = (H + 2 K) D features
@@ -19,9 +16,6 @@ from torch.nn.utils import skip_init
 from transformers.activations import ACT2FN
 
 from locret.backbone.head_ranks import HeadRanks
-
-_MIXED = 0.3
-"""Standard deviation of fresh weights between neighbours: smaller ones hardly leave 0 in a few hundred steps."""
 
 
 class Float32(nn.Module):
@@ -45,7 +39,6 @@ class RetainingHead(Float32):
         activation: Name of the backbone's own activation, as transformers spells it.
         initializer_range: Standard deviation of the fresh weights, the backbone's own.
         generator: Source of the fresh weights; torch's global one if None.
-        neighbours: Tokens before each one that are looked at too.
 
     Raises:
         ValueError: For an activation that transformers does not know.
@@ -60,7 +53,6 @@ class RetainingHead(Float32):
         *,
         initializer_range: float = 0.02,
         generator: torch.Generator | None = None,
-        neighbours: int = 0,
     ) -> None:
         super().__init__()
         if activation not in ACT2FN:
@@ -78,14 +70,6 @@ class RetainingHead(Float32):
         self._cast: tuple[Any, Tensor] | None = None
         for layer in (self.fc1, self.fc2):
             nn.init.normal_(layer.weight, std=initializer_range, generator=generator)
-        self.mix: nn.Conv1d | None = None
-        """Mixes the products of W1 over tokens, the newest last."""
-        if neighbours:
-            sizes: dict[str, Any] = {"groups": hidden_dim, "bias": False, "dtype": torch.float32, "device": device}
-            self.mix = skip_init(nn.Conv1d, hidden_dim, hidden_dim, neighbours + 1, **sizes)
-            nn.init.normal_(self.mix.weight, std=_MIXED, generator=generator)
-            with torch.no_grad():
-                self.mix.weight[..., -1] = 1.0
 
     def forward(self, features: Tensor) -> Tensor:
         """Score tokens.
@@ -93,8 +77,6 @@ class RetainingHead(Float32):
         Where gradients are needed, the arithmetic is float32, or what autocast makes of it. Otherwise the large product
         (W1, all but a thousandth of the work) runs in the features' dtype, on a copy of W1 that is cast once and not
         per chunk; activation and W2 stay in float32, because scores rounded to bfloat16 tie at the selection boundary.
-
-        With neighbours, tokens are those of the last dimension but one, and nothing stands before the first.
 
         Args:
             features: (..., F) with F = (H + 2 K) * D; q, k, v of a token before rotary embedding, in any float dtype.
@@ -122,14 +104,7 @@ class RetainingHead(Float32):
         """Return (..., K) of (..., R) products with W1, which every process has a part of where they share the head."""
         if self.ranks is not None:
             hidden = self.ranks.sum(hidden)
-        if self.mix is not None:
-            hidden = self._mixed(hidden, self.mix)
         return self.fc2(self.activation(hidden))  # type: ignore[no-any-return]
-
-    def _mixed(self, hidden: Tensor, mix: nn.Conv1d) -> Tensor:
-        tokens_NRL = hidden.reshape(-1, *hidden.shape[-2:] if hidden.ndim > 1 else (1, hidden.shape[-1])).mT
-        padded = F.pad(tokens_NRL, (mix.kernel_size[0] - 1, 0))
-        return mix(padded).mT.reshape(hidden.shape)  # type: ignore[no-any-return]
 
     def _weight_as(self, dtype: torch.dtype) -> Tensor:
         """Return W1 in `dtype`, from the cached copy while W1 is unchanged."""

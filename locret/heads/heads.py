@@ -55,16 +55,13 @@ class RetainingHeads(nn.Module):
             self.heads[str(layer_idx)] = config.make(layer_idx, generator)
 
     @classmethod
-    def for_model(
-        cls, model_or_config: Any, hidden_dim: int | None = None, seed: int | None = None, *, neighbours: int = 0
-    ) -> RetainingHeads:
+    def for_model(cls, model_or_config: Any, hidden_dim: int | None = None, seed: int | None = None) -> RetainingHeads:
         """Make untrained heads for a backbone: normal weights with the backbone's own `initializer_range`.
 
         Args:
             model_or_config: A transformers causal LM or its config.
             hidden_dim: d_R; None: half the backbone's width as a power of two, at most the paper's 1,024.
             seed: Seed of the weights, which leaves torch's global generator untouched; None draws from the global one.
-            neighbours: Tokens before each one that a head looks at too (paper: none).
 
         Returns:
             Heads on the CPU, float32.
@@ -75,7 +72,7 @@ class RetainingHeads(nn.Module):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         # Weights made under inference mode could never be trained, and their changes are not counted.
         with torch.inference_mode(False):
-            return cls(HeadsConfig.for_model(model_or_config, hidden_dim, neighbours=neighbours), generator)
+            return cls(HeadsConfig.for_model(model_or_config, hidden_dim), generator)
 
     @classmethod
     def from_official(cls, path: str | Path, config: Any) -> RetainingHeads:

@@ -49,8 +49,6 @@ def sharded(heads: RetainingHeads, ranks: HeadRanks | None) -> RetainingHeads:
             states = whole.fc1.weight.split([shape.num_heads * shape.query_dim, keys, values], dim=1)
             own.fc1.weight = _frozen(torch.cat([ranks.own(one, 1) for one in states], dim=1))
             own.fc2.weight = _frozen(ranks.own(whole.fc2.weight, 0))
-            if own.mix is not None and whole.mix is not None:
-                own.mix.weight = _frozen(whole.mix.weight)
             own.fc1.in_features, own.fc2.out_features = own.fc1.weight.shape[1], own.fc2.weight.shape[0]
             own.ranks = ranks
     return parts.eval()

@@ -83,11 +83,6 @@ class Scorer(Chosen):
         return None
 
     @property
-    def neighbours(self) -> int:
-        """Tokens before each one whose features its score needs too; the cache holds those of the newest tokens."""
-        return 0
-
-    @property
     def lookback(self) -> int:
         """Last tokens of the prompt that must come in one forward pass when everything is rated at the prompt's end."""
         return 1
@@ -143,8 +138,6 @@ class FeatureScorer(Scorer):
     def score_features(self, prepared: Any, layer_idx: int, features_BLF: Tensor) -> Tensor:
         """Rate units of one layer by (B, L, F) features alone, by default with the layer's one of `prepared` heads.
 
-        With `neighbours`, the first ones given are those of earlier tokens, whose scores nobody reads.
-
         Returns:
             (B, K, L) float32.
         """
@@ -154,9 +147,7 @@ class FeatureScorer(Scorer):
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
         features_BLF = chunk.features(self.feature_source(chunk.prepared))
-        if chunk.features_before.shape[1]:
-            features_BLF = torch.cat([chunk.features_before, features_BLF], dim=1)
-        return self.score_features(chunk.prepared, chunk.layer_idx, features_BLF)[..., -chunk.new_tokens :]
+        return self.score_features(chunk.prepared, chunk.layer_idx, features_BLF)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 Paper:     Locret, arXiv 2410.01805, section 3.2.
 Formula:   s = W2 act(W1 [q; k; v]), one score per KV head; q, k, v before rotation.
-Deviates:  with `neighbours`, W1's products are mixed with those of a few tokens before, see `locret.heads.head`.
+Deviates:  never.
 Cost:      O(L) per chunk; a score does not change later. Query-agnostic. Trained.
 """
 
@@ -39,11 +39,6 @@ class RetainingHeadScorer(FeatureScorer):
         # Once: every cache asks, and heads on the Hub are asked for over the network.
         heads = self.heads
         return checkpoint.read_config(checkpoint.find(heads)) if isinstance(heads, str) else heads.config
-
-    @property
-    def neighbours(self) -> int:
-        """Tokens before each one that the heads look at."""
-        return self._config.neighbours
 
     @property
     def head_shares(self) -> tuple[float, ...] | None:

@@ -31,8 +31,8 @@ def model() -> Any:
     return build("llama")
 
 
-def new_cache(model: Any, policy: RetentionPolicy = SMALL, neighbours: int = 0, **changes: Any) -> RetentionCache:
-    heads = RetainingHeads.for_model(model, hidden_dim=16, seed=3, neighbours=neighbours)
+def new_cache(model: Any, policy: RetentionPolicy = SMALL, **changes: Any) -> RetentionCache:
+    heads = RetainingHeads.for_model(model, hidden_dim=16, seed=3)
     return RetentionCache(model, heads, RetentionPolicy(**{**policy.to_dict(), **changes}))
 
 
@@ -104,9 +104,8 @@ def test_rows_whose_chunks_are_alike_are_one_pass(model: Any) -> None:
 # -- conversations ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("neighbours", [0, 3])
-def test_answers_are_rated_as_the_text_would_be(model: Any, neighbours: int) -> None:
-    cache, whole = new_cache(model, ROOMY, neighbours), torch.empty(1, 0, dtype=torch.long)
+def test_answers_are_rated_as_the_text_would_be(model: Any) -> None:
+    cache, whole = new_cache(model, ROOMY), torch.empty(1, 0, dtype=torch.long)
     for turn in range(2):
         whole = torch.cat([whole, prompt(30 + turn, seed=turn)], dim=1)
         whole = generate(model, whole, cache=cache, **{**GREEDY, "max_new_tokens": 20})

@@ -34,10 +34,9 @@ ASKED: dict[str, Any] = {
     "output_logits": True,
     "return_dict_in_generate": True,
 }
-HEADS, NEAR = "heads", "heads that look at neighbours"
+HEADS = "heads"
 SCORERS = (
     HEADS,
-    NEAR,
     "random",
     "key_norm",
     "h2o",
@@ -156,9 +155,8 @@ def shape_of(family: str) -> tuple[int, int]:
 
 @once
 def scorer_of(name: str, family: str) -> Any:
-    if name in (HEADS, NEAR):
-        own = {"neighbours": 3} if name == NEAR else {}
-        return RetainingHeads.for_model(model_of(family), hidden_dim=12, seed=1, **own).double()
+    if name == HEADS:
+        return RetainingHeads.for_model(model_of(family), hidden_dim=12, seed=1).double()
     return scorers.get(name)
 
 

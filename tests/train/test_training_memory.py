@@ -68,21 +68,20 @@ def test_layers_add_nothing_but_gradients() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "hidden_dim", "answer", "neighbours", "dtype"),
+    ("changes", "hidden_dim", "answer", "dtype"),
     [
-        ({}, 64, 200, 0, torch.float32),
-        ({}, 256, 200, 0, torch.bfloat16),
-        (NARROW, 1024, 8, 3, torch.float32),
+        ({}, 64, 200, torch.float32),
+        ({}, 256, 200, torch.bfloat16),
+        (NARROW, 1024, 8, torch.float32),
     ],
-    ids=["cpu-512", "wide heads, bfloat16", "neighbours"],
+    ids=["cpu-512", "wide heads, bfloat16", "a narrow backbone"],
 )
-def test_the_plan_is_what_a_row_takes(changes: Any, hidden_dim: int, answer: int, neighbours: int, dtype: Any) -> None:
-    step = row(changes, hidden_dim, "log_attention", answer, neighbours=neighbours, dtype=dtype)
+def test_the_plan_is_what_a_row_takes(changes: Any, hidden_dim: int, answer: int, dtype: Any) -> None:
+    step = row(changes, hidden_dim, "log_attention", answer, dtype=dtype)
     plan = memory_plan(
         step.model.config,
         0,
         hidden_dim=hidden_dim,
-        neighbours=neighbours,
         dtype=dtype,
         autocast=dtype != torch.float32,
         tokens=TOKENS + answer,
