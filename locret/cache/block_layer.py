@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from locret.backbone.attention import Far, View
-from locret.backbone.chunk import Attended, Chunk, Projections
+from locret.backbone.chunk import Projections
 from locret.backbone.shape import LayerShape
 from locret.cache.blocks import Blocks
-from locret.cache.layer import Moment, RetentionLayer
-from locret.cache.store import EMPTY, SCORES, DenseStore
+from locret.cache.layer import RetentionLayer
+from locret.cache.store import EMPTY, SCORES, DenseStore, Part
 from locret.cache.units import Units, Workspace
 from locret.lookups.infllm import InfLLM, attention_column
 from locret.policy.selectors import KeptPerHead, PerHead, Stay
@@ -118,7 +118,7 @@ class BlockLayer(RetentionLayer):
             held=held,
             window=self.local,
             empty=self._empty(chosen, held, near),
-            tell=lambda near_mass, far_mass: self._note(near_mass, far_mass[..., held:]),
+            tell=lambda near_mass, _: self._note(near_mass),
         )
         turned = store.workspace.take((*store.keys.shape[:2], near, store.keys.shape[3]), store.capacity, store.keys)
         store.rotary.turn(store.keys[:, :, window], cos, sin, out=turned)
@@ -135,19 +135,16 @@ class BlockLayer(RetentionLayer):
         recalled = ~there.repeat_interleave(self.block, dim=-1)
         return torch.cat([units, recalled], dim=-1).to(self.store.keys.device)
 
-    def _note(self, near_mass: Tensor, recalled_mass: Tensor) -> None:
-        """Add the (B, N, near) attention of the window's units to their columns, and tell the tier what blocks got."""
+    def _note(self, near_mass: Tensor) -> None:
+        """Add the (B, N, near) attention of the window's units to their columns."""
         if self.blocks.counted:
             near_mass, self.blocks.counted = near_mass[..., -1:], False
         columns = self._attention()
         span = slice(self.store.fill - near_mass.shape[-1], self.store.fill)
         for column, mass in zip(columns, near_mass.unflatten(1, (-1, len(columns))).unbind(2), strict=True):
             column[:, :, span] += mass
-        self.blocks.note(recalled_mass)
 
-    def chunks(
-        self, layer: Attended, view: View, moment: Moment, newest_only: bool
-    ) -> Iterator[tuple[Chunk, tuple[int, int] | None]]:
+    def parts(self, view: View, new: int, newest_only: bool) -> Iterator[Part]:
         """Ask no scorer: a unit's place decides where it is."""
         return iter(())
 

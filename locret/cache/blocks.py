@@ -34,22 +34,21 @@ def representatives(keys: Tensor, attention: Tensor, repr_topk: int) -> Tensor:
 class Blocks(Units):
     """Blocks of one layer, per row of the batch as many as it has formed, as the completed numbers of `lookup` say.
 
-    Of its tensors `slots` are (B, C, blocks) where the copy of each block is, -1 for none, and `worth` what decides
-    which copy goes when another one is needed: when it was used ("lru"), or the attention that it got, which fades.
+    Of its tensors `slots` are (B, C, blocks) where the copy of each block is, -1 for none, and `used` when it was used
+    last: the copy that has waited longest goes when another one is needed.
     """
 
     once, counter, resident = None, "", False
-    uncounted = (*_AWAY, "counts", "slots", "worth")
+    uncounted = (*_AWAY, "counts", "slots", "used")
 
     def __init__(self, lookup: InfLLM) -> None:
         _, self.block, _, self.topk, self.cached, self.repr_topk = lookup.numbers
-        self.per_head, self.decay = lookup.per_head, lookup.decay
+        self.per_head = lookup.per_head
         self.tensors = {}
         self.moved = self._clock = 0
         """Bytes copied to the host and back."""
         self.counted = False
         """Whether the coming token has been fed before, so that the units before it have its attention already."""
-        self._chosen = torch.empty(0)
 
     @property
     def counts(self) -> list[int]:
@@ -75,7 +74,7 @@ class Blocks(Units):
         if units <= self.capacity:
             return
         self.capacity = -(-units // self.block) * self.block
-        for name, dim in {**_AWAY, "slots": 2, "worth": 2}.items() if self.tensors else ():
+        for name, dim in {**_AWAY, "slots": 2, "used": 2}.items() if self.tensors else ():
             held = self.tensors[name]
             shape = [*held.shape[:dim], self.capacity // self.block, *held.shape[dim + 1 :]]
             longer = torch.full(shape, -1, dtype=held.dtype, pin_memory=held.is_pinned())
@@ -97,7 +96,7 @@ class Blocks(Units):
             "vectors": torch.empty(batch, room, heads, keys.shape[-1], dtype=keys.dtype, pin_memory=keys.is_cuda),
             "counts": torch.zeros(batch, dtype=torch.int64),
             "slots": torch.full(choosers, -1, dtype=torch.int64),
-            "worth": torch.zeros(choosers, dtype=torch.float64),
+            "used": torch.zeros(choosers, dtype=torch.int64),
         }
 
     def add(self, row: int, keys: Tensor, values: Tensor, attention: Tensor) -> None:
@@ -132,7 +131,7 @@ class Blocks(Units):
 
         There is anything in the slots of a row beyond its own blocks.
         """
-        self._chosen = chosen = self.choose(query)
+        chosen = self.choose(query)
         self._clock += 1
         for row, by_chooser in enumerate(chosen):
             for chooser, blocks in enumerate(by_chooser):
@@ -149,33 +148,21 @@ class Blocks(Units):
 
     def _bring(self, row: int, chooser: int, blocks: Tensor) -> None:
         """Have copies of these blocks on the device."""
-        slots, worth = self.tensors["slots"][row, chooser], self.tensors["worth"][row, chooser]
+        slots, used = self.tensors["slots"][row, chooser], self.tensors["used"][row, chooser]
         missing = blocks[slots[blocks] < 0]
         free = sorted(set(range(self.cached)) - set(slots.tolist()))
         if (short := len(missing) - len(free)) > 0:
             others = (slots >= 0).index_fill(0, blocks, False).nonzero()[:, 0]
-            leaving = others[worth[others].argsort(stable=True)[:short]]
+            leaving = others[used[others].argsort(stable=True)[:short]]
             free += slots[leaving].tolist()
             slots[leaving] = -1
         slots[missing] = torch.tensor(free[: len(missing)], dtype=torch.int64)
-        if self.decay is None:
-            worth[blocks] = float(self._clock)
-        else:
-            worth[missing] = 0.0
+        used[blocks] = self._clock
         heads = slice(chooser, chooser + 1) if self.per_head else slice(None)
         for name in ("keys", "values") if len(missing) else ():
             near, brought = self.tensors[f"near_{name}"], self.tensors[name][row, heads].index_select(1, missing)
             near[row, heads, slots[missing].to(near.device)] = brought.to(near.device, non_blocking=True)
             self.moved += brought.nbytes
-
-    def note(self, attention: Tensor) -> None:
-        """Take note of the (B, N, R P) attention that what `recall` returned last got; for "lru-s" alone."""
-        worth = self.tensors["worth"]
-        if self.decay is None or not self._chosen.numel():
-            return
-        got = attention.unflatten(2, (-1, self.block)).sum(-1).unflatten(1, (worth.shape[1], -1)).sum(2)
-        got = got.to("cpu", torch.float64).masked_fill(self._chosen < 0, 0.0)
-        worth.mul_(self.decay).scatter_add_(2, self._chosen.clamp_min(0), got)
 
     def take_back(self) -> None:
         """Forget nothing: the units before the newest keep the attention that they got from it, once."""

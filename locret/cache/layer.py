@@ -6,18 +6,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from locret.backbone.attention import View
-from locret.backbone.chunk import Attended, Chunk, Projections, counting
+from locret.backbone.chunk import Projections
 from locret.cache.blocks import Blocks
 from locret.cache.host import HostTier
 from locret.cache.merging import Folding
-from locret.cache.store import POSITIONS, SCORES, DenseStore, Part, Store, UnitRanks
+from locret.cache.store import SCORES, DenseStore, Part, Store, UnitRanks
 from locret.cache.units import Units, Workspace
 from locret.policy.selectors import KeptPerHead, Selector, Stay
 
@@ -26,20 +25,6 @@ if TYPE_CHECKING:
 
 HOST = "host."
 """What the names of the second tier's tensors begin with."""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """What a reader knows about a forward pass in one layer, for its `Chunk`."""
-
-    positions: Tensor
-    """(1 or B, 1, L) original positions of the new tokens."""
-    next_position: int
-    stay: Stay | None
-    """What stays by the scores to come; None: nothing is selected."""
-    last: bool
-    generating: bool
-    prepared: Any
 
 
 class RetentionLayer(CacheLayerMixin):
@@ -109,50 +94,9 @@ class RetentionLayer(CacheLayerMixin):
         view = self.store.view(base)
         return view if projections.latent is None else self.store.side_by_side(view)
 
-    def chunks(
-        self, layer: Attended, view: View, moment: Moment, newest_only: bool
-    ) -> Iterator[tuple[Chunk, tuple[int, int] | None]]:
-        """Yield what a scorer is to rate, the new units alone if it will, and for which row and KV head; None: all."""
-        for part in self.store.parts(view, layer.new_tokens, newest_only):
-            yield self._chunk(layer, part, moment), part.where
-
-    def _chunk(self, layer: Attended, part: Part, moment: Moment) -> Chunk:
-        query, projections, positions = layer.query, layer.projections, moment.positions
-        learned_sinks = layer.learned_sinks
-        if part.where is not None:
-            row, head = part.where
-            group = query.shape[1] // layer.projections.shape.num_kv_heads
-            query = query[row : row + 1, head * group : (head + 1) * group]
-            projections = projections.of_head(row, head)
-            learned_sinks = None if learned_sinks is None else learned_sinks[head * group : (head + 1) * group]
-            positions = positions if len(positions) == 1 else positions[row : row + 1]
-        held, stay = part.keys.shape[2] - layer.new_tokens, moment.stay or Stay(part.keys.shape[2], 0, 0)
-        padded, row_start = self.store.row_start is not None, self.store.row_start
-        row_start = counting(1, query.device).expand(len(query)) if row_start is None else row_start
-        return Chunk(
-            layer_idx=layer.layer_idx,
-            query=query,
-            key=part.keys,
-            value=part.values,
-            scaling=layer.scaling,
-            softcap=layer.softcap,
-            learned_sinks=learned_sinks,
-            projections=projections,
-            positions=positions,
-            unit_positions=part.columns[POSITIONS],
-            stored_scores=part.columns[SCORES][..., :held],
-            columns={n: column for n, column in part.columns.items() if n not in (SCORES, POSITIONS)},
-            next_position=moment.next_position,
-            row_start=row_start,
-            padded=padded,
-            selects=moment.stay is not None,
-            budget=stay.budget,
-            recent=stay.recent,
-            sinks=stay.sinks,
-            last=moment.last,
-            generating=moment.generating,
-            prepared=moment.prepared,
-        )
+    def parts(self, view: View, new: int, newest_only: bool) -> Iterator[Part]:
+        """Yield what a scorer rates together of a view with `new` units per head; older ones if they matter."""
+        return self.store.parts(view, new, newest_only)
 
     def rate(
         self, scores: Tensor, columns: Mapping[str, Tensor] | None = None, where: tuple[int, int] | None = None

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import unwrap
 from locret.backbone.attention import MaskMemo, View
-from locret.backbone.chunk import Attended, Chunk, Projections
+from locret.backbone.chunk import Attended, Chunk, Projections, counting
 from locret.backbone.instrument import Observer, instrumented
 from locret.cache.digest import extended
-from locret.cache.layer import Moment, RetentionLayer
-from locret.cache.store import DenseStore
+from locret.cache.layer import RetentionLayer
+from locret.cache.store import POSITIONS, SCORES, DenseStore, Part
 from locret.cache.unscored import Unscored
 from locret.policy.selectors import Stay
 from locret.prefill_attention.blocked import SparseAttention
@@ -245,8 +245,8 @@ class Reader(Observer):
                 self._rate(nth, due)
             return
         stay, base = self._stay_now(nth), self.cache.next_position + layer.new_tokens
-        for chunk, where in held.chunks(layer, cast(View, view), self._moment(nth, layer, stay), self.scorer.causal):
-            held.rate(*self._rated(chunk), where)
+        for part in held.parts(cast(View, view), layer.new_tokens, self.scorer.causal):
+            held.rate(*self._rated(self._chunk(nth, layer, part, stay)), part.where)
         if stay is None or self.scorer.needs_hidden:
             return
         if layer.layer_idx in self.cache.backbone.lenders:
@@ -254,16 +254,42 @@ class Reader(Observer):
         else:
             held.evict(stay, base)
 
-    def _moment(self, nth: int, layer: Attended, stay: Stay | None) -> Moment:
-        """Return what the scorer is told besides what the layer has computed."""
+    def _chunk(self, nth: int, layer: Attended, part: Part, stay: Stay | None) -> Chunk:
+        """Return what the scorer is given of a layer, or of one head of one row."""
+        query, projections, learned_sinks = layer.query, layer.projections, layer.learned_sinks
+        positions, start = cast(Tensor, self._positions).to(layer.key.device), self.layers[nth].store.row_start
+        if part.where is not None:
+            row, head = part.where
+            group = query.shape[1] // projections.shape.num_kv_heads
+            own = slice(head * group, (head + 1) * group)
+            query, projections = query[row : row + 1, own], projections.of_head(row, head)
+            learned_sinks = None if learned_sinks is None else learned_sinks[own]
+            positions = positions if len(positions) == 1 else positions[row : row + 1]
         most = None if self._evicting else self.limits.most_answering(nth)
         if most is not None and stay is None and self.layers[nth].fill >= most:
             # The next token will find no room: these are the scores that decide what makes way for it.
             stay = self.limits.answering(nth, 1)
-        return Moment(
-            positions=cast(Tensor, self._positions).to(layer.key.device),
+        staying = stay or Stay(part.keys.shape[2], 0, 0)
+        return Chunk(
+            layer_idx=layer.layer_idx,
+            query=query,
+            key=part.keys,
+            value=part.values,
+            scaling=layer.scaling,
+            softcap=layer.softcap,
+            learned_sinks=learned_sinks,
+            projections=projections,
+            positions=positions,
+            unit_positions=part.columns[POSITIONS],
+            stored_scores=part.columns[SCORES][..., : part.keys.shape[2] - layer.new_tokens],
+            columns={n: column for n, column in part.columns.items() if n not in (SCORES, POSITIONS)},
             next_position=self.cache.next_position + layer.new_tokens,
-            stay=stay,
+            row_start=counting(1, query.device).expand(len(query)) if start is None else start,
+            padded=start is not None,
+            selects=stay is not None,
+            budget=staying.budget,
+            recent=staying.recent,
+            sinks=staying.sinks,
             last=self._last,
             generating=self.answering,
             prepared=self.cache.prepared,

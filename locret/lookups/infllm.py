@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
 
-from locret.base.fields import SHARE, Range
+from locret.base.fields import Range
 from locret.base.nearest import nearest
 from locret.base.registry import Chosen
 
@@ -25,9 +25,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "minicpm": {"block": 128, "init": 128, "local": 2048, "topk": 16, "repr_topk": 4, "cached": 32},
         "mistral": {"block": 128, "init": 128, "local": 4096, "topk": 16, "repr_topk": 4, "cached": 32},
         "mistral-12k": {
-            "block": 128, "init": 128, "local": 4096, "topk": 64, "repr_topk": 4, "cached": 128, "decay": 0.1,
+            "block": 128, "init": 128, "local": 4096, "topk": 64, "repr_topk": 4, "cached": 128,
         },
-        "vicuna": {"block": 128, "init": 128, "local": 2048, "topk": 16, "repr_topk": 4, "cached": 32, "decay": 0.1},
+        "vicuna": {"block": 128, "init": 128, "local": 2048, "topk": 16, "repr_topk": 4, "cached": 32},
         "omnikv-longbench": {"block": 32, "init": 128, "local": 1024, "topk": 16, "repr_topk": 4, "cached": 16},
         "omnikv-infinitebench": {"block": 128, "init": 128, "local": 4096, "topk": 64, "repr_topk": 4, "cached": 768},
     }
@@ -53,7 +53,7 @@ class InfLLM(Chosen):
 
     kind: ClassVar[str] = "lookup"
     name: ClassVar[str] = "infllm"
-    ranges = {**dict.fromkeys(_NUMBERS, Range(1)), "init": Range(0), "decay": SHARE}
+    ranges = {**dict.fromkeys(_NUMBERS, Range(1)), "init": Range(0)}
 
     preset: str | None = None
     """Published settings to start from: llama-3, minicpm, mistral, mistral-12k, vicuna, omnikv-longbench or
@@ -70,9 +70,6 @@ class InfLLM(Chosen):
     """Blocks that may lie on the device (32, twice topk; at most as many as make up the window)."""
     repr_topk: int | None = None
     """Tokens whose mean key stands for a block (4)."""
-    decay: float | None = None
-    """Which block leaves the device: none, the one not used for longest ("lru"); a number, the one with the least
-    attention, which fades by this factor in every step ("lru-s")."""
     per_head: bool = False
     """Whether each KV head chooses its own blocks, or all heads of a layer the same."""
 

@@ -80,7 +80,6 @@ def test_one_number_is_enough() -> None:
         ({"local": 0}, "local=0 is too small; it must be 1 or more"),
         ({"topk": 9, "cached": 8}, "topk=9 is above cached=8, but more blocks would be seen than may lie"),
         ({"repr_topk": 9, "block": 8}, "repr_topk=9 is above block=8, but a block has no more tokens"),
-        ({"decay": 1.5}, "decay=1.5 is not a share; it must lie between 0 and 1"),
         ({"preset": "llama3"}, 'preset="llama3" is unknown; did you mean llama-3?'),
         ({"block": "x"}, "block='x' is not a whole number"),
     ],
@@ -105,7 +104,7 @@ def test_numbers_beyond_the_budget_are_refused() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 3, 15, 16, 20, 44])
-@pytest.mark.parametrize("options", ["", ",per_head=true", ",decay=0.5"])
+@pytest.mark.parametrize("options", ["", ",per_head=true"])
 @torch.no_grad()
 def test_reading_equals_the_oracle(options: str, length: int) -> None:
     """Shorter than the first tokens, as long as these and the window, a block more or less, many execution blocks."""
