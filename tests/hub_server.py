@@ -1,8 +1,8 @@
 """A Hugging Face Hub on the loopback interface, for the real huggingface_hub client.
 
 It speaks what the client uses to publish, to find and to load a model: creating repositories and branches, the check
-of the card's YAML, preupload, commits and pull requests, repository info, file lists, the list of models by tags, and
-downloads. All files are small ones. The files of a data set are those of the repository "datasets/org/name".
+of the card's YAML, preupload, commits and pull requests, repository info, the list of models by tags, and downloads.
+All files are small ones. The files of a data set are those of the repository "datasets/org/name".
 """
 
 from __future__ import annotations
@@ -63,19 +63,6 @@ class HubServer:
         self._http.server_close()
         self._thread.join()
 
-    def environment(self, token: str | None = WRITE_TOKEN) -> dict[str, str]:
-        """Return the variables that point a child process at this server."""
-        # An empty HF_TOKEN counts as none; the child must not find one in the home folder either.
-        return {
-            "HF_ENDPOINT": self.url,
-            "HF_TOKEN": token or "",
-            "HF_TOKEN_PATH": "/nonexistent/token",
-            "HF_HUB_DISABLE_XET": "1",
-            "HF_HUB_OFFLINE": "0",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "NO_PROXY": "127.0.0.1,localhost",
-        }
-
 
 class Refused(Exception):
     """An answer other than 200."""
@@ -98,12 +85,7 @@ class _Handler(BaseHTTPRequestHandler):
         ("POST", r"/api/models/([^/]+/[^/]+)/branch/([^/]+)", "create_branch"),
         ("POST", r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)", "preupload"),
         ("POST", r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", "commit"),
-        ("GET", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)", "tree"),
-        ("GET", r"/api/(datasets/[^/]+/[^/]+)/tree/([^/]+)", "tree"),
-        ("GET", r"/api/(datasets/[^/]+/[^/]+)/tree/([^/]+)/(.+)", "tree"),
-        ("POST", r"/api/(datasets/[^/]+/[^/]+)/paths-info/([^/]+)", "paths_info"),
         ("GET", r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", "info"),
-        ("GET", r"/api/(datasets/[^/]+/[^/]+)/revision/([^/]+)", "info"),
         ("GET", r"/api/models/([^/]+/[^/]+)", "info"),
         ("GET", r"/api/models", "list_models"),
         ("GET|HEAD", r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
@@ -234,7 +216,6 @@ class _Handler(BaseHTTPRequestHandler):
     def info(self, name: str, revision: str = "main") -> None:
         repo, commit = self.find(name, revision)
         siblings = [{"rfilename": path} for path in repo.commits[commit]]
-        name = name.removeprefix("datasets/")
         self.answer(
             {"id": name, "modelId": name, "sha": commit, "private": repo.private, "siblings": siblings, "tags": []}
         )
@@ -251,19 +232,6 @@ class _Handler(BaseHTTPRequestHandler):
                 facts = {"id": name, "modelId": name, "tags": tags, "downloads": repo.downloads, "private": False}
                 found.append({**facts, "cardData": card, "siblings": []})
         self.answer(found)
-
-    def tree(self, name: str, revision: str, folder: str = "") -> None:
-        repo, commit = self.find(name, revision)
-        files = [(path, content) for path, content in repo.commits[commit].items() if path.startswith(folder)]
-        if folder and not files:
-            raise Refused(404, "Entry not found", "EntryNotFound")
-        self.answer([{"type": "file", "path": p, "size": len(c), "oid": git_oid(c)} for p, c in files])
-
-    def paths_info(self, name: str, revision: str) -> None:
-        repo, commit = self.find(name, revision)
-        asked = parse_qs(self.body.decode())["paths"] if b"=" in self.body else self.json_body()["paths"]
-        files = {path: content for path, content in repo.commits[commit].items() if path in asked}
-        self.answer([{"type": "file", "path": p, "size": len(c), "oid": git_oid(c)} for p, c in files.items()])
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         repo, commit = self.find(name, revision)

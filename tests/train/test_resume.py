@@ -13,8 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
-from training_cases import refused, train, train_arguments, write_rows
+from training_cases import equal, records, refused, train, train_arguments, weights, write_rows
 
 from locret import RetainingHeads
 from locret.train import checkpointing, resumed
@@ -56,14 +55,7 @@ def broken_off(straight: Path, folder: Path) -> Path:
 
 def log(folder: Path) -> list[dict[str, Any]]:
     timed = ("tokens_per_second", "memory_bytes")
-    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in record.items() if name not in timed} for record in records]
-
-
-def assert_same_heads(one: Path, other: Path) -> None:
-    ours, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+    return [{name: value for name, value in record.items() if name not in timed} for record in records(folder)]
 
 
 @pytest.mark.parametrize("form", ["--output RUN --resume", "--resume CHECKPOINT", "--resume=RUN --lr"])
@@ -72,7 +64,7 @@ def test_a_run_is_resumed_from_its_folder_alone(straight: Path, tmp_path: Path, 
     run = broken_off(straight, tmp_path / "run")
     given = form.replace("RUN", str(run)).replace("CHECKPOINT", str(run / "checkpoint-3")).replace("--lr", "--lr=1e-3")
     assert again(given.split()) == 0
-    assert_same_heads(straight, run)
+    assert equal(weights(straight), weights(run))
     assert log(run) == log(straight)
     assert not list(run.glob(".*"))
     states = [checkpointing.read(folder / "checkpoint-6") for folder in (straight, run)]
@@ -176,7 +168,7 @@ def test_a_damaged_record_is_one_sentence_with_a_way_out_that_works(
     assert message.endswith(f"give all options of that run with --output {run} --resume auto")
     options = ["--lr=1.0e-3", "--save-every=3", "--eval-every=2", "--resume=auto"]
     assert train((paths[0], rows), run, *options) == 0
-    assert_same_heads(straight, run)
+    assert equal(weights(straight), weights(run))
 
 
 def test_a_run_of_an_earlier_version_goes_on_without_retired_options(tmp_path: Path) -> None:

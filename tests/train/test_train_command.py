@@ -10,7 +10,17 @@ import pytest
 import torch
 import yaml
 from embedded import tiny_tokenizer
-from training_cases import refused, token_ids, train, train_arguments, write_backbone, write_rows
+from training_cases import (
+    equal,
+    records,
+    refused,
+    token_ids,
+    train,
+    train_arguments,
+    weights,
+    write_backbone,
+    write_rows,
+)
 from transformers import Phi3Config
 
 from locret import RetainingHeads
@@ -31,18 +41,6 @@ RECIPES = sorted((REPOSITORY / "recipes" / "train").rglob("*.yaml"))
 def load_backbone(folder: Path, adapter: str | None = None) -> torch.nn.Module:
     source = BackboneSource(model=str(folder), adapter=adapter)
     return load_model(source, load_config(source), torch.device("cpu"), torch.float32)
-
-
-def records(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return RetainingHeads.from_pretrained(folder).state_dict()
-
-
-def equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return all(torch.equal(weight, other[name]) for name, weight in one.items())
 
 
 # -- options and plan ------------------------------------------------------------------------------------------------

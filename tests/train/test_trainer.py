@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -15,8 +14,7 @@ from typing import Any
 import oracle as reference
 import pytest
 import torch
-from safetensors.torch import load_file
-from training_cases import train, train_arguments, write_rows
+from training_cases import records, train, train_arguments, weights, write_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 
 from locret import RetainingHeads
@@ -26,19 +24,8 @@ from locret.train import checkpointing
 from locret.train.loss import retention_loss
 
 
-def records(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
-
-
 def losses(output: Path) -> list[tuple[float, ...]]:
     return [(r["step"], r["total"], r["regression"], r["smoothness"], *r["overlap_per_layer"]) for r in records(output)]
-
-
-def assert_same_weights(one: Path, other: Path, tolerance: float = 0.0) -> None:
-    ours, theirs = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
-    assert ours.keys() == theirs.keys()
-    for name, weight in ours.items():
-        torch.testing.assert_close(weight, theirs[name], atol=tolerance, rtol=0, msg=name)
 
 
 def test_training_on_two_rows_has_the_losses_of_the_oracle(paths: tuple[Path, Path], tmp_path: Path) -> None:
@@ -97,7 +84,8 @@ def test_two_processes_do_what_one_does_with_accumulation(paths: tuple[Path, Pat
     arguments = ["-m", "locret.train.command", *train_arguments(paths, tmp_path / "two", *options)]
     done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=200, env=cpu_environment())
     assert done.returncode == 0, done.stderr[-3000:]
-    assert_same_weights(tmp_path / "one", tmp_path / "two", tolerance=1e-6)
+    one, two = (weights(tmp_path / name) for name in ("one", "two"))
+    assert all(torch.allclose(weight, two[name], atol=1e-6, rtol=0) for name, weight in one.items())
     for one, two in zip(losses(tmp_path / "one"), losses(tmp_path / "two"), strict=True):
         assert one == pytest.approx(two, abs=1e-5)
     assert [r["tokens"] for r in records(tmp_path / "one")] == [r["tokens"] for r in records(tmp_path / "two")]

@@ -103,6 +103,19 @@ def write_rows(path: Path, rows: int = 6) -> Path:
     return path
 
 
+def records(output: Path) -> list[dict[str, Any]]:
+    """Return the log of a run."""
+    return [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return RetainingHeads.from_pretrained(folder).state_dict()
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(weight, other[name]) for name, weight in one.items())
+
+
 def loss_of(kind: str = "logit", **more: Any) -> Loss:
     """What `answer_labels` calls kind, and what `retention_loss` takes, as one object."""
     return Loss(label_kind=kind, **more)
