@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -39,8 +39,6 @@ from locret.policy.budget import full_bytes
 from locret.policy.protection import Span
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from locret.conversation.model import LongContextModel
 
 _SPEAKING = "this chat is answering; go on when that answer has ended, or with another chat of the same context"
@@ -70,13 +68,7 @@ _GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
-def answer_settings(
-    model: nn.Module,
-    tokenizer: PreTrainedTokenizerBase,
-    end_ids: Sequence[int],
-    max_new_tokens: int,
-    options: dict[str, Any],
-) -> dict[str, Any]:
+def answer_settings(lm: LongContextModel, max_new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `locret.generate` for one answer, from the options of `model.generate`.
 
     Raises:
@@ -95,9 +87,9 @@ def answer_settings(
             if "do_sample" in options and options.get(name, 0) not in (0, _GREEDY.get(name)):
                 raise Refusal(name, repr(options[name]), "has no effect with do_sample=False; leave one of them out")
         settings |= _GREEDY
-    checked_options(unwrap(model), dict(settings))
-    pad = tokenizer.pad_token_id
-    settings.setdefault("pad_token_id", pad if pad is not None else next(iter(end_ids), None))
+    checked_options(unwrap(lm.model), dict(settings))
+    pad = lm.tokenizer.pad_token_id
+    settings.setdefault("pad_token_id", pad if pad is not None else next(iter(lm.end_ids), None))
     return settings
 
 
@@ -120,7 +112,6 @@ class Measured:
     planned_host_bytes: int
     """Of the second tier in host memory, without indexes; 0 without one."""
     host_bytes: int
-    """Of the second tier in a file."""
     moved_bytes: int
     """Fetched from the second tier, for the prompt's last tokens and the answer."""
     peak_device_bytes: int | None

@@ -206,13 +206,15 @@ class TokenStream:
                     yield from self._taken(block)
 
     def hold(self) -> Iterator[list[int]]:
-        """Yield the tokens of all but the last words, which wait for the text that follows them."""
+        """Yield the tokens of all but the last words, which wait for what follows; all of a text too short for that."""
         margin = min(HELD, len(self.pending) // 4)
         block = _cut(self.tokenizer, self.context, self.pending, margin, within_words=margin == HELD)
         if block is None and len(self.pending) > self.margin:
             block = _forced_cut(self.tokenizer, self.context, self.pending, HELD)
         if block is not None:
             yield from self._taken(block)
+        elif not self.context:
+            yield self.finish()
 
     def rest(self, text: str) -> list[int]:
         """Return the tokens of all that waits and of a last text."""

@@ -6,6 +6,7 @@ import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -251,10 +252,6 @@ class LongContextModel:
         """Return an empty cache."""
         return RetentionCache(self.model, self.scorer, self.policy, store=self.store)
 
-    def writes_system(self, system: str) -> bool:
-        """Return whether the template writes something of a system message."""
-        return self._transcript(system).system_tokens() > 0
-
     def tokens(self, document: Document, *, system: str | None = None) -> Iterator[list[int]]:
         """Yield the token ids that `read_into` feeds."""
         return self._ids(document, self._transcript(system), TokenStream(self.tokenizer), ReadingBar(document, False))
@@ -419,13 +416,9 @@ class LongContextModel:
             pieces = pieces if transcript.raw else all_as_text(self.tokenizer, pieces)
             if (first := next(pieces, None)) is None:
                 raise ValueError(f"{document.name} is empty; give a text to read")
-            some = False
-            for blocks in (stream.add([opening, first]), stream.add(pieces), *((stream.hold(),) if hold else ())):
-                for block in blocks:
-                    some = True
-                    yield block
-            if hold and not some:  # too short to be cut
-                yield stream.finish()
+            yield from stream.add(chain([opening, first], pieces))
+            if hold:
+                yield from stream.hold()
 
     def _given(self, opening: str, ids: Any, stream: TokenStream) -> Iterator[list[int]]:
         """Yield the opening and ids that a user gave, without a begin of text of their own."""
@@ -454,7 +447,7 @@ class LongContextModel:
 
     def settings(self, max_new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of `locret.generate` for one answer; see `answer_settings`."""
-        return answer_settings(self.model, self.tokenizer, self.end_ids, max_new_tokens, options)
+        return answer_settings(self, max_new_tokens, options)
 
     @property
     def end_ids(self) -> list[int]:
@@ -511,15 +504,9 @@ class LongContextModel:
 
 def _warn_of_positions(backbone: Backbone, policy: RetentionPolicy) -> None:
     """Say that a text goes beyond the positions the backbone was trained on."""
-    way_out = (
-        "shorten the prompt"
-        if backbone.slides
-        else "use compact positions, which number the kept units only"
-        if policy.positions == "original"
-        else "lower budget or chunk_size"
-        if policy.when == "chunk"
-        else "evict after each chunk, which holds fewer units"
-    )
+    way_out = "shorten the prompt, or hold fewer units at a time"
+    if policy.positions == "original" and not backbone.slides:
+        way_out = "use compact positions, which number the kept units only"
     warnings.warn(
         f"rotary positions reach beyond {backbone.max_positions}, the longest context of this backbone, where its "
         f"answers usually fall apart; reading goes on, but {way_out}",

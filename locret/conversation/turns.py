@@ -294,30 +294,24 @@ def saved_talk(path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary:
 
 def checked_notes(notes: Any, path: str | Path, vocabulary: int) -> Protection:
     """Return what notes say of protection; refuse what a context would not have written."""
-
-    def waits(value: Any) -> bool:
-        return is_text(value) and len(value) <= LONGEST_PENDING
-
-    def are_turns(value: Any) -> bool:
-        roles = [turn[0] for turn in value if len(turn) == 2 and is_text(turn[1])]
-        return isinstance(value, list) and roles == ["user", "assistant"] * (len(value) // 2) and len(value) % 2 == 0
-
-    checks: dict[str, Callable[[Any], bool]] = {
-        **dict.fromkeys(("name", "template"), lambda value: isinstance(value, str)),
-        **dict.fromkeys(("context", "pending"), waits),
-        "system": lambda value: value is None or is_text(value),
-        "turns": are_turns,
-        "unread": lambda value: all(type(one) is int and 0 <= one < vocabulary for one in [*value]),
-    }
-    for name, fits in checks.items():
-        with suppress(TypeError, KeyError, IndexError):
-            if fits(notes[name]):
-                continue
-        raise ValueError(f"{path} is damaged: its conversation has no {name} that could be right; save it again")
+    why: Any = "its conversation is none that was written"
     try:
-        return protection_from(notes)
+        context, pending, turns, system = (notes[name] for name in ("context", "pending", "turns", "system"))
+        said = [text for _, text in turns]
+        texts = [notes["name"], notes["template"], context, pending, "" if system is None else system, *said]
+        roles = ["user", "assistant"] * (len(turns) // 2)
+        if (
+            all(map(is_text, texts))
+            and max(len(context), len(pending)) <= LONGEST_PENDING
+            and [role for role, _ in turns] == roles
+            and all(type(one) is int and 0 <= one < vocabulary for one in notes["unread"])
+        ):
+            return protection_from(notes)
+    except KeyError as error:
+        why = f"its conversation has no {error}"
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path} is damaged: {error}; save it again") from error
+        why = error
+    raise ValueError(f"{path} is damaged: {why}; save it again")
 
 
 # -- whole conversations ----------------------------------------------------------------------------------------------

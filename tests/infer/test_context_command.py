@@ -201,7 +201,7 @@ def test_other_heads_ask_only_if_that_is_allowed(context: Run, pair: list, file:
 @pytest.mark.parametrize(
     ("notes", "message"),
     [
-        ({"turns": 5}, "its conversation has no turns"),
+        ({"turns": 5}, "is damaged"),
         ({"messages": 3}, "is damaged"),
     ],
 )
