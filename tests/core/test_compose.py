@@ -85,15 +85,20 @@ def test_joined_units_are_those_of_the_oracle(family: str, budget: int | None, s
     assert whole.next_position == exported.get_seq_length() == whole.memory().units
 
 
-def test_the_first_layer_of_a_composed_context_is_that_of_one_read_of_both(lm: LongContextModel) -> None:
-    """Its keys know of no other token, so with everything kept it is all the same."""
+@pytest.mark.parametrize(
+    ("template", "system"), [("chat", None), ("none", None), ("original", "Be brief."), ("chat", "Be brief.")]
+)
+def test_the_first_layer_of_a_composed_context_is_that_of_one_read_of_both(
+    lm: LongContextModel, template: str, system: str | None
+) -> None:
+    """Its keys know of no other token, so with everything kept it is all the same; the opening stands there once."""
     everything = RetentionPolicy(budget=2000, chunk_size=2000)
-    whole = LongContextModel(lm.model, lm.tokenizer, lm.scorer, everything)
-    apart = locret.compose(whole.read([FIRST, SECOND]))
-    together = whole.read(FIRST.strip() + "\n\n" + SECOND.strip())
+    whole = LongContextModel(lm.model, lm.tokenizer, lm.scorer, everything, template=template)
+    apart = locret.compose([whole.read(text, system=system) for text in (FIRST.strip(), SECOND.strip())])
+    together = whole.read(FIRST.strip() + "\n\n" + SECOND.strip(), system=system)
     assert apart.cache.seen == together.cache.seen
     assert apart.talk.ids == together.talk.ids, "what options such as repetition_penalty look back at"
-    ours, theirs = apart.to_dynamic_cache().layers[0], together.to_dynamic_cache().layers[0]
+    ours, theirs = (context.to_dynamic_cache().layers[0] for context in (apart, together))
     torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=0)
     torch.testing.assert_close(ours.values, theirs.values, atol=1e-5, rtol=0)
     assert torch.equal(apart.question_ids("Who?"), together.question_ids("Who?"))
@@ -270,24 +275,3 @@ def test_a_shrunk_context_is_what_an_eviction_leaves(both: list[Context], budget
     assert small.cache.policy.budget == budget
     assert small.ask("Who?", max_new_tokens=4) is not None
     small.chat().say("x " * 200, max_new_tokens=4)
-
-
-# -- merge ------------------------------------------------------------------------------------------------------------
-
-
-# -- how exactly a rotation is undone ---------------------------------------------------------------------------------
-
-
-# -- everything else that a cache may be ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("template", "system"), [("none", None), ("original", "Be brief."), ("chat", "Be brief.")])
-def test_every_template_has_one_opening(lm: LongContextModel, template: str, system: str | None) -> None:
-    everything = RetentionPolicy(budget=2000, chunk_size=2000)
-    whole = LongContextModel(lm.model, lm.tokenizer, lm.scorer, everything, template=template)
-    apart = locret.compose([whole.read(text, system=system) for text in (FIRST.strip(), SECOND.strip())])
-    together = whole.read(FIRST.strip() + "\n\n" + SECOND.strip(), system=system)
-    assert apart.cache.seen == together.cache.seen
-    ours, theirs = (context.to_dynamic_cache().layers[0] for context in (apart, together))
-    torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=0)
-    assert torch.equal(apart.question_ids("Who?"), together.question_ids("Who?"))
