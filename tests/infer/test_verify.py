@@ -1,30 +1,189 @@
-"""`locret-verify`: no false alarm on any family, and the command's own manners."""
+"""`locret-verify`: every planted fault is found by a check that says what is wrong, and by no check beside it; where
+nothing is planted no family and no policy raises an alarm; and the command's own manners.
+"""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from locret import RetainingHeads, RetentionPolicy
+import locret.backbone.attention
+import locret.cache.export
+import locret.policy.selectors
+from locret import RetainingHeads, RetentionCache, RetentionPolicy
+from locret.backbone.chunk import Projections
+from locret.cache.limits import Limits
+from locret.cache.store import DenseStore
 from locret.infer.verify import command, verify
 from locret.infer.verify.checks import CHECKS
+from locret.lookups.exact import ExactLookup
+from locret.policy import budget as budgets
+from locret.policy.selectors import Stay
+from locret.scorers import RetainingHeadScorer
+from locret.token_ids import Stream
 
 sys.path.append(str(Path(__file__).parents[1] / "core"))
 
 from families import FAMILIES, build
 from registry import random_model, tiny_config
 
+POLICY = RetentionPolicy(budget=24, chunk_size=12, stabilizers=6, local_len=4)
+TIERS = POLICY.changed(host_budget=32, recall=4)
+EVERYTHING = {"full-budget", "batch", "eviction", "prefix", "training-scores"}
+"""Checks that compare what is computed, all of which a fault in computing may show in."""
+GUARDS = {"budget", "bytes"}
+"""Checks that run beside those which a fault is for, and must not cry too."""
+BIAS = 0.5
+TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault, the checks that must find it, and those that may."""
+
+    home: Any
+    name: str
+    change: Callable[..., Any]
+    """Stands for that function of the engine, which is its first argument, or takes (`after`) what that returned."""
+    found_by: set[str]
+    perhaps: frozenset[str] | set[str] = frozenset()
+    after: bool = False
+    family: str = "llama"
+    policy: RetentionPolicy = POLICY
+
+    def plant(self, patch: pytest.MonkeyPatch) -> None:
+        own = getattr(self.home, self.name)
+
+        def other(*args: Any, **kwargs: Any) -> Any:
+            return self.change(own(*args, **kwargs) if self.after else partial(own, **kwargs), *args)
+
+        patch.setattr(self.home, self.name, other)
+
+
+def padding_shifted(found: tuple[Tensor, Tensor], cache: RetentionCache, *_: Any) -> tuple[Tensor, Tensor]:
+    original, rotary = found
+    return original, rotary + (0 if cache.pad is None else (cache.pad > 0).long()[:, None])
+
+
+def growing_memory(own: Any, store: Any, *more: Any) -> None:
+    own(store, *more)
+    store.reserve(store.capacity + 8)
+
+
+def values_lost(found: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
+    return {name: held.roll(1, 1) if name == "values" else held for name, held in found.items()}
+
+
+ATTEND = locret.backbone.attention, "_attend"
+FAULTS = {
+    "sinks and stabilizers dropped": Fault(
+        *(locret.policy.selectors, "pinned_units", lambda found, *_: torch.zeros_like(found)), {"budget"}, after=True
+    ),
+    "rotation off by one": Fault(
+        *(DenseStore, "rotate", lambda own, store, base, *more: own(store, base + 1, *more)), {"eviction"}, EVERYTHING
+    ),
+    "budget ignored": Fault(
+        *(Limits, "after_chunk", lambda stay, *_: Stay(10**6, stay.recent, stay.sinks)),
+        {"budget"},
+        {"bytes"},
+        after=True,
+    ),
+    "padding rows shifted": Fault(RetentionCache, "number", padding_shifted, {"batch"}, after=True),
+    "a token dropped at a chunk's boundary": Fault(
+        *(Stream, "take", lambda own, stream, count: own(stream, count)[:, int(5 < count < 14) :]),
+        *({"full-budget"}, EVERYTHING | GUARDS),
+    ),
+    "planned bytes lie": Fault(budgets, "unit_bytes", lambda found, *_: found - 8, {"bytes"}, after=True),
+    "memory grows": Fault(DenseStore, "keep", growing_memory, {"bytes"}),
+    "values of another head": Fault(
+        *(DenseStore, "_write", lambda own, store, span, keys, values: own(store, span, keys, values.roll(1, 1))),
+        *({"full-budget"}, EVERYTHING),
+    ),
+    "query groups swapped": Fault(
+        *(*ATTEND, lambda own, query, *more: own(query.roll(1, 1), *more).roll(-1, 1)),
+        *({"full-budget", "eviction"}, EVERYTHING),
+    ),
+    "scores of another arithmetic": Fault(
+        *(RetainingHeadScorer, "score_features", lambda own, scorer, heads, nth, x: own(scorer, heads, nth, x / 2)),
+        {"training-scores"},
+    ),
+    "an interrupted read not refused": Fault(RetentionCache, "check_whole", lambda *_: None, {"save"}),
+    "the worst units recalled": Fault(
+        *(ExactLookup, "choose", lambda own, lookup, ask: own(lookup, replace(ask, query=-ask.query))),
+        {"second-tier"},
+        policy=TIERS,
+    ),
+    "heads' features without the keys' bias": Fault(
+        *(Projections, "feature_parts", lambda found, *_: [found[0], found[1] - BIAS, found[2]]),
+        {"training-scores"},
+        after=True,
+        family="qwen2",
+    ),
+    "values of another head in a file": Fault(DenseStore, "state", values_lost, {"save"}, after=True),
+    "a prefix rotated wrongly": Fault(
+        locret.cache.export, "turned_back", lambda own, keys, rotary, now: own(keys, rotary, now + 1), {"prefix"}
+    ),
+    "noise in every pass": Fault(
+        *ATTEND, lambda found, *_: found + 1e-7 * torch.randn_like(found), {"determinism"}, {"save"}, after=True
+    ),
+}
+
+
+def report_of(policy: RetentionPolicy, only: Collection[str] = (), family: str = "llama") -> Any:
+    model = build(family)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # which are made as zeros
+            torch.nn.init.constant_(parameter, BIAS)
+    return verify(model, RetainingHeads.for_model(model, hidden_dim=12, seed=0), policy, tokens=88, only=only)
+
+
+def test_nothing_is_found_where_nothing_is_planted() -> None:
+    report = report_of(POLICY, family="qwen2")
+    assert report.ok, report.table()
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fault = FAULTS[name]
+    fault.plant(monkeypatch)
+    report = report_of(fault.policy, fault.found_by | GUARDS, fault.family)
+    found = {row.check for row in report.failures}
+    shown = [(row.check, row.compared, row.measured, row.tolerance, row.why) for row in report.failures]
+    assert found >= fault.found_by, shown
+    assert found <= fault.found_by | set(fault.perhaps), shown
+    assert not report.ok
+    assert all(row.means for row in report.failures)
+    compared = {row.check for row in report.failures if row.measured is not None}
+    assert compared >= fault.found_by, "by a comparison, not by breaking"
+
+
+@pytest.mark.parametrize("where", ["hidden states", "logits"])
+def test_numbers_that_are_not_finite_are_said_before_anything_is_compared(where: str) -> None:
+    model = build("llama")
+    module = model.lm_head if where == "logits" else model.model.norm
+    module.register_forward_hook(lambda _module, _args, out: out.index_fill(-1, torch.tensor(3), torch.inf))
+    report = verify(model, "snapkv", POLICY, tokens=88, only=("bytes", "determinism"))
+    assert [(row.check, row.measured) for row in report.failures] == [
+        ("backbone", f"NaN or infinite {where} in float32")
+    ]
+    assert len(report.rows) == 1
+    assert "--dtype float32 or bfloat16" in str(report)
+
+
 KINDS = (
     *("llama-mqa", "phi3-longrope", "olmo3", "qwen3-moe", "gpt-oss"),
     # Neighbours as pairs; layers that do not rotate; latent attention; layers of different shapes.
     *("glm4", "cohere2", "deepseek_v3", "gemma4_text"),
 )
-TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
 
 
 @pytest.mark.parametrize(("number", "family"), list(enumerate(KINDS)), ids=KINDS)
@@ -51,8 +210,7 @@ def test_no_family_raises_a_false_alarm(number: int, family: str) -> None:
 )
 def test_no_policy_raises_a_false_alarm(changes: dict[str, Any]) -> None:
     model = build("qwen3")
-    policy = RetentionPolicy(**{"budget": 24, "chunk_size": 12, "stabilizers": 6, "local_len": 4, **changes})
-    report = verify(model, RetainingHeads.for_model(model, hidden_dim=12, seed=0), policy, tokens=88)
+    report = verify(model, RetainingHeads.for_model(model, hidden_dim=12, seed=0), POLICY.changed(**changes), tokens=88)
     assert report.ok, report.table()
 
 
