@@ -191,26 +191,13 @@ def test_essays_come_from_the_data_folder_and_are_repeated_where_they_are_too_sh
         row("niah/passkey", 400, data_dir=tmp_path / "no")
 
 
-SQUAD = {
-    "data": [
-        {
-            "paragraphs": [
-                {
-                    "context": f"Paragraph {article}{part}.",
-                    "qas": [
-                        {
-                            "question": f"What is {article}{part}?",
-                            "answers": [{"text": f"Answer {article}{part}"}, {"text": "It"}],
-                            "is_impossible": part == 2,
-                        }
-                    ],
-                }
-                for part in range(3)
-            ]
-        }
-        for article in "ab"
-    ]
-}
+def paragraph(name: str, impossible: bool) -> dict[str, Any]:
+    answers = [{"text": f"Answer {name}"}, {"text": "It"}]
+    asked = {"question": f"What is {name}?", "answers": answers, "is_impossible": impossible}
+    return {"context": f"Paragraph {name}.", "qas": [asked]}
+
+
+SQUAD = {"data": [{"paragraphs": [paragraph(f"{article}{part}", part == 2) for part in range(3)]} for article in "ab"]}
 HOTPOT = [
     {"question": f"Who is {name}?", "answer": name, "context": [[name, ["One. ", "Two."]], ["Shared", ["Both."]]]}
     for name in ("Ann", "Bob", "Cid")

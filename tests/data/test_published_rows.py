@@ -115,19 +115,11 @@ def test_fields_of_one_benchmark_are_checked_too(name, row, detail) -> None:
     assert str(refused.value).startswith("rows.jsonl:1 ")
 
 
-def test_what_is_missing_or_damaged_is_refused_with_the_way_out(tmp_path) -> None:
-    write_lines(tmp_path / "longbench" / "data" / "qasper.jsonl", [b""])
-    (tmp_path / "tpo.parquet").write_text("no")
-    (tmp_path / "data.zip").write_text("no")
-    for name, folder, message in (
-        ("longbench/qasper", "", "holds no row that longbench/qasper could ask; check that it is the right file"),
-        ("leval/tpo", "", "tpo.parquet is no intact file of rows"),
-        ("longbench/lcc", "", "data.zip!data/lcc.jsonl is no intact file of rows (File is not a zip file)"),
-        ("leval/codeU", "", "holds no rows of leval/codeU; looked for leval/LEval-data/Closed-ended-tasks/codeU.jsonl"),
-        ("leval/codeU", "no", "is not a folder; give the folder of a local copy"),
-    ):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            open_rows(tasks.get(name), [str(tmp_path / folder)])
+def test_a_damaged_file_is_refused_with_the_way_out(tmp_path) -> None:
+    for name, file in (("leval/tpo", "tpo.parquet"), ("longbench/lcc", "data.zip")):
+        (tmp_path / file).write_text("no")
+        with pytest.raises(ValueError, match=rf"{file}.* is no intact file of rows \(.*\); fetch it again"):
+            open_rows(tasks.get(name), [str(tmp_path)])
 
 
 def test_a_length_of_babilong_has_a_file_of_its_own(tmp_path) -> None:

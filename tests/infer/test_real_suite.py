@@ -81,9 +81,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path, more: list[str], message
 
 def test_another_run_in_the_folder_is_refused(tmp_path: Path) -> None:
     assert run(tmp_path / "run", "--methods", "nothing") == 0
-    with pytest.raises(
-        ValueError, match=r"of another configuration \(other pieces\); choose another folder, or --overwrite"
-    ):
+    with pytest.raises(ValueError, match=r"another configuration \(other pieces\); choose another folder, or --over"):
         run(tmp_path / "run", "--methods", "nothing", "--pieces", "2")
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "book.txt").write_text("mine")
