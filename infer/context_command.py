@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret import backbone_names
 from locret.base.fields import Refusal
 from locret.cli.command import print_json, run, warnings_as_lines
 from locret.cli.subcommands import Subcommand, run_subcommand
@@ -23,6 +25,7 @@ from locret.infer.context_options import (
     ComposeOptions,
     ExportOptions,
     ReadOutput,
+    SavedModelOptions,
     ShowOptions,
     ShrinkOptions,
 )
@@ -110,17 +113,26 @@ def ask(
     given: frozenset[str],
 ) -> int:
     """Answer questions, each from copies of saved contexts."""
+    from locret.cache.cache_file import CONTEXT_WRITERS, read_scorer
+    from locret.conversation.saved import find_context
+
     asked, records = infer.questions_of(about), list[dict[str, Any]]()
     infer.check_evidence(about, generation)
-    how = {"allow_other_scorer": about.allow_other_scorer}
+    # An answer needs nothing to rate units, unless it evicts some.
+    unnamed = scorer.heads is None and scorer.spec is None
+    scorer = replace(scorer, scorer="streaming") if unnamed else scorer
+    how = {"allow_other_scorer": about.allow_other_scorer or unnamed}
     with _loaded(model, scorer, "ask", about.context, output.quiet, **how) as (contexts, plan):
         for path, context in zip(about.context, contexts, strict=True):
             if len(about.context) > 1 and not output.json:
                 print(f"{chr(10) if records else ''}# {path}", flush=True)
+            held = context.cache.policy
+            if unnamed and (held.decode_budget is not None or held.turns == "text"):
+                raise ValueError(f"{path} lets units go while it is asked; give the --heads or --scorer that read it")
             answers = infer.answer_each(context, asked, about, generation, json=output.json)
             reading = {"context": path, "prompt_tokens": context.cache.seen, **context.memory().to_dict()}
-            policy = context.cache.policy.to_dict()
-            records.append({"reading": reading, "answers": answers, **plan.record(), "policy": policy})
+            how_read = {"scorer": read_scorer(find_context(path), CONTEXT_WRITERS), "policy": held.to_dict()}
+            records.append({"reading": reading, "answers": answers, **plan.record(), **how_read})
     if output.json:
         print_json({"contexts": records})
     return 0
@@ -182,11 +194,21 @@ def _loaded(
     model.refuse_shard(PROG)
     with warnings_as_lines(f"{PROG} {what}", quiet=quiet):
         files = [find_context(os.path.expanduser(path)) for path in paths]
-        for file in files:
-            read_notes(file, CONTEXT_WRITERS)
+        talks = [read_notes(file, CONTEXT_WRITERS).get("conversation") or {} for file in files]
+        if model.model is None:
+            model = replace(model, model=_named_backbone(paths, [talk.get("backbone") for talk in talks]))
         plan = ready_for_saved(PlacedModelOptions(**asdict(model)), scorer)
         with plan.loaded() as lm:
             yield (lm.load(file, **how) for file in files), plan
+
+
+def _named_backbone(paths: Sequence[str], names: Sequence[Any]) -> str:
+    """Return the backbone that saved contexts name."""
+    name = names[0]
+    if set(map(str, names)) != {name} or not name.isprintable() or not name.strip():
+        raise ValueError(f"--model is missing, and no one backbone is named in {' '.join(paths)}; give --model")
+    warnings.warn(f"{paths[0]} names the backbone {name}; --model takes another", stacklevel=2)
+    return backbone_names.name_of(name)
 
 
 def _write(context: Context, output: Any, plan: Ready | None = None) -> None:
@@ -211,7 +233,7 @@ def _subcommand(act: Any, about: str, *classes: type, words: str = "context") ->
     return Subcommand(about=about, classes=classes, words=words, act=act)
 
 
-MODEL = (ModelOptions, ScorerOptions)
+MODEL = (SavedModelOptions, ScorerOptions)
 READ = (PlacedModelOptions, ScorerOptions, PolicyOptions, TextOptions, ReadOutput)
 COMMANDS = {
     "read": _subcommand(

@@ -56,6 +56,11 @@ def hub_id(name: str) -> str | None:
     return named and named.hub_id
 
 
+def name_of(hub_id: str) -> str:
+    """Return the short name of what is called so on the Hub, which needs no Hub; other names as they are."""
+    return next((name for name, named in NAMES.items() if named.hub_id == hub_id), hub_id)
+
+
 def elsewhere(name: str) -> str:
     """Return where a short name was looked for before the Hub, to open a message that it is not there."""
     named = NAMES[name]

@@ -200,7 +200,7 @@ class Index:
     def save(self, name: str, context: Context, notes: dict[str, Any]) -> None:
         """Write a context with a name."""
         with self.moving:
-            save_cache(context.cache, self.path(name), notes=context.talk.notes(upload=notes))
+            save_cache(context.cache, self.path(name), notes=context.talk.notes(backbone=context.lm.name, upload=notes))
 
     def save_automatic(self, key: str, cache: RetentionCache, base: str, root: str, read: int = 0) -> None:
         """Write what was read without a name: after which context, and how many tokens."""

@@ -139,6 +139,11 @@ def read_notes(path: str | Path, writer: str = "save_cache") -> dict[str, Any]:
     return _header(path, writer)[1]
 
 
+def read_scorer(path: str | Path, writer: str = "save_cache") -> str:
+    """Return what rated the units of a saved cache, as messages name it; arguments as for `read_notes`."""
+    return described_scorer(_header(path, writer)[0])
+
+
 def load_cache(
     path: str | Path,
     model: nn.Module,

@@ -215,7 +215,7 @@ class Reading:
             ValueError: If a conversation broke off.
             OSError: If the file cannot be written; nothing half-written stays.
         """
-        save_cache(self.cache, path, notes=self.talk.notes())
+        save_cache(self.cache, path, notes=self.talk.notes(backbone=self.lm.name))
 
     def __repr__(self) -> str:
         memory, said = self.memory(), len(self.talk.transcript.turns)

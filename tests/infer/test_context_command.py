@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from infer_cases import write_text
 
-from locret import LongContextModel
+from locret import LongContextModel, save_cache
 from locret.infer import context_command
 
 ASKED = "What is the number of Oslo?"
@@ -47,6 +47,27 @@ def test_a_text_is_read_shown_and_asked(context: Run, infer: Run, pair: list, sh
     same = infer(*pair, "--prompt-file", short, *few).out
     assert context("ask", tmp_path / "a.ctx", *pair, *few).out == same
     assert context("ask", "--context", tmp_path / "a.ctx", *pair, *few).out == same
+
+
+def test_a_file_knows_what_it_is_asked_with(
+    context: Run, pair: list, lm: LongContextModel, short: Path, file: Path, tmp_path: Path
+) -> None:
+    few = ["--question", ASKED, "--max-new-tokens", 6]
+    alone, named = context("ask", file, *few, "--json"), context("ask", file, *pair, *few, "--json")
+    assert f"names the backbone {pair[1]}; --model takes another" in alone.err
+    alone, named = (json.loads(one.out)["contexts"][0] for one in (alone, named))
+    assert alone["answers"][0]["answer"] == named["answers"][0]["answer"]
+    assert alone["scorer"] == named["scorer"]
+    assert alone["scorer"].startswith("retaining_heads (weights=")
+    save_cache(lm.read(short, progress=False).cache, tmp_path / "bare.ctx")
+    evicting = LongContextModel(lm.model, lm.tokenizer, lm.scorer.heads, {"budget": 32, "turns": "text"})
+    evicting.read(short, progress=False).save(tmp_path / "evicts.ctx")
+    for path, message in [
+        ("bare.ctx", "--model is missing, and no one backbone is named in"),
+        ("evicts.ctx", "lets units go while it is asked; give the --heads or --scorer that read it"),
+    ]:
+        refused = context("ask", tmp_path / path, *few)
+        assert (refused.code, message in refused.err) == (2, True), refused.err
 
 
 def test_a_text_is_drawn_with_what_was_kept_of_it(
