@@ -17,7 +17,6 @@ from locret.backbone.adapters import input_device, unwrap
 from locret.backbone.passes import keeping_step, run_decoder
 from locret.cache.cache import RetentionCache
 from locret.cache.reader import Reader, answering, going_on, reading
-from locret.policy.schedule import lookahead
 from locret.token_ids import Prompt, Stream, checked_prompt, vocabulary
 
 
@@ -111,7 +110,7 @@ def read_prompt(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Wa
     """Do what `prefill` says; without logits where the last token is held back, or nothing was evicted for a turn."""
     cache.check_inside(prompt.lengths())
     ids, mask, device, known = prompt.ids, prompt.mask, input_device(model), vocabulary(model)
-    stream = Stream(ids, device, known)
+    stream = Stream(ids, device, known, cache.limits.lookahead)
     # Layers that share memory by what they retain do so for each row on its own.
     apart = mask is not None or cache.pad is not None or (stream.rows > 1 and cache.policy.memory == "adaptive")
     if mask is None and way.turn and _add_turn(model, stream, cache, way):
@@ -152,10 +151,10 @@ def _read(model: nn.Module, stream: Stream, cache: RetentionCache, way: Way) -> 
     """Read a text, evicting after each chunk."""
     if not stream.available(1):
         raise ValueError("input_ids is empty; a prompt needs at least one token")
-    length = stream.length
-    if length is None and (enough := lookahead(cache.policy)) > (available := stream.available(enough)):
-        length = available
-    with reading(model, cache, length, way.new_tokens) as reader, _bar(stream.length, way.progress) as bar:
+    with (
+        reading(model, cache, stream.planned_length(), way.new_tokens) as reader,
+        _bar(stream.length, way.progress) as bar,
+    ):
         return _read_on(model, reader, stream, bar, way)
 
 

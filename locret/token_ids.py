@@ -158,14 +158,21 @@ class Stream:
         source: (B, N) ids that were checked, or an iterator of ids or of pieces, which are checked as they come.
         device: Where the tokens are wanted.
         known: How many tokens the backbone knows.
+        ahead: Tokens of an iterator that are looked at to learn whether there are as many.
     """
 
-    def __init__(self, source: Tensor | Iterator[Any], device: torch.device, known: int | None) -> None:
-        self.device, self.known = device, known
+    def __init__(self, source: Tensor | Iterator[Any], device: torch.device, known: int | None, ahead: int = 0) -> None:
+        self.device, self.known, self.ahead = device, known, ahead
         self.length = source.shape[1] if isinstance(source, Tensor) else None
         self._pending = source if isinstance(source, Tensor) else torch.empty(1, 0, dtype=torch.long)
         self.rows = len(self._pending)
         self._more: Iterator[Any] = iter(()) if isinstance(source, Tensor) else source
+
+    def planned_length(self) -> int | None:
+        """Return how many tokens there are; None where nobody knows, but that there are at least `ahead`."""
+        if self.length is None and self.ahead > (there := self.available(self.ahead)):
+            return there
+        return self.length
 
     def available(self, count: int) -> int:
         """Return how many tokens are left, or `count` if there are at least that many."""

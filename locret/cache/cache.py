@@ -178,13 +178,13 @@ class RetentionCache(Whole):
         self._account.note(layers)
         fills = [layer.fill for layer in layers] or [0]
         return CacheMemory(
-            self._account.first(rows, begun=begun),
+            self._account.first(rows, begun),
             self.nbytes,
             max(self._peak, self.nbytes),
             round(sum(fills) / len(fills)) if self.policy.head_budgets == "shares" else max(fills),
-            self._account.second(rows, begun=begun),
+            self._account.second(rows, begun),
             sum(host.away_nbytes for host in hosts),
-            index_planned=self._account.indexes(layers, rows, begun=begun),
+            index_planned=self._account.indexes(layers, rows, begun),
             index=sum(layer.host.index_nbytes for layer in layers if layer.host is not None),
             host_units=max((host.fill for host in hosts if not host.resident), default=0),
             moved=sum(host.moved for host in hosts),
@@ -393,14 +393,12 @@ class RetentionCache(Whole):
         self.end_reading(new_tokens)
 
     @torch.no_grad()
-    def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
+    def to_dynamic_cache(self) -> DynamicCache:
         """Return what is held as an ordinary prefix, for any code that takes a cache of transformers.
 
         To that code it is a prompt of as many tokens as there are units, from position 0 on; the backbone needs nothing
-        of this toolkit. The copy is on the backbone's devices and grows like any other cache.
-
-        Args:
-            host: Whether the units of the second tier are part of it, in their places; else only those of the first.
+        of this toolkit. The copy is on the backbone's devices and grows like any other cache. Units of a second tier
+        stay here.
 
         Raises:
             ValueError: If it would be no ordinary prefix: original positions, heads, layers or rows with different
@@ -413,7 +411,7 @@ class RetentionCache(Whole):
             80
         """
         self._settled()
-        return to_dynamic_cache(self, host=host)
+        return to_dynamic_cache(self)
 
 
 route(RetentionCache)

@@ -325,28 +325,47 @@ def _checked_units(
     return {name: tensor for name, tensor in tensors.items() if not name.endswith((".ledger", ".newest_features"))}
 
 
-def read_prefix(
-    path: str | Path,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], int, int, str, dict[str, Any]]:
-    """Return the units of a saved cache as an ordinary prefix, without its backbone.
+@dataclass(frozen=True)
+class SavedCache:
+    """What a saved cache holds, checked as when it is loaded; nothing can be asked of it without its backbone."""
 
-    Returns:
-        Keys and values of each layer, (units, KV heads, head dim), keys rotated to 0, 1, ...; the token ids that the
-        backbone knows; the tokens that were read; the backbone's model_type, and how it rotates keys.
+    path: str | Path
+    state: dict[str, Any]
+    notes: dict[str, Any]
+    backbone: Backbone
+    policy: RetentionPolicy
+    tensors: dict[str, Tensor]
+    """As in the file."""
+
+    def prefix(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Return its units as an ordinary prefix.
+
+        Returns:
+            Keys and values of each layer, (units, KV heads, head dim), keys rotated to 0, 1, ...
+
+        Raises:
+            ValueError: If what it holds is no ordinary prefix.
+        """
+        state, policy, backbone = self.state, self.policy, self.backbone
+        with _named(self.path):
+            check_prefix(policy, backbone, {counters["fill"] for counters in state["layers"]}, state["rotary"])
+            check_one_row(len(self.tensors["layers.0.keys"]))
+            units = [_prefix_of(nth, self.tensors, state, policy, backbone) for nth in range(backbone.num_layers)]
+        keys, values = (tuple(_copied(states[nth][0].transpose(0, 1)) for states in units) for nth in range(2))
+        return keys, values
+
+
+def read_saved(path: str | Path) -> SavedCache:
+    """Read all of a saved cache, and check it, without its backbone.
 
     Raises:
-        ValueError: If the file is no cache, is damaged, or what it holds is no ordinary prefix.
+        ValueError: If the file is no cache, is damaged, or does not say what it was made with.
     """
-    state, _ = _header(path, CONTEXT_WRITERS)
+    state, notes = _header(path, CONTEXT_WRITERS)
     with _named(path):
         policy, backbone = _described_alone(state)
-        fills = {counters["fill"] for counters in state["layers"]}
-        check_prefix(policy, backbone, fills, state["rotary"], host=False)
         tensors = _checked_units(path, state, backbone, policy, state["columns"])
-        check_one_row(len(tensors["layers.0.keys"]))
-        units = [_prefix_of(nth, tensors, state, policy, backbone) for nth in range(backbone.num_layers)]
-        keys, values = (tuple(_copied(states[nth][0].transpose(0, 1)) for states in units) for nth in range(2))
-    return keys, values, state["vocab_size"], state["seen"], backbone.model_type, state["rotary"]
+    return SavedCache(path, state, notes, backbone, policy, tensors)
 
 
 def _copied(states: Tensor) -> Tensor:
@@ -392,15 +411,6 @@ def _prefix_of(
     return turned_back(view.keys, rotary, positions_now(held[POSITIONS], others, base)), view.values.clone()
 
 
-def read_backbone(path: str | Path) -> tuple[Backbone, dict[str, Any]]:
-    """Return the backbone that a saved cache was made with, and how it rotates keys, without reading the units."""
-    state, _ = _header(path, CONTEXT_WRITERS)
-    with _named(path):
-        if not isinstance(state.get("rotary"), dict):
-            raise ValueError("it does not say how its keys are rotated; save it once more with its backbone")
-        return _saved_backbone(state), state["rotary"]
-
-
 def _saved_backbone(state: Mapping[str, Any]) -> Backbone:
     values = dict(state["backbone"])
     shapes = [LayerShape(**checked_values(LayerShape, one, "backbone.shapes")) for one in values.pop("shapes", ())]
@@ -440,27 +450,6 @@ def _finite_json(text: str) -> Any:
         return float(digits) if math.isfinite(float(digits)) else digits
 
     return json.loads(text, parse_constant=str, parse_float=number)
-
-
-@dataclass(frozen=True)
-class SavedCache:
-    """What a saved cache holds, checked as when it is loaded; nothing can be asked of it without its backbone."""
-
-    state: dict[str, Any]
-    notes: dict[str, Any]
-    backbone: Backbone
-    policy: RetentionPolicy
-    tensors: dict[str, Tensor]
-    """As in the file."""
-
-
-def read_saved(path: str | Path) -> SavedCache:
-    """Read all of a saved cache, and check it, without its backbone."""
-    state, notes = _header(path, CONTEXT_WRITERS)
-    with _named(path):
-        policy, backbone = _described_alone(state)
-        tensors = _checked_units(path, state, backbone, policy, state["columns"])
-    return SavedCache(state, notes, backbone, policy, tensors)
 
 
 def described_scorer(state: Mapping[str, Any]) -> str:

@@ -22,33 +22,35 @@ from locret.policy.policy import RetentionPolicy
 
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
-    from locret.cache.layer import RetentionLayer
 
 
-def to_dynamic_cache(cache: RetentionCache, *, host: bool = False) -> DynamicCache:
+def to_dynamic_cache(cache: RetentionCache) -> DynamicCache:
     """Return what a cache holds as an ordinary prefix; see `RetentionCache.to_dynamic_cache`."""
     cache.check_whole()
-    _check_ordinary(cache, host)
+    _check_ordinary(cache)
     decoder = cache.decoder
     # By its config a cache has layers for states; without one it makes layers of units as they come.
     exported = DynamicCache(config=decoder.config) if cache.carriers else DynamicCache()
     with long_factors(decoder):
         for index, layer in zip(cache.backbone.layers, cache.governed, strict=True):
-            exported.update(*_units(layer, layer.store.rotary, cache.next_position, host), index)
+            view, rotary = layer.store.view(cache.next_position), layer.store.rotary
+            others = None if layer.host is None or not layer.host.fill else layer.host.store.held(POSITIONS)
+            now = positions_now(layer.store.held(POSITIONS), others, cache.next_position)
+            exported.update(turned_back(view.keys, rotary, now), view.values.clone(), index)
     for index, states in cache.carriers.items():
         states.give(exported.layers[index])
     return exported
 
 
-def _check_ordinary(cache: RetentionCache, host: bool) -> None:
+def _check_ordinary(cache: RetentionCache) -> None:
     """Refuse what no prompt would have left."""
     if not cache.seen:
         raise ValueError("the cache has read nothing yet; call locret.prefill before exporting it")
     if cache.pad is not None:
         raise ValueError("rows of different lengths are no prefix of one length; export each row of cache.split(rows)")
-    units = {layer.held if host else layer.fill for layer in cache.governed}
+    units = {layer.fill for layer in cache.governed}
     rotary = rotary_parameters(cache.decoder)
-    check_prefix(cache.policy, cache.backbone, units, rotary, host=host, states=True)
+    check_prefix(cache.policy, cache.backbone, units, rotary, states=True)
 
 
 def check_prefix(
@@ -57,14 +59,11 @@ def check_prefix(
     units: Set[int],
     rotary: Mapping[str, Any],
     *,
-    host: bool,
     states: bool = False,
 ) -> None:
     """Refuse a policy that leaves no prefix, and numbers of `units` in layers that make none."""
     if policy.recalls_blocks:
         raise ValueError(f"recall_by={policy.recall_by} gives far units one position, which no ordinary prefix has")
-    if host and policy.host_budget is None:
-        raise ValueError("host=True exports the second tier too, but there is none; leave it out, or give host_budget")
     if policy.positions != "compact":
         raise ValueError(
             f'positions="{policy.positions}" leaves gaps between the positions of units, which no ordinary prefix has; '
@@ -102,27 +101,15 @@ def check_one_row(rows: int) -> None:
         raise ValueError(f"it holds {rows} rows, and a context is one; export each row of cache.split(rows)")
 
 
-def _units(layer: RetentionLayer, rotary: Rotary, base: int, host: bool) -> tuple[Tensor, Tensor]:
-    """Return (B, K, S, D) keys, rotated to 0, 1, ..., and values of a layer; `base` is the next token's position."""
-    view, positions, second = layer.store.view(base), layer.store.held(POSITIONS), layer.host
-    others = None if second is None or not second.fill else second.store.held(POSITIONS).to(positions.device)
-    if others is None or second is None or not host:
-        return turned_back(view.keys, rotary, positions_now(positions, others, base)), view.values.clone()
-    everything = torch.arange(second.fill).expand(others.shape)
-    fetched = (states.to(view.keys.device) for states in second.store.as_states(second.store.as_held(everything)))
-    keys, values = (torch.cat(both, dim=2) for both in zip((view.keys, view.values), fetched, strict=True))
-    order = torch.cat([positions, others], dim=2).argsort(dim=2)
-    keys, values = (x.gather(2, order[..., None].expand(*order.shape, x.shape[-1])) for x in (keys, values))
-    now = torch.arange(base - layer.held, base, device=keys.device).expand(order.shape)
-    return turned_back(keys, rotary, now), values
-
-
 def positions_now(positions: Tensor, others: Tensor | None, base: int) -> Tensor:
-    """Return the (B, K, S) rotary positions of units: their ranks among all, the newest of which is before `base`."""
+    """Return the (B, K, S) rotary positions of units: their ranks among all, the newest of which is before `base`.
+
+    `others` are the positions of the units of a second tier, if there is one.
+    """
     units = positions.shape[-1]
     if others is None:
         return torch.arange(base - units, base, device=positions.device).expand(positions.shape)
-    ranks = torch.cat([positions, others], dim=2).argsort(dim=2).argsort(dim=2)
+    ranks = torch.cat([positions, others.to(positions.device)], dim=2).argsort(dim=2).argsort(dim=2)
     return base - ranks.shape[-1] + ranks[..., :units]
 
 

@@ -15,7 +15,7 @@ from locret.policy.budget import cache_bytes, host_bytes
 from locret.policy.growth import adaptive_sizes, check_share_count
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.protection import Rows
-from locret.policy.schedule import Schedule, decode_budgets, layer_budgets, plan, protected
+from locret.policy.schedule import Schedule, decode_budgets, layer_budgets, lookahead, plan, protected
 from locret.policy.selectors import Stay
 from locret.scorers import Scorer
 
@@ -155,6 +155,8 @@ class Limits:
         """Whether the second tier of each layer lies in the fast tier's memory."""
         self.windows = tuple(0 if found is None else found.remembers(nth, layers) for nth in every)
         """Newest queries that each layer remembers for its lookup."""
+        self.lookahead = lookahead(policy)
+        """Tokens of a text of unknown length that must be seen to know that it is a long one."""
         self._answering = decode_budgets(policy, layers, self._recent(policy.decode_budget or 1))
         self._held: tuple[int, ...] = ()
         self._step = -1

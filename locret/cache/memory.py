@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 
 from locret.backbone.shape import Backbone
 from locret.cache.layer import RetentionLayer
 from locret.cache.limits import Limits
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True)
 class CacheMemory:
     """Bytes of a cache. What is planned follows from the policy alone; all else is counted from the tensors."""
 
@@ -29,12 +29,6 @@ class CacheMemory:
     """Units of the second tier per KV head, in the fullest layer."""
     moved: int = 0
     """Fetched from the second tier so far."""
-
-    def __repr__(self) -> str:
-        """Show what there is: all numbers of the first tier, and of others those that are not 0."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        shown = {f.name for f in fields(self) if f.default is MISSING or own[f.name]}
-        return f"CacheMemory({', '.join(f'{name}={number}' for name, number in own.items() if name in shown)})"
 
     def to_dict(self) -> dict[str, int]:
         """Return the numbers as plain data."""
@@ -58,22 +52,18 @@ class Account:
         second = [0 if layer.tier is None else layer.tier.capacity for layer in layers]
         self.second_slots = list(map(max, self.second_slots, second))
 
-    def first(self, rows: int, *, begun: bool) -> int:
+    def first(self, rows: int, begun: bool) -> int:
         """Return the planned bytes of the backbone's memory; `begun` says whether anything was read."""
-        slots, size, shape = self.slots, self.element_size, self.backbone
+        slots = self.slots
         if not any(slots) and not self.policy.needs_length:
             slots = list(self.limits.plan(None).peak)
-        return self.limits.fast_bytes(shape, slots, self._second(begun), size, rows)
+        return self.limits.fast_bytes(self.backbone, slots, self._second(begun), self.element_size, rows)
 
-    def second(self, rows: int, *, begun: bool) -> int:
+    def second(self, rows: int, begun: bool) -> int:
         """Return the planned bytes of second tiers that do not lie in the backbone's memory."""
-        return self.second_bytes(self._second(begun), rows)
+        return self.limits.far_bytes(self.backbone, self._second(begun), self.element_size, rows)
 
-    def second_bytes(self, slots: Sequence[int], rows: int) -> int:
-        """Return the bytes of second tiers of so many slots per KV head."""
-        return self.limits.far_bytes(self.backbone, slots, self.element_size, rows)
-
-    def indexes(self, layers: Sequence[RetentionLayer], rows: int, *, begun: bool) -> int:
+    def indexes(self, layers: Sequence[RetentionLayer], rows: int, begun: bool) -> int:
         """Return the planned bytes of what lookups make of the second tier's keys."""
         slots = zip(layers, self._second(begun), self.backbone.full_shapes, strict=True)
         return rows * sum(

@@ -106,9 +106,9 @@ class Context(Reading):
         """
         return Context(self.lm, shrunk(self.cache, budget), self.talk.copy())
 
-    def to_dynamic_cache(self, *, host: bool = False) -> DynamicCache:
+    def to_dynamic_cache(self) -> DynamicCache:
         """Return what was kept as an ordinary prefix for other code; see `RetentionCache.to_dynamic_cache`."""
-        return self.cache.to_dynamic_cache(host=host)
+        return self.cache.to_dynamic_cache()
 
     def question_ids(self, question: str) -> Tensor:
         """Return the (1, L) token ids that follow the prefix of `to_dynamic_cache`: the question, up to its answer."""

@@ -176,7 +176,7 @@ class SavedContext:
     def prefix(self) -> Prefix | str:
         """What other engines are handed; where the context is no ordinary prefix, the reason."""
         try:
-            return Prefix.from_file(self.path)
+            return Prefix.from_saved(self.saved)
         except ValueError as error:
             return str(error).removeprefix(f"{self.path}: ")
 

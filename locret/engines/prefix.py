@@ -19,8 +19,9 @@ from torch import Tensor
 
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import rotary_parameters
+from locret.backbone.shape import Backbone
 from locret.cache.cache import RetentionCache
-from locret.cache.cache_file import read_prefix
+from locret.cache.cache_file import SavedCache, read_saved
 from locret.cache.export import check_one_row
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class Prefix:
         tokens: Tokens that were read.
         model_type: The backbone's, which tells an engine in which order it holds a head.
         rotary: How the backbone rotates keys, as its config says it.
+        backbone: Its shape; None where nobody has said it.
     """
 
     keys: tuple[Tensor, ...]
@@ -46,6 +48,7 @@ class Prefix:
     tokens: int
     model_type: str = ""
     rotary: Mapping[str, Any] = field(default_factory=dict)
+    backbone: Backbone | None = None
 
     @classmethod
     def of(cls, read: RetentionCache | Context) -> Prefix:
@@ -64,7 +67,7 @@ class Prefix:
         )
         vocab_size = int(cache.model.config.get_text_config().vocab_size)
         rotary = rotary_parameters(find_decoder(cache.model))
-        return cls(keys, values, vocab_size, cache.seen, cache.backbone.model_type, rotary)
+        return cls(keys, values, vocab_size, cache.seen, cache.backbone.model_type, rotary, cache.whole)
 
     @classmethod
     def from_file(cls, path: str | Path) -> Prefix:
@@ -74,7 +77,14 @@ class Prefix:
             ValueError: If the file is none, is damaged, or would be no ordinary prefix.
             OSError: If the file cannot be read.
         """
-        return cls(*read_prefix(path))
+        return cls.from_saved(read_saved(path))
+
+    @classmethod
+    def from_saved(cls, saved: SavedCache) -> Prefix:
+        """Return the prefix that a file that has been read is."""
+        state, backbone = saved.state, saved.backbone
+        keys, values = saved.prefix()
+        return cls(keys, values, state["vocab_size"], state["seen"], backbone.model_type, state["rotary"], backbone)
 
     @property
     def units(self) -> int:

@@ -31,7 +31,6 @@ from vllm.logger import init_logger
 
 from locret.backbone.adapters import describe
 from locret.base.fields import shown
-from locret.cache.cache_file import read_backbone
 from locret.engines.folder import ContextFolder, Listed, Stamp, stamp_of
 from locret.engines.prefix import Prefix
 
@@ -280,7 +279,7 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
 
 def _check(path: Path, prefix: Prefix, vllm_config: Any) -> None:
     """Refuse a context that was read with another backbone than vLLM has."""
-    (saved, rotary), config = read_backbone(path), vllm_config.model_config.hf_text_config
+    saved, rotary, config = prefix.backbone, prefix.rotary, vllm_config.model_config.hf_text_config
     here, rotation = describe(config), json.loads(json.dumps(config.rope_parameters or {}, default=str))
     sides = [(name, getattr(saved, name), getattr(here, name)) for name in _SHAPE]
     sides.append(("vocab_size", prefix.vocab_size, vllm_config.model_config.get_vocab_size()))

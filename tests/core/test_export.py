@@ -32,45 +32,28 @@ def theirs(family: str, exported: DynamicCache, last: torch.Tensor, new: int = 9
     return build(family).generate(ids, attention_mask=mask, past_key_values=exported, max_new_tokens=new, **GREEDY)
 
 
-def check_equal(family: str, model: Any, cache: RetentionCache, host: bool) -> None:
-    """Take back the prompt's last token, so that both have it to feed."""
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_plain_cache_answers_as_ours(family: str, rows: int) -> None:
+    model, cache = read(family, rows=rows)
     last = cache.last_tokens
     assert last is not None
-    cache.take_back()
-    exported = cache.to_dynamic_cache(host=host)
+    cache.take_back()  # so that both have the last token of the prompt to feed
+    exported = cache.to_dynamic_cache()
     ours: Any = generate(model, cache=cache, max_new_tokens=9, **GREEDY)
     other = theirs(family, exported, last)
     assert torch.equal(ours.sequences[:, -9:], other.sequences[:, -9:])
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(other.logits), atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rows", [1, 3])
-def test_a_plain_cache_answers_as_ours(family: str, rows: int) -> None:
-    model, cache = read(family, rows=rows)
-    check_equal(family, model, cache, host=False)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("host_budget", "units"), [(19, 40), ("all", 71)])
-def test_a_prefix_of_both_tiers_answers_as_if_everything_were_recalled(
-    family: str, host_budget: Any, units: int
-) -> None:
-    recall = 19 if host_budget == 19 else 500
-    model, cache = read(family, rows=2, host_budget=host_budget, recall=recall)
-    assert cache.to_dynamic_cache(host=True).get_seq_length() == units
-    check_equal(family, model, cache, host=True)
-
-
-@pytest.mark.parametrize("tier", [{}, {"host_budget": "all", "recall": 500}])
 @pytest.mark.parametrize("new", [60, 61, 62])
-def test_after_a_long_answer_that_evicted_units_begin_at_zero_again(tier: dict[str, Any], new: int) -> None:
-    model, cache = read(decode_budget=25, decode_interval=6, **tier)
+def test_after_a_long_answer_that_evicted_units_begin_at_zero_again(new: int) -> None:
+    model, cache = read(decode_budget=25, decode_interval=6)
     longer = cache.copy()
     answer: Any = generate(model, cache=cache, max_new_tokens=new, **GREEDY)
-    exported = cache.to_dynamic_cache(host=bool(tier))
+    exported = cache.to_dynamic_cache()
     assert cache.memory().units < 25  # the token that is fed now evicts nothing
-    assert exported.get_seq_length() == cache.governed[0].held
+    assert exported.get_seq_length() == cache.governed[0].fill
     ours: Any = generate(model, cache=longer, max_new_tokens=new + 1, **GREEDY)
     other = theirs("llama", exported, answer.sequences[:, -1:], new=1)
     torch.testing.assert_close(other.logits[0], ours.logits[-1], atol=1e-3, rtol=0)
