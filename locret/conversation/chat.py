@@ -343,7 +343,7 @@ class Chat(Reading):
             final_units=every[-1].units,
             planned_cache_bytes=sum(one.planned for one in every),
             peak_cache_bytes=own.peak if copies is None else max(own.peak, own.actual + copies.actual),
-            full_cache_bytes=full_bytes(cache.backbone, prompt_tokens, self.lm.model.dtype.itemsize),
+            full_cache_bytes=full_bytes(cache.backbone, prompt_tokens, unwrap(self.lm.model).dtype.itemsize),
             planned_host_bytes=sum(one.host_planned for one in every),
             host_bytes=sum(one.host for one in every),
             moved_bytes=every[-1].moved,  # a copy goes on counting

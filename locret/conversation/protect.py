@@ -311,7 +311,7 @@ def protection_from(notes: Mapping[str, Any]) -> Protection:
         rules = tuple(rule for rule in rules if rule.what in ("message", "tokens"))
     try:
         turns = tuple(Turn(*one) for one in read(messages, list[tuple[str, int, int | None]]))
-        places = [place for turn in turns for place in turn[1:]]
+        places: list[Any] = [place for turn in turns for place in turn[1:]]
         if places[-1:] == [None]:  # the last turn goes on
             places.pop()
         if places != sorted(places) or any(place < 0 for place in places):
