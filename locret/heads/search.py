@@ -6,7 +6,6 @@ import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import HfApi
 
@@ -44,8 +43,7 @@ def find_heads(model: str) -> Found:
         return Found(embedded, "which are shipped with this toolkit")
     name = backbone_names.hub_id(model) or _hub_name(model)
     with hub.one_sentence("search for heads of", name):
-        listed = HfApi().list_models(filter=[TAG, f"base_model:{name}"], cardData=True, full=True, limit=_MOST)
-        candidates = [info for info in listed if _is_for(info, name)]
+        candidates = list(HfApi().list_models(filter=[TAG, f"base_model:{name}"], full=True, limit=_MOST))
     if not candidates:
         raise ValueError(
             f"--heads auto: the Hub has no retaining heads for {name}; train some with locret-train, or leave --heads "
@@ -71,11 +69,3 @@ def _hub_name(model: str) -> str:
         f"--heads auto: the folder {model} does not say which backbone of the Hub it is; name the heads, or give the "
         "backbone by its Hub id"
     )
-
-
-def _is_for(info: Any, name: str) -> bool:
-    """Return whether a repository says itself what the Hub's index says of it."""
-    bases = getattr(info.card_data, "base_model", None)
-    named = [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else []
-    tags = info.tags or getattr(info.card_data, "tags", None) or []
-    return TAG in tags and name.lower() in (str(base).lower() for base in named)

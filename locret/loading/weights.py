@@ -10,7 +10,6 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -254,19 +253,10 @@ def _most_memory(source: WeightOptions) -> dict[int | str, int] | None:
 
     if source.max_memory is None:
         return None
-    found: dict[int | str, int] = {}
-    for place, amount in source.max_memory.items():
-        if str(place) == DISK:
-            raise ValueError("--max-memory does not limit the disk, which takes all that is left; drop disk from it")
-        size = -1
-        with suppress(ValueError, OverflowError):
-            size = int(amount) if str(amount).isdigit() else convert_file_size_to_int(str(amount))
-        if size < 0:
-            raise ValueError(f"--max-memory gives {shown(place)} {shown(amount)}; write an amount such as 20GiB")
-        found[_place("memory", place)] = size
-    if not found:
-        raise ValueError("--max-memory is empty; write such as {0: 20GiB, cpu: 60GiB}, or drop it")
-    return found
+    if not source.max_memory or DISK in source.max_memory:
+        raise ValueError("--max-memory limits devices and cpu, not the disk; write such as {0: 20GiB, cpu: 60GiB}")
+    amounts = {_place("memory", place): str(amount) for place, amount in source.max_memory.items()}
+    return {at: int(text) if text.isdigit() else convert_file_size_to_int(text) for at, text in amounts.items()}
 
 
 def _resolved(sketch: nn.Module, source: WeightOptions, quantiser: Any) -> dict[str, int | str] | None:
