@@ -271,10 +271,6 @@ class Task(ABC):
         """Return the task's score from its samples', from 0 to 1: their mean, unless a protocol has another rule."""
         return sum(scores) / len(scores) if scores else 0.0
 
-    def follow_up(self, sample: Sample, prediction: str) -> tuple[Sample, int] | None:
-        """Return a second prompt, with the tokens of its answer, where that answer counts instead of the first."""
-        return None
-
     def allowed(self, sample: Sample, count: Callable[[str], int]) -> int | None:
         """Return the tokens that this sample's prompt may have; None if the protocol sets no limit.
 

@@ -22,27 +22,26 @@ from locret.generation import FiniteLogits
 from locret.infer.evaluation.methods import Prompt, make_scorer
 
 if TYPE_CHECKING:
-    from locret.data.tasks import Task
     from locret.infer.evaluation.plan import Run
 
 
 @torch.no_grad()
-def answer(prompt: Prompt, run: Run, task: Task) -> dict[str, Any]:
+def answer(prompt: Prompt, run: Run) -> dict[str, Any]:
     """Read a prompt as a whole, answer it greedily, and return the prediction, units, bytes and seconds."""
-    # The plain cache reads within `generate`: transformers alone, and nothing of ours but a look at it in between.
-    read = _Read(prompt, cache_of(prompt, run), {}) if run.method.plain else _read(prompt, run, task.max_new_tokens)
-    return _write(read, settings_of(prompt, task))
+    if run.method.plain:  # read within `generate`: transformers alone, and nothing of ours but a look at it in between
+        return _write(_Read(prompt, cache_of(prompt, run), {}), settings_of(prompt))
+    return _write(_read(prompt, run, prompt.text.task.max_new_tokens), settings_of(prompt))
 
 
 @torch.no_grad()
-def answers_on_forks(prompts: Sequence[Prompt], run: Run, task: Task) -> Iterator[dict[str, Any]]:
+def answers_on_forks(prompts: Sequence[Prompt], run: Run) -> Iterator[dict[str, Any]]:
     """Read a document one way, ask each question on a fork of what was kept, and yield what `answer` returns, in order.
 
     The seconds of the read count for every question, as if it were the only one.
     """
     document = _read(prompts[0].document, run, 0)
     for prompt in prompts:
-        yield _write(replace(document, prompt=prompt, cache=fork(document.cache)), settings_of(prompt, task))
+        yield _write(replace(document, prompt=prompt, cache=fork(document.cache)), settings_of(prompt))
 
 
 @dataclass
@@ -83,7 +82,7 @@ def _write(read: _Read, settings: dict[str, Any]) -> dict[str, Any]:
     new = written(prompt.setup.model, cache, prompt.ids_1N, {**settings, "logits_processor": [look]})
     end, measured = now(device), {"kept_units": seen["units"], "cache_bytes": seen["size"], **read.measured}
     return {
-        "prediction": decode(prompt.setup.tokenizer, new),
+        "prediction": until(decode(prompt.setup.tokenizer, new), prompt.text.task.stop),
         "generated_tokens": len(new),
         **held(cache),
         **measured,
@@ -144,9 +143,9 @@ class _UnitMeter:
         self._held, self._seen = max((layer.fill for layer in cache.governed), default=0), cache.seen
 
 
-def settings_of(prompt: Prompt, task: Task) -> dict[str, Any]:
+def settings_of(prompt: Prompt) -> dict[str, Any]:
     """Return settings of greedy decoding; neutral ones too, or the backbone's own sampling would fill them in."""
-    tokenizer = prompt.setup.tokenizer
+    tokenizer, task = prompt.setup.tokenizer, prompt.text.task
     ends = unwrap(prompt.setup.model).generation_config.eos_token_id  # type: ignore[union-attr]
     ends = tokenizer.eos_token_id if ends is None else ends
     every = ends if isinstance(ends, list) else [ends]
@@ -179,3 +178,8 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def until(answer: str, stop: tuple[str, ...]) -> str:
+    """Return an answer up to the first of the texts that end it."""
+    return answer[: min((answer.find(text) for text in stop if text in answer), default=len(answer))]

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from locret.backbone.adapters import input_device, ranks_of
-from locret.data.tasks import Sample
-from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.infer.evaluation.answering import answer, answers_on_forks
 from locret.infer.evaluation.methods import ORACLE, Prompt, Setup, SharedText, rule
 from locret.infer.evaluation.plan import Case, Run, texts_of
 from locret.infer.evaluation.records import AWARE, key
-from locret.infer.evaluation.sessions import answer_conversation, answer_turns, until
+from locret.infer.evaluation.sessions import answer_conversation, answer_turns
 
 
 def evaluate(setup: Setup, cases: Iterable[Case], runs: Sequence[Run], done: set[Any]) -> Iterator[dict[str, Any]]:
@@ -43,19 +40,19 @@ def _answers_about(
             if run.protocol == AWARE:
                 yield _record(case, run, prompt, facts, _answered(prompt, run))
             elif rule(run.method) == ORACLE:  # it reads the document for one question
-                yield _later(case, run, prompt, facts, next(answers_on_forks([prompt], run, case.task)))
+                yield _later(case, run, prompt, facts, next(answers_on_forks([prompt], run)))
         prompt.forget()
     for run in runs:
         own_of = [(case, prompt, facts) for case, own, prompt, facts in asked if run in own]
         if run.protocol != AWARE and rule(run.method) != ORACLE and own_of:
-            found = answers_on_forks([prompt for _, prompt, _ in own_of], run, own_of[0][0].task)
+            found = answers_on_forks([prompt for _, prompt, _ in own_of], run)
             for (case, prompt, facts), measured in zip(own_of, found, strict=True):
                 yield _later(case, run, prompt, facts, measured)
 
 
 def _later(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     facts = {**facts, "document_tokens": prompt.text.document}
-    return _record(case, run, prompt, facts, _finished(prompt, run, measured))
+    return _record(case, run, prompt, facts, measured)
 
 
 def _record(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
@@ -79,28 +76,11 @@ def ask(setup: Setup, case: Case, text: SharedText | None = None) -> tuple[Promp
     built = case.built(setup.tokenizer, sample)
     facts = {"item": sample.id, "tokens_before": built.tokens_before, "tokens_after": built.tokens_after}
     facts |= {"depth": sample.depths[0]} if len(sample.depths) == 1 else {}
-    return _prompt(built, sample, text or SharedText(setup, case.task, sample, case.template)), facts
-
-
-def _prompt(built: BuiltPrompt, sample: Sample, text: SharedText) -> Prompt:
-    return Prompt(torch.tensor([built.ids], device=input_device(text.setup.model)), sample, text)
+    ids_1N = torch.tensor([built.ids], device=input_device(setup.model))
+    return Prompt(ids_1N, sample, text or SharedText(setup, case.task, sample, case.template)), facts
 
 
 def _answered(prompt: Prompt, run: Run) -> dict[str, Any]:
     if prompt.sample.turns:
         return (answer_turns if prompt.sample.choices else answer_conversation)(prompt, run)
-    return _finished(prompt, run, answer(prompt, run, prompt.text.task))
-
-
-def _finished(prompt: Prompt, run: Run, measured: dict[str, Any]) -> dict[str, Any]:
-    """Return what was measured, with the answer as the task's stop texts leave it, or the one to a second prompt."""
-    text, task = prompt.text, prompt.text.task
-    measured = {**measured, "prediction": until(measured["prediction"], task.stop)}
-    second = task.follow_up(prompt.sample, measured["prediction"])
-    if second is None:
-        return measured
-    sample, new_tokens = second
-    built = build_prompt(task, sample, prompt.setup.tokenizer, template=text.template)
-    then = answer(_prompt(built, sample, text), run, replace(task, max_new_tokens=new_tokens))
-    spent = {name: measured[name] + then[name] for name in ("generated_tokens", "prefill_seconds", "decode_seconds")}
-    return {**measured, **spent, "thought": measured["prediction"], "prediction": then["prediction"]}
+    return answer(prompt, run)

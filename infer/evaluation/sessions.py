@@ -19,7 +19,7 @@ from locret.chunked_prefill import read_turn
 from locret.conversation.document import decode, encode, leading_special_ids
 from locret.conversation.turns import MARK, Message, Transcript
 from locret.generation import check_finite_logits
-from locret.infer.evaluation.answering import cache_of, fork, held, settings_of, units_of, written
+from locret.infer.evaluation.answering import cache_of, fork, held, settings_of, units_of, until, written
 from locret.infer.evaluation.methods import Prompt
 
 
@@ -130,7 +130,7 @@ def answer_conversation(prompt: Prompt, run: Any) -> dict[str, Any]:
     Where the sample says what stands as the answer to a turn (`said`), the model's own answer is written on a fork.
     """
     sample, tokenizer, task = prompt.sample, prompt.setup.tokenizer, prompt.text.task
-    settings = settings_of(prompt, task)
+    settings = settings_of(prompt)
     ends = settings["eos_token_id"] if isinstance(settings["eos_token_id"], list) else [settings["eos_token_id"]]
     # The first turn has been rendered with the document in it; a mark stands for it here.
     transcript = Transcript(tokenizer, prompt.text.template, sample.system or None, (Message("user", MARK),))
@@ -161,8 +161,3 @@ def answer_conversation(prompt: Prompt, run: Any) -> dict[str, Any]:
         "prefill_seconds": time.perf_counter() - start - writing,
         "decode_seconds": writing,
     }
-
-
-def until(answer: str, stop: tuple[str, ...]) -> str:
-    """Return an answer up to the first of the texts that end it."""
-    return answer[: min((answer.find(text) for text in stop if text in answer), default=len(answer))]

@@ -47,6 +47,8 @@ _RETIRED = (
     *("option --skip-bad-rows", "option --data-revision"),
     *("option --streaming", "option --push-to-hub", "option --shuffle-buffer", "option --max-row-bytes"),
     "option --neighbours",
+    *(f"task longbench_v2/{split}_cot" for split in ("all", "easy", "hard", "short", "medium", "long")),
+    *("--suite longbench-v2-cot", "--suite longbench-v2-splits-cot"),
     *("task multivalue", "task variable_tracking", "task two_stage"),
     *("task option lookalikes", "option --density", "option --lookalikes"),
     *("task option max_row_bytes", "task option answer_room", "task option replace_mask", "task option collection"),

@@ -9,14 +9,13 @@ Metrics:   pred.py and result.py: accuracy of the letter after "The correct answ
 Deviates:  greedy, where the official runs sample at temperature 0.1. An empty answer counts as wrong; the official runs
            leave the question out.
 
-Each row is in three tasks: all of them, those of its difficulty, and those of its length, as in the paper's table. The
-tasks `..._cot` first ask for a chain of thought; a second prompt, without the text, asks for the answer that follows
-from it, and that answer counts.
+Each row is in three tasks: all of them, those of its difficulty, and those of its length, as in the paper's table,
+without a chain of thought.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from locret.data.tasks.metrics.choice import stated_letter
 from locret.data.tasks.published.base import PublishedTask, first, prompts_of
@@ -24,8 +23,6 @@ from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Sample
 
 LETTERS = "ABCD"
-THOUGHT, ANSWER = 1024, 128
-"""Tokens of a chain of thought, and of an answer."""
 _SPLITS = {"difficulty": ("easy", "hard"), "length": ("short", "medium", "long")}
 _PROMPTS: dict[str, str] = prompts_of("longbench_v2")
 
@@ -36,8 +33,6 @@ class LongBenchV2Task(PublishedTask):
 
     split: str = ""
     """A difficulty or a length; empty for all rows."""
-    cot: bool = False
-    """Whether a chain of thought comes before the answer."""
 
     def read(self, row: Row) -> list[Sample]:
         """Return the sample of a row; none for a row of another difficulty or length."""
@@ -49,29 +44,19 @@ class LongBenchV2Task(PublishedTask):
         asked = _PROMPTS["choices"].format(
             question=row.text("question").strip(), **dict(zip(LETTERS, choices, strict=True))
         )
-        head = _PROMPTS["read"].format(question="questions" if self.cot else "question") + "<text>\n"
-        tail = _PROMPTS["end"] + asked + _PROMPTS["think" if self.cot else "format"]
+        head, tail = _PROMPTS["read"], _PROMPTS["end"] + asked + _PROMPTS["format"]
         more = {"reply": f"The correct answer is ({answer})", "choices": choices, "question": tail.removeprefix("\n")}
         return [self.sample_of(row, head, row.text("context").strip(), tail, (answer,), **more)]
-
-    def follow_up(self, sample: Sample, prediction: str) -> tuple[Sample, int] | None:
-        """Return the second prompt of a chain of thought, which has the thought and not the text in it."""
-        if not self.cot:
-            return None
-        own, asked = _PROMPTS, sample.content[sample.span[1] :].removeprefix(_PROMPTS["end"])
-        omitted = own["read"].format(question="questions") + own["omitted"]
-        content = f"{omitted}{asked} {prediction.strip()}\n\n{own['likely']}{own['format']}"
-        return replace(sample, content=content, span=(0, 0)), min(ANSWER, self.max_new_tokens)
 
 
 _SIZES = {"": 503, "easy": 192, "hard": 311, "short": 180, "medium": 215, "long": 108}
 TASKS: tuple[LongBenchV2Task, ...] = tuple(
     LongBenchV2Task(
-        name=f"longbench_v2/{split or 'all'}{'_cot' * cot}",
+        name=f"longbench_v2/{split or 'all'}",
         source="LongBench v2, arXiv 2412.15204",
         metric="accuracy of the letter",
         scored=first(lambda said, letter: float(stated_letter(said) == letter)),
-        max_new_tokens=THOUGHT if cot else ANSWER,
+        max_new_tokens=128,
         limit=120_000,
         truncation="middle",
         reencode=True,
@@ -81,8 +66,6 @@ TASKS: tuple[LongBenchV2Task, ...] = tuple(
         revision="2b48e494f2c7a2f0af81aae178e05c7e1dde0fe9",
         size=size,
         split=split,
-        cot=cot,
     )
-    for cot in (False, True)
     for split, size in _SIZES.items()
 )
