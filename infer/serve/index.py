@@ -83,11 +83,6 @@ class Entry:
         return Progress(tokens=self.tokens, units=self.units) if (job := self.job) is None else job.progress
 
     @property
-    def root(self) -> str:
-        """Key of the context with a name that all of it follows, its own if it has one; empty if there is none."""
-        return self.key if self.named else str(self.notes.get("root", ""))
-
-    @property
     def changed(self) -> bool:
         """Whether its file is not the one that was looked at."""
         try:
@@ -202,7 +197,7 @@ class Index:
         with self.moving:
             save_cache(context.cache, self.path(name), notes=context.talk.notes(backbone=context.lm.name, upload=notes))
 
-    def save_automatic(self, key: str, cache: RetentionCache, base: str, root: str, read: int = 0) -> None:
+    def save_automatic(self, key: str, cache: RetentionCache, base: str, root: str, read: int) -> None:
         """Write what was read without a name: after which context, and how many tokens."""
         path, notes = self.path(key, named=False), {"base": base, "root": root, "read": read}
         path.parent.mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ from locret.chunked_prefill import prefill
 from locret.conversation.document import Document, read_text
 from locret.infer.serve.memory import Room
 from locret.infer.serve.refusal import fault_of, one_line
-from locret.infer.serve.turns import Turn, Turns
+from locret.infer.serve.turns import Turns
 
 if TYPE_CHECKING:
     from locret import RetentionCache
@@ -119,7 +119,7 @@ def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, sourc
     with turns.turn(job.check) as turn:
 
         def feed(blocks: Iterator[list[int]]) -> Iterable[list[int]]:
-            for block in _between_turns(blocks, turn):
+            for block in blocks:
                 watch.tokens += len(block)
                 yield block
 
@@ -167,17 +167,6 @@ class _Watch:
         read = (self._size or 0) if last else int(self._taken * min(1.0, cache.seen / max(1, self.tokens)))
         units, seconds = max(layer.fill for layer in cache.governed), now - self._job.began
         self._job.progress = Progress(cache.seen, read, self._size, units, seconds, kept)
-
-
-def _between_turns(blocks: Iterator[list[int]], turn: Turn) -> Iterator[list[int]]:
-    """Pass token ids on; while more are made, the turn is others'."""
-    while True:
-        turn.let_go()
-        block = next(blocks, None)
-        turn.take()
-        if block is None:
-            return
-        yield block
 
 
 def positions_of(path: Path) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Contexts on disk by name: read, shrunk, deleted, and loaded within the memory of the plan.
+"""Contexts on disk by name: read, deleted, and loaded within the memory of the plan.
 
 A context is one file that appears whole or not at all. What is read without a name, so that a conversation goes on,
 goes when it has no more room on the disk, least recently used first.
@@ -25,7 +25,7 @@ from locret.engines.transformers import Stored
 from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digest, digests
 from locret.infer.serve.jobs import Job, read_file, read_ids
 from locret.infer.serve.memory import Room
-from locret.infer.serve.plan import COPIES, MemoryPlan, reader_bytes
+from locret.infer.serve.plan import MemoryPlan, reader_bytes
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.turns import Turns
 from locret.policy.policy import RetentionPolicy
@@ -66,8 +66,8 @@ class Library:
         max_upload: int = 1 << 30,
         max_waiting: int = 64,
     ) -> None:
-        if auto_bytes < (least := int(2 * plan.moving / COPIES)):
-            raise ValueError(f"--auto-contexts {auto_bytes:,} bytes hold no context; give {least:,} or more")
+        if auto_bytes < plan.moving:
+            raise ValueError(f"--auto-contexts {auto_bytes:,} bytes hold no context; give {plan.moving:,} or more")
         self.folder, self.lm, self.plan = Path(folder).resolve(), lm, plan
         self.auto_bytes, self.max_upload, self.max_waiting = auto_bytes, max_upload, max_waiting
         self.turns = Turns()
@@ -191,29 +191,10 @@ class Library:
             named.pop(name, None)
             entry.path.unlink(missing_ok=True)
             for made in self.automatic():
-                if made.root and made.root == entry.key and made.state == "ready":
+                if made.notes.get("root") == entry.key and made.state == "ready":
                     self._let_go(made)
 
     # -- contexts without a name --------------------------------------------------------------------------------------
-
-    def shrunk(self, name: str, budget: int, cancelled: Callable[[], bool] = lambda: False) -> Entry:
-        """Return a context with fewer units, which is made once and kept without a name.
-
-        `cancelled` is asked while it is made; nobody waits for it any more if that returns True.
-        """
-        entry = self.get(name)
-        if entry.units <= budget:
-            return entry
-        # Files of earlier versions, under the digest of other words, do not say where the text ends.
-        key = digest(entry.key, f"shrunk to {budget}, with its end")
-
-        def make(job: Job) -> None:
-            with self._working(job, entry):
-                cache = self._index.load(entry).shrink(budget).cache
-                cache.protected = closed(cache.protected, self._index.text_end(entry))
-                self._index.save_automatic(key, cache, entry.key, entry.root)
-
-        return self._made_automatic(key, entry.source, make, cancelled)
 
     def longest(self, ids: Sequence[int], base: Entry | None = None) -> tuple[Entry | None, int]:
         """Return what has read the most of a text, and how many of its tokens; (None, 0) if nothing has.
@@ -263,9 +244,9 @@ class Library:
                 if base is not None and any(one.end is None for spans in cache.protected for one in spans):
                     cache.protect(*closed(cache.protected, self._index.text_end(base)))
                 read_ids(self.lm, self.turns, job, ids[done:], cache)
-                self._index.save_automatic(key, cache, before, "" if base is None else base.root, len(ids))
+                self._index.save_automatic(key, cache, before, "" if base is None else base.key, len(ids))
 
-        return self._made_automatic(key, "", make, cancelled)
+        return self._made_automatic(key, make, cancelled)
 
     # -- from disk and onto it ----------------------------------------------------------------------------------------
 
@@ -290,13 +271,6 @@ class Library:
 
     def _cache(self, path: Path) -> RetentionCache:
         return load_cache(path, self.lm.model, self.lm.scorer)
-
-    @contextmanager
-    def _working(self, job: Job, entry: Entry) -> Iterator[None]:
-        """Hold the memory that it takes to cut a context, until the block ends."""
-        small = entry.units <= self.plan.units
-        with self._index.moving if small else job.holding(self.room, int(COPIES * entry.size)):
-            yield
 
     def _reading_bytes(self, entry: Entry, tokens: int) -> int:
         """Return what a copy of a context needs to read on: its file says by which policy, and may hold more units."""
@@ -332,9 +306,7 @@ class Library:
             self._index.named[name] = entry
             return _started(entry, Job(make, ended))
 
-    def _made_automatic(
-        self, key: str, source: str, make: Callable[[Job], None], cancelled: Callable[[], bool]
-    ) -> Entry:
+    def _made_automatic(self, key: str, make: Callable[[Job], None], cancelled: Callable[[], bool]) -> Entry:
         """Return a context without a name once it has been made, by this request or another."""
         automatic = self._index.automatic
 
@@ -344,7 +316,8 @@ class Library:
                     automatic.pop(key, None)
                     return
                 self._index.examine(entry)
-                if entry.root and not any(one.key == entry.root for one in self._index.named.values()):
+                root = entry.notes.get("root")
+                if root and not any(one.key == root for one in self._index.named.values()):
                     self._let_go(entry)  # what it was made of was deleted meanwhile
                 self._bound()
 
@@ -352,7 +325,7 @@ class Library:
             if key not in automatic:
                 self._check_waiting()
                 path = self._index.path(key, named=False)
-                automatic[key] = Entry(key, path, named=False, source=source, created=time.time())
+                automatic[key] = Entry(key, path, named=False, created=time.time())
                 _started(automatic[key], Job(make, ended))
             entry = automatic[key]
             if (job := entry.job) is not None:
@@ -360,7 +333,7 @@ class Library:
         if job is not None:
             self._wait(job, cancelled)
             if job.cancelled and not self._closed:  # by those who wanted it before
-                return self._made_automatic(key, source, make, cancelled)
+                return self._made_automatic(key, make, cancelled)
             if not job.ready:
                 raise Refusal(
                     503 if job.cancelled else job.fault, f"reading this failed: {self._index.told(job.message)}"

@@ -77,7 +77,7 @@ def _check_model(state: ServerState, name: str | None) -> None:
 class _Work:
     """One request from its text to the last token of its answers.
 
-    `read` returns its prompts, of which there are `count`, unless what it is given says that nobody waits any more.
+    `read` returns its prompts, of which there are `count`.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class _Work:
         body: ChatRequest | CompletionRequest,
         form: type[ChatForm],
         count: int,
-        read: Callable[[Callable[[], bool]], list[Prompt]],
+        read: Callable[[], list[Prompt]],
     ) -> None:
         self.state, self.request, self.body, self._prompts = state_of(request), request, body, read
         self.form = form(self.state.model, body.top is not None)
@@ -151,9 +151,8 @@ class _Work:
 
     async def _read(self) -> None:
         """Read what has to be read before the prompts can be answered."""
-        # A context is made smaller beside long texts, too.
-        long = self.body.budget is not None or int(self.request.headers.get("content-length", LONG_BODY)) >= LONG_BODY
-        for draft in await self._within(partial(self._prompts, self._left.is_set), long=long):
+        long = int(self.request.headers.get("content-length", LONG_BODY)) >= LONG_BODY
+        for draft in await self._within(self._prompts, long=long):
             settled = partial(self.state.prompts.settled, draft, self._left.is_set)
             self.prompts.append(await self._within(settled, long=draft.long))
 

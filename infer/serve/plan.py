@@ -17,8 +17,8 @@ from locret.policy.budget import host_bytes, parse_bytes
 if TYPE_CHECKING:
     from locret.conversation.model import LongContextModel
 
-COPIES = 3.5
-"""Of a context on its way to disk or back, or that is cut: itself, a copy, what stays, what works on it; measured."""
+_COPIES = 2
+"""Of a context on its way to disk or back: what the cache gives or takes, and what the file is written from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class MemoryPlan:
     reader: int
     """One of their caches."""
     moving: int
-    """One context that is written to disk, read from it or made smaller."""
+    """One context that is written to disk or read from it."""
     working: int
     """What one chunk works with."""
     units: int
@@ -56,7 +56,7 @@ class MemoryPlan:
         # The least that the engine can work with: a context, a question of one chunk and an answer.
         engine_tokens = units + policy.chunk_size + LONGEST_ANSWER
         reader = reader_bytes(lm, policy)
-        moving = int(COPIES * stored)
+        moving = _COPIES * stored
         working = _working_bytes(lm, policy)
         fixed, least_engine = readers * reader + moving + working, engine_tokens * token
         if total < fixed + least_engine:

@@ -39,7 +39,7 @@ class Prompt:
     ids: list[int]
     """Those after the context that was named, if one was."""
     base: Entry | None
-    """That context, or what holds fewer of its units."""
+    """That context."""
     holder: Entry | None
     """What has read the first of the ids. Its prefix is loaded only when an engine takes it: many prompts may wait."""
     known: int
@@ -83,17 +83,15 @@ class Prompts:
 
         self._saved = saved
 
-    def of_chat(self, request: ChatRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Prompt]:
-        """Return the prompt of a conversation; `cancelled` is asked while a smaller context is made for it."""
-        named, base = self._base(request, cancelled)
-        if named is None:
-            return [self._prompt(self._written(request))]
-        return [self._prompt(self._ids_after(named, request), base=base)]
+    def of_chat(self, request: ChatRequest) -> list[Prompt]:
+        """Return the prompt of a conversation."""
+        base = self._named(request)
+        return [self._prompt(self._written(request) if base is None else self._ids_after(base, request), base)]
 
-    def of_completion(self, request: CompletionRequest, cancelled: Callable[[], bool] = lambda: False) -> list[Prompt]:
-        """Return the prompts of a completion; as `of_chat`."""
-        named, base = self._base(request, cancelled)
-        return [self._prompt(self._text_ids(prompt, named), base=base) for prompt in request.prompts]
+    def of_completion(self, request: CompletionRequest) -> list[Prompt]:
+        """Return the prompts of a completion."""
+        base = self._named(request)
+        return [self._prompt(self._text_ids(prompt, base), base) for prompt in request.prompts]
 
     def settled(self, prompt: Prompt, cancelled: Callable[[], bool]) -> Prompt:
         """Return a prompt of which all but a question's length has been read; `cancelled` is asked between chunks."""
@@ -104,19 +102,10 @@ class Prompts:
         holder = self.library.read_on(prompt.ids[:end], known, prompt.base, cancelled)
         return replace(prompt, holder=holder, known=end, read=end - prompt.known)
 
-    def _base(
-        self, request: ChatRequest | CompletionRequest, cancelled: Callable[[], bool]
-    ) -> tuple[Entry | None, Entry | None]:
-        """Return the context that is named, and what holds its units or as many of them as the budget says."""
-        budget = request.budget
-        if request.context is None:
-            if budget is not None:
-                raise Refusal(400, f"budget {budget} has no effect without a context; name one", param="budget")
-            return None, None
-        named = self.library.get(request.context)
-        return named, named if budget is None else self.library.shrunk(named.name, budget, cancelled)
+    def _named(self, request: ChatRequest | CompletionRequest) -> Entry | None:
+        return None if request.context is None else self.library.get(request.context)
 
-    def _prompt(self, ids: list[int], base: Entry | None = None) -> Prompt:
+    def _prompt(self, ids: list[int], base: Entry | None) -> Prompt:
         if not ids:
             raise Refusal(400, "prompt is empty; write what is to be continued", param="prompt")
         holder, known = self.library.longest(ids[:-1], base)

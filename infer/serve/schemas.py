@@ -75,8 +75,6 @@ class _Asked(_Body):
     """Name of the model, as `/v1/models` lists it."""
     context: Name | None = None
     """A context that has been read: what is asked follows it."""
-    budget: Count | None = None
-    """Units of the context to ask, if not all."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Count | None = None

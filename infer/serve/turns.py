@@ -113,7 +113,7 @@ class Turn:
                 turns._changed.notify_all()
 
     def let_go(self) -> None:
-        """Leave the turn to others, before something that may take long and is no chunk; nothing if it is theirs."""
+        """Leave the turn to others; nothing if it is theirs."""
         with self._turns._changed:
             if self._turns._running is self:
                 self._turns._running = None

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from locret import LongContextModel, RetentionCache, RetentionPolicy, prefill, s
 from locret.engines.prefix import Prefix
 from locret.infer.serve.index import AUTO, UPLOADS
 from locret.infer.serve.library import Library
-from locret.infer.serve.memory import Room
 from locret.infer.serve.plan import MemoryPlan
 
 Read = Callable[..., Any]
@@ -75,13 +73,6 @@ def test_contexts_are_there_after_a_restart(library: Library, read: Read, book: 
     assert library.prefix(library.get("c.2_x-y")).tokens == entry.tokens
     assert [path.name for path in library.folder.rglob("[!.]*") if path.is_file()] == ["c.2_x-y.ctx"]
     library.close()
-
-
-def test_shrunk_contexts_are_those_of_python(library: Library, read: Read, book: str) -> None:
-    whole = library.lm.load(read(library, "a", book).path)
-    assert library.prefix(library.shrunk("a", 24)).digest == Prefix.of(whole.shrink(24)).digest
-    library.plan, library.room = replace(library.plan, units=1), Room(2)
-    assert "but --kv-memory leaves 2 to readers" in refusal(lambda: library.shrunk("a", 20)).message
 
 
 # -- names and files --------------------------------------------------------------------------------------------------
@@ -189,12 +180,11 @@ def test_the_least_recently_used_goes_and_no_named_one(library: Library, read: R
 def test_what_was_made_of_a_context_goes_with_it(library: Library, read: Read, book: str) -> None:
     named = read(library, "a", book[:1500])
     apart = read_on(library, ids(200))
-    small = library.shrunk("a", 24)
-    after = read_on(library, ids(200), small), read_on(library, ids(200), named)
-    assert all(one.path.exists() for one in after)
+    after = read_on(library, ids(200), named)
+    assert after.path.exists()
     library.delete("a")
     assert set((library.folder / AUTO).iterdir()) == {apart.path}
-    refused = refusal(lambda: library.prefix(small))
+    refused = refusal(lambda: library.prefix(after))
     assert (refused.status, refused.message[:48]) == (503, "what had been read for this has made room for ot")
     assert library.longest(ids(200))[1] == 200
 

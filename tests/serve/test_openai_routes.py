@@ -58,7 +58,6 @@ def ask(client: openai.OpenAI, *messages: Any, context: str | None = "book", **o
     """Return the response to a conversation, by default about the context "book"."""
     given = [user(one) if isinstance(one, str) else one for one in messages]
     extra = {} if context is None else {"context": context}
-    extra |= {name: options.pop(name) for name in ("budget", "top_k") if name in options}
     return client.chat.completions.create(model="tiny", messages=given, extra_body=extra, **options)
 
 
@@ -235,7 +234,6 @@ FIELDS: list[tuple[dict[str, Any], int, str]] = [  # beside a message, status, s
     ({"max_tokens": 2**30}, 400, "max_tokens 1073741824 do not fit: next to this prompt"),
     ({"presence_penalty": 1}, 400, "presence_penalty 1 has no effect here; leave it out"),
     ({"top_logprobs": 2}, 400, "top_logprobs has no effect without logprobs"),
-    ({"budget": 5}, 400, "budget 5 has no effect without a context; name one"),
     ({"context": "bok"}, 404, "there is no context 'bok'; did you mean book?"),
     ({"messages": [*HI, *HI], "context": "book"}, 400, "messages about a context are an optional system message"),
     ({"messages": [user(" ")], "context": "book"}, 400, "messages has a user's turn without text; write a question"),
