@@ -17,16 +17,15 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
 from locret.base.fields import shown
-from locret.base.files import PARTIAL
 from locret.base.nearest import nearest
 from locret.cache.cache_file import check_header, save_cache
 from locret.conversation.document import encode, is_text
-from locret.conversation.turns import saved_talk
+from locret.conversation.turns import Talk, saved_talk
 from locret.infer.serve.jobs import Job, Progress
 from locret.infer.serve.refusal import Refusal, fault_of, one_line
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
 SUFFIX, AUTO, UPLOADS = ".ctx", "auto", ".uploads"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """What a context may be called: no name is a path, hidden, or longer than a file system takes."""
+_T = TypeVar("_T")
 State = Literal["waiting", "reading", "ready", "failed", "damaged"]
 
 
@@ -63,6 +63,12 @@ class Entry:
     """Digest of what identifies its content; of one without a name, of what it has read."""
     notes: dict[str, Any] = field(default_factory=dict)
     """What was written beside it: of an upload its bytes, digest and the seconds it took."""
+    talk: Talk | None = field(default=None, repr=False)
+    """How a context with a name goes on."""
+    base: str = ""
+    """Of one without a name: the key of the context that its text follows, if it follows one."""
+    read: int = 0
+    """And the tokens after it."""
     job: Job | None = field(default=None, repr=False)
 
     @property
@@ -104,18 +110,10 @@ class Index:
         """Held by who writes a context to disk or reads one; memory is planned for one at a time."""
 
     def open(self) -> None:
-        """Remove what a killed server was about to write, and look what there is."""
-        shutil.rmtree(self.folder / UPLOADS, ignore_errors=True)
-        for partial in (self.folder / AUTO).glob(PARTIAL):
-            shutil.rmtree(partial, ignore_errors=True)
+        """Remove what another server was about to write or had read without a name, and look what there is."""
+        for folder in (UPLOADS, AUTO):
+            shutil.rmtree(self.folder / folder, ignore_errors=True)
         self.scan()
-        for path in sorted((self.folder / AUTO).glob(f"*{SUFFIX}"), key=lambda path: path.lstat().st_mtime):
-            entry = self.examine(Entry(path.stem, path, named=False))
-            # Those of earlier versions follow nothing, and do not tell by which policy they were read.
-            if entry.status == "ready" and isinstance(entry.notes.get("read"), int) and entry.notes.get("base"):
-                self.automatic[entry.key] = entry
-            else:
-                path.unlink(missing_ok=True)
 
     def path(self, name: str, *, named: bool = True) -> Path:
         """Return the file of a context."""
@@ -154,22 +152,8 @@ class Index:
                 raise ValueError("it is a link, or no file; put the file itself into the folder")
             state = check_header(path, self.lm.model, self.lm.scorer)
             entry.tokens, entry.units = state["seen"], state["layers"][0]["fill"]
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata()
-            notes = json.loads(metadata.get("notes", "{}"))
-            if not entry.named:
-                entry.key, entry.notes = path.stem, dict(notes["automatic"])
-            else:
-                check_name(entry.name)
-                talk = saved_talk(path, self.lm.tokenizer, state["vocab_size"])
-                entry.source = _printable(talk.name)
-                if talk.transcript.turns:
-                    raise ValueError("it holds a conversation; save its context instead")
-                entry.notes = dict(notes["conversation"].get("upload") or {})
-                if not is_text(json.dumps(entry.notes, ensure_ascii=False)):
-                    raise ValueError("its notes hold half characters; save it again")
-                identity = [metadata["state"], metadata["notes"], metadata.get("checksum", "")]
-                entry.key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+            if entry.named:
+                self._examine_named(entry, state["vocab_size"])
         except (Refusal, ValueError, OSError, SafetensorError, KeyError, TypeError, IndexError) as error:
             entry.status, entry.message = "damaged", self.told(error)
             entry.size -= isinstance(error, OSError)  # so that it is looked at again
@@ -177,32 +161,45 @@ class Index:
             entry.job = None
         return entry
 
+    def _examine_named(self, entry: Entry, vocabulary: int) -> None:
+        check_name(entry.name)
+        with safe_open(entry.path, framework="pt") as file:
+            metadata = file.metadata()
+        entry.talk = saved_talk(entry.path, self.lm.tokenizer, vocabulary)
+        entry.source = _printable(entry.talk.name)
+        if entry.talk.transcript.turns:
+            raise ValueError("it holds a conversation; save its context instead")
+        entry.notes = dict(json.loads(metadata["notes"])["conversation"].get("upload") or {})
+        if not is_text(json.dumps(entry.notes, ensure_ascii=False)):
+            raise ValueError("its notes hold half characters; save it again")
+        identity = [metadata["state"], metadata["notes"], metadata.get("checksum", "")]
+        entry.key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
+
     # -- what they hold -----------------------------------------------------------------------------------------------
 
-    def load(self, entry: Entry, load: Callable[[Path], Any] | None = None) -> Any:
-        """Return what a file holds: its context, or what else it is loaded as."""
+    def load(self, entry: Entry, load: Callable[[Path], _T]) -> _T:
+        """Return what a file holds."""
         with self.moving:
-            found = (load or self.lm.load)(entry.path)
+            found = load(entry.path)
             if entry.changed and self.examine(Entry(entry.name, entry.path, entry.named)).key != entry.key:
                 raise ValueError("another context has taken its name meanwhile; ask again")
             return found
 
     def text_end(self, entry: Entry) -> int:
         """Return where the text of a context with a name ends: after the words that wait for what follows them."""
-        stream = saved_talk(entry.path, self.lm.tokenizer, self.lm.vocabulary).stream
-        return entry.tokens + len(encode(self.lm.tokenizer, stream.pending))
+        assert entry.talk is not None
+        return entry.tokens + len(encode(self.lm.tokenizer, entry.talk.stream.pending))
 
     def save(self, name: str, context: Context, notes: dict[str, Any]) -> None:
         """Write a context with a name."""
         with self.moving:
             save_cache(context.cache, self.path(name), notes=context.talk.notes(backbone=context.lm.name, upload=notes))
 
-    def save_automatic(self, key: str, cache: RetentionCache, base: str, root: str, read: int) -> None:
-        """Write what was read without a name: after which context, and how many tokens."""
-        path, notes = self.path(key, named=False), {"base": base, "root": root, "read": read}
-        path.parent.mkdir(exist_ok=True)
+    def save_automatic(self, key: str, cache: RetentionCache) -> None:
+        """Write what was read without a name."""
+        (path := self.path(key, named=False)).parent.mkdir(exist_ok=True)
         with self.moving:
-            save_cache(cache, path, notes={"automatic": notes})
+            save_cache(cache, path)
 
     def damaged(self, entry: Entry, error: Exception) -> Refusal:
         """Take note that a file cannot be used, and return what to say."""
@@ -240,15 +237,15 @@ def check_name(name: str) -> None:
         )
 
 
-def digests(base: str, what: str, ids: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, str]]:
-    """Yield for rising counts the key of what was made after `base` of so many of the first ids, in one pass."""
-    total, done = hashlib.sha256(f"{base} {what} ".encode()), 0
+def digests(base: str, ids: Sequence[int], counts: Sequence[int]) -> Iterator[tuple[int, str]]:
+    """Yield for rising counts the key of what has read so many of the first ids after `base`, in one pass."""
+    total, done = hashlib.sha256(f"{base} ".encode()), 0
     for count in counts:
         total.update(array("Q", ids[done:count]).tobytes())
         done = count
         yield count, total.hexdigest()
 
 
-def digest(base: str, what: str, ids: Sequence[int] = ()) -> str:
-    """Return the key of what was made of all ids after `base`."""
-    return next(key for _, key in digests(base, what, ids, [len(ids)]))
+def digest(base: str, ids: Sequence[int]) -> str:
+    """Return the key of what has read all ids after `base`."""
+    return next(key for _, key in digests(base, ids, [len(ids)]))

@@ -6,9 +6,6 @@ goes when it has no more room on the disk, least recently used first.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import shutil
 import threading
 import time
@@ -74,9 +71,6 @@ class Library:
         """The readers' turns, to which an engine makes its answers known."""
         self.room = Room(plan.reading)
         """Memory of texts that are read."""
-        settings = json.dumps(lm.policy.to_dict(), sort_keys=True)
-        self._policy = hashlib.sha256(settings.encode()).hexdigest()
-        """What texts without a base follow: a server with another policy keeps other units of them."""
         self._index = Index(self.folder, lm)
         self._lock = threading.RLock()
         self._closed = False
@@ -84,7 +78,6 @@ class Library:
         self._held.enter_context(locked(self.folder, f"--contexts {folder}"))
         try:
             self._index.open()
-            self._bound()
         except BaseException:
             self._held.close()
             raise
@@ -98,9 +91,8 @@ class Library:
             job.cancel(wait=False)
         for job in jobs:
             job.cancel()
-        shutil.rmtree(self.folder / UPLOADS, ignore_errors=True)
-        with suppress(OSError):
-            (self.folder / AUTO).rmdir()
+        for folder in (UPLOADS, AUTO):
+            shutil.rmtree(self.folder / folder, ignore_errors=True)
         self._held.close()
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -191,7 +183,7 @@ class Library:
             named.pop(name, None)
             entry.path.unlink(missing_ok=True)
             for made in self.automatic():
-                if made.notes.get("root") == entry.key and made.state == "ready":
+                if made.base == entry.key and made.state == "ready":
                     self._let_go(made)
 
     # -- contexts without a name --------------------------------------------------------------------------------------
@@ -202,21 +194,16 @@ class Library:
         `base` is a context that the text follows.
         """
         with self._lock:
-            before, automatic = self._policy if base is None else base.key, self._index.automatic
-            known = {
-                entry.notes["read"]
-                for entry in automatic.values()
-                if entry.state == "ready" and entry.notes.get("base") == before and entry.notes["read"] <= len(ids)
-            }
+            before, automatic = "" if base is None else base.key, self._index.automatic
+            ready = [entry for entry in automatic.values() if entry.state == "ready" and entry.base == before]
+            known = {entry.read for entry in ready if entry.read <= len(ids)}
             best, read = None, 0
-            for count, key in digests(before, "read", ids, sorted(known)):
+            for count, key in digests(before, ids, sorted(known)):
                 if (found := automatic.get(key)) is not None and found.state == "ready":
                     best, read = found, count
             if best is None:
                 return base, 0
             automatic.move_to_end(best.key)
-            with suppress(OSError):
-                os.utime(best.path)
             return best, read
 
     def read_on(
@@ -232,8 +219,8 @@ class Library:
         read is dropped then.
         """
         start, done = read
-        before = self._policy if base is None else base.key
-        key = digest(before, "read", ids)
+        before = "" if base is None else base.key
+        key = digest(before, ids)
         if start is not None and done == len(ids):
             return start
 
@@ -244,9 +231,11 @@ class Library:
                 if base is not None and any(one.end is None for spans in cache.protected for one in spans):
                     cache.protect(*closed(cache.protected, self._index.text_end(base)))
                 read_ids(self.lm, self.turns, job, ids[done:], cache)
-                self._index.save_automatic(key, cache, before, "" if base is None else base.key, len(ids))
+                self._index.save_automatic(key, cache)
 
-        return self._made_automatic(key, make, cancelled)
+        path = self._index.path(key, named=False)
+        made = Entry(key, path, named=False, created=time.time(), key=key, base=before, read=len(ids))
+        return self._made_automatic(made, make, cancelled)
 
     # -- from disk and onto it ----------------------------------------------------------------------------------------
 
@@ -306,9 +295,9 @@ class Library:
             self._index.named[name] = entry
             return _started(entry, Job(make, ended))
 
-    def _made_automatic(self, key: str, make: Callable[[Job], None], cancelled: Callable[[], bool]) -> Entry:
+    def _made_automatic(self, new: Entry, make: Callable[[Job], None], cancelled: Callable[[], bool]) -> Entry:
         """Return a context without a name once it has been made, by this request or another."""
-        automatic = self._index.automatic
+        automatic, key = self._index.automatic, new.key
 
         def ended(job: Job) -> None:
             with self._lock:
@@ -316,24 +305,21 @@ class Library:
                     automatic.pop(key, None)
                     return
                 self._index.examine(entry)
-                root = entry.notes.get("root")
-                if root and not any(one.key == root for one in self._index.named.values()):
+                if entry.base and not any(one.key == entry.base for one in self._index.named.values()):
                     self._let_go(entry)  # what it was made of was deleted meanwhile
                 self._bound()
 
         with self._lock:
             if key not in automatic:
                 self._check_waiting()
-                path = self._index.path(key, named=False)
-                automatic[key] = Entry(key, path, named=False, created=time.time())
-                _started(automatic[key], Job(make, ended))
+                automatic[key] = _started(new, Job(make, ended))
             entry = automatic[key]
             if (job := entry.job) is not None:
                 job.wanted += 1
         if job is not None:
             self._wait(job, cancelled)
             if job.cancelled and not self._closed:  # by those who wanted it before
-                return self._made_automatic(key, make, cancelled)
+                return self._made_automatic(new, make, cancelled)
             if not job.ready:
                 raise Refusal(
                     503 if job.cancelled else job.fault, f"reading this failed: {self._index.told(job.message)}"

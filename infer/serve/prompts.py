@@ -11,14 +11,10 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
 from locret.conversation.document import TokenStream, leading_special_ids
-from locret.conversation.turns import Talk, saved_talk, written
+from locret.conversation.turns import Talk, written
 from locret.infer.serve.index import Entry
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal, one_line
@@ -27,9 +23,6 @@ from locret.token_ids import vocabulary
 
 if TYPE_CHECKING:
     from locret.conversation.model import LongContextModel
-
-_REMEMBERED = 64
-"""Conversations of contexts that are remembered; each is a few kilobytes."""
 
 
 @dataclass(frozen=True)
@@ -77,12 +70,6 @@ class Prompts:
         self.lm, self.library = lm, library
         self._vocabulary = vocabulary(lm.model) or len(lm.tokenizer)
 
-        @lru_cache(_REMEMBERED)
-        def saved(path: Path, _changed: int, _size: int) -> Talk:
-            return saved_talk(path, lm.tokenizer, self._vocabulary)
-
-        self._saved = saved
-
     def of_chat(self, request: ChatRequest) -> list[Prompt]:
         """Return the prompt of a conversation."""
         base = self._named(request)
@@ -129,7 +116,7 @@ class Prompts:
     def _ids_after(self, named: Entry, request: ChatRequest) -> list[int]:
         """Return the ids of turns that follow a context, as `locret.Chat` would read and write them."""
         _check_plain(request)
-        talk = self._conversation(named)
+        talk = _conversation(named)
         stream, transcript, ids = talk.stream, talk.transcript, list(talk.unread)
         system, turns = _opened(request.messages)
         if system and system != transcript.system:
@@ -147,12 +134,6 @@ class Prompts:
                 ids += stream.rest(transcript.ask(text))
         return ids
 
-    def _conversation(self, named: Entry) -> Talk:
-        """Return how a context goes on, for the caller to change."""
-        with _usable(named):
-            file = named.path.stat()
-            return self._saved(named.path, file.st_mtime_ns, file.st_size).copy()
-
     def _text_ids(self, prompt: str | list[int], named: Entry | None) -> list[int]:
         """Return the ids of a prompt as it is, or of what follows a context."""
         if not isinstance(prompt, str):
@@ -164,7 +145,7 @@ class Prompts:
             return prompt
         if named is None:
             return [*leading_special_ids(self.lm.tokenizer), *TokenStream(self.lm.tokenizer).rest(prompt)]
-        talk = self._conversation(named)
+        talk = _conversation(named)
         return [*talk.unread, *talk.stream.rest(prompt)]
 
 
@@ -177,14 +158,10 @@ def _refused(param: str) -> Iterator[None]:
         raise Refusal(400, one_line(error), param=param) from None
 
 
-@contextmanager
-def _usable(named: Entry) -> Iterator[None]:
-    """Refuse what needs the file of a context if that cannot be read."""
-    try:
-        yield
-    except (ValueError, OSError, SafetensorError) as error:
-        why = f"context {named.name} cannot be used: {one_line(error)}; ask again"
-        raise Refusal(409, why, param="context") from None
+def _conversation(named: Entry) -> Talk:
+    """Return how a context goes on, for the caller to change."""
+    assert named.talk is not None
+    return named.talk.copy()
 
 
 def _role(message: Message) -> str:
