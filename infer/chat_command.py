@@ -38,9 +38,9 @@ def command(argv: Sequence[str] | None = None) -> int:
     with warnings_as_lines("locret-chat", quiet=about.quiet):
         if about.context is not None:
             _check_context(about.context, chosen)
-        if policy.budget_share is not None:
+        if policy.keep is not None:
             rule = "depends on one text's length, but a conversation goes on; give --budget or --kv-memory"
-            raise Refusal("budget_share", policy.budget_share, rule)
+            raise Refusal("keep", policy.keep, rule)
         from locret.infer.reading import ready
 
         with ready(model, scorer, policy, chosen, generation).loaded(about.template) as lm:

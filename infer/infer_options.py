@@ -38,18 +38,23 @@ class PlacedModelOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyOptions(PolicyFlags):
-    """How many units stay. What is not given here is what the heads recommend, else the default."""
+class BudgetOptions:
+    """How much stays, in what people know of it."""
 
-    usual: ClassVar[tuple[str, ...]] = ("kv_memory", "budget_share")
-
+    keep: float | str | None = None
+    """How much of the text stays, such as 25%; it is tokenised as a whole first."""
     kv_memory: str | None = None
-    """Instead of --budget: bytes that the whole cache may take, such as 2GiB, or auto for what is free next to the
+    """Or the bytes that the whole cache may take, such as 2GiB, or auto for what is free next to the
     weights; the largest budget that fits is used, with auto at most that of the prompt, which is then counted first.
     What --host-budget keeps is not part of it, nor are the tokens of a question that is asked of what was read."""
-    budget_share: float | None = None
-    """Instead of --budget: share of the prompt's tokens, such as 0.1; the prompt is tokenised as a whole first."""
-    exclusive: ClassVar = (("budget", "kv_memory", "budget_share"),)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyOptions(PolicyFlags, BudgetOptions):
+    """How many units stay. What is not given here is what the heads recommend, else the default."""
+
+    usual: ClassVar[tuple[str, ...]] = ("keep", "kv_memory", "budget")
+    exclusive: ClassVar = (("budget", "kv_memory", "keep"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +64,8 @@ class TextOptions:
     usual: ClassVar[tuple[str, ...]] = ("prompt_file", "system")
 
     prompt_file: str | None = None
-    """Text file of any size, UTF-8; - is standard input, as is no file at all if something is piped in."""
+    """Text file of any size, UTF-8; a PDF, EPUB, DOCX or HTML file (extra documents); or a folder, whose files are read
+    below their names, without what git ignores. - is standard input, as is no file at all if something is piped in."""
     system: str | None = field(default=None, metadata={"empty": True})
     """System message."""
     template: Template = "chat"
@@ -213,7 +219,8 @@ class ReadingOutput(ReportOptions):
 
     dry_run: bool = False
     """Print the resolved options, the planned steps and cache bytes as JSON, and on standard error what stays of the
-    text, without the backbone's weights. The prompt is read only where the plan depends on its length."""
+    text, without the
+    backbone's weights. Standard input is read only where the plan depends on its length."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,21 +109,21 @@ class PlannedRun:
 
 def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any]) -> RetentionPolicy:
     """Return the policy as far as it is known before the prompt is: a budget in bytes or shares is still open."""
-    given = [name for name in ("budget", "kv_memory", "budget_share") if name in chosen]
+    given = [name for name in ("budget", "kv_memory", "keep") if name in chosen]
     if len(given) > 1:
         raise Refusal(given[0], getattr(flags, given[0]), f"and {given[1]} exclude each other; drop one of them")
     _memory(flags)
     open_ = _share(flags, 1) is not None or flags.kv_memory is not None
     policy = resolve_options(flags, chosen, recommended, _ANY if open_ else None)
     if flags.kv_memory is not None and policy.when == "prompt_end":
-        rule = "bounds the cache, which grows with the prompt where eviction waits for its end; give budget_share"
+        rule = "bounds the cache, which grows with the prompt where eviction waits for its end; give keep"
         raise Refusal("kv_memory", flags.kv_memory, rule)
     return policy
 
 
 def must_count(flags: PolicyOptions, draft: RetentionPolicy) -> bool:
     """Return whether the prompt must be tokenised as a whole before it is read, because the plan depends on it."""
-    return flags.budget_share is not None or flags.kv_memory == AUTO or draft.plans_by_length
+    return flags.keep is not None or flags.kv_memory == AUTO or draft.plans_by_length
 
 
 def final_policy(
@@ -205,9 +205,9 @@ def _memory(flags: PolicyOptions) -> int | None:
 
 def _share(flags: PolicyOptions, tokens: int) -> int | None:
     try:
-        return None if flags.budget_share is None else units_of_share(flags.budget_share, tokens)
+        return None if flags.keep is None else units_of_share(flags.keep, tokens)
     except ValueError as error:
-        raise ValueError(f"--budget-share: {error}") from None
+        raise ValueError(f"--keep: {error}") from None
 
 
 # -- what a machine has, and what a chunk needs -----------------------------------------------------------------------

@@ -55,6 +55,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     "served_model_name": ("name",),
     "max_capacity_prompt": ("budget",),
     "cache_budget": ("budget",),
+    "budget_share": ("keep",),
 }
 """Names that other tools have for our options; a name that an option of a command has itself is that option."""
 

@@ -96,11 +96,16 @@ def parse_bytes(text: str) -> int:
     return count
 
 
-def units_of_share(share: float, tokens: int) -> int:
-    """Return the budget that is this share of a prompt, rounded down, at least 1 unit."""
-    if not 0 < share <= 1:
-        raise ValueError(f"{share} is not a share of the prompt; give more than 0 and at most 1, such as 0.1")
-    return max(1, int(share * tokens))
+def units_of_share(share: float | str, tokens: int) -> int:
+    """Return the budget that is this share of a prompt, such as 0.25 or 25%, rounded down, at least 1 unit."""
+    text = str(share).strip()
+    try:
+        part = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except (ValueError, ZeroDivisionError):
+        part = Fraction(0)
+    if not 0 < part <= 1:
+        raise ValueError(f"{share} is not a share of the prompt; give more than 0 and at most 1, such as 0.25 or 25%")
+    return max(1, int(part * tokens))
 
 
 def largest_budget(planned_bytes: Callable[[int], int], memory: int, least: int, most: int) -> int | None:

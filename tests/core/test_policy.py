@@ -167,8 +167,9 @@ def test_amounts_of_memory_and_shares_are_read_or_refused() -> None:
     for text in ("2 gigs", "", "-1GiB", "0GiB", "iB", "GiB"):
         with pytest.raises(ValueError, match="is not an amount of memory; write it like 2GiB|is less than one byte"):
             parse_bytes(text)
-    assert [units_of_share(share, 1005) for share in (0.1, 1, 0.0001)] == [100, 1005, 1], "down, and one at least"
-    for share in (0, -0.1, 1.01):
+    shares = (0.1, 1, 0.0001, "25%", "0.25", "12.5 %", 1e-05)
+    assert [units_of_share(share, 1005) for share in shares] == [100, 1005, 1, 251, 251, 125, 1]
+    for share in (0, -0.1, 1.01, "101%", "nan", "1/0", "much"):
         with pytest.raises(ValueError, match=f"{share} is not a share of the prompt; give more than 0 and at most 1"):
             units_of_share(share, 10)
 

@@ -116,7 +116,7 @@ def test_from_a_pipe_the_first_mistake_ends_the_command(chat: Chat, lines: str, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--budget-share", 0.1], "--budget-share 0.1 depends on one text's length"),
+        (["--keep", 0.1], "--keep 0.1 depends on one text's length"),
         (["--prompt-file", "-"], "--prompt-file - is standard input"),
         (["--prompt-file", "a", "--context", "b"], "so --prompt-file a comes too late"),
         (["--context", "no.chat"], "no.chat does not exist"),

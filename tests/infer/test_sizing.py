@@ -65,12 +65,12 @@ def test_memory_counts_the_beams_and_the_answer(ask: Infer) -> None:
 
 
 def test_a_share_is_that_of_the_counted_prompt(ask: Infer) -> None:
-    record = ask("--budget-share", 0.1)
+    record = ask("--keep", 0.1)
     assert record["policy"]["budget"] == record["prompt_tokens"] // 10
     assert record["kept_units"] >= record["policy"]["budget"] + 8
-    plan = ask("--budget-share", 0.1, "--dry-run")
+    plan = ask("--keep", "10%", "--dry-run")
     assert (plan["prompt_tokens"], plan["policy"]) == (record["prompt_tokens"], record["policy"])
-    assert plan["options"]["budget_share"] == 0.1
+    assert plan["options"]["keep"] == "10%"
 
 
 def test_a_recommended_budget_gives_way_and_recommended_stabilizers_stay_if_they_fit(
@@ -138,12 +138,12 @@ def test_memory_that_grows_with_the_prompt_is_announced(call: Infer) -> None:
     [
         ("--budget 64 --kv-memory 1MiB", "--budget 64 and kv_memory exclude each other; drop one"),
         ("--kv-memory much", "--kv-memory: much is not an amount of memory; write it like 2GiB"),
-        ("--budget-share 1.5", "--budget-share: 1.5 is not a share of the prompt; give more than 0"),
+        ("--keep 1.5", "--keep: 1.5 is not a share of the prompt; give more than 0"),
         ("--kv-memory 4KiB", "--kv-memory 4KiB is too small, for even a budget of 1 takes "),
         ("--kv-memory 64KiB --stabilizers 5000", "even a budget of 5001"),
         ("--kv-memory 1MiB --when prompt_end", "--kv-memory 1MiB bounds the cache"),
         ("--chunk-size auto", "--chunk-size auto"),
-        ("--budget-share 0.01 --stabilizers 3000", "stabilizers=3000 leaves no room"),
+        ("--keep 0.01 --stabilizers 3000", "stabilizers=3000 leaves no room"),
         ("--max-new-tokens 1000000000000", "together need a cache of "),
         ("--num-beams 10000000", "has room for"),
         ("--host-budget 1000000000000 --recall 4", "bytes of host memory, but this machine has"),
