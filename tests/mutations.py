@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from safetensors.torch import save
 from torch import Tensor
 
 DEEP: Any = "deep"
@@ -154,13 +153,6 @@ def tensors_of(draw: st.DrawFn, tensors: dict[str, Tensor]) -> dict[str, Tensor]
                 tensor.clone()
             )
     return changed
-
-
-def safetensors_of(draw: st.DrawFn, tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
-    """Return a safetensors file with damaged bytes or other tensors."""
-    if draw(st.booleans()):
-        return bytes_of(draw, save(tensors, metadata))
-    return save(tensors_of(draw, tensors), metadata)
 
 
 def loaded_or_refused(load: Callable[[], Any]) -> Any:

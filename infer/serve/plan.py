@@ -120,7 +120,7 @@ def _times(count: int, what: str) -> str:
 def _check_policy(lm: LongContextModel) -> None:
     """Refuse a policy whose cache is not bounded, or is no prefix."""
     policy, rotary = lm.policy, rotary_parameters(find_decoder(lm.model))
-    check_prefix(policy, lm.backbone, {policy.budget + policy.local_len}, rotary, host=False)
+    check_prefix(policy, lm.backbone, {policy.budget + policy.local_len}, rotary)
     for wrong, flags, why in (
         (policy.when != "chunk", f"--when {policy.when}", "holds all of a text until its end; take --when chunk"),
         (policy.plans_by_length, f"--memory {policy.memory}", "plans by a text's length; take --memory fixed"),

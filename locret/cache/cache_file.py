@@ -19,7 +19,7 @@ from locret._version import __version__
 from locret.backbone.adapters import sharers_of, unwrap
 from locret.backbone.computation import computation, different_computation
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
-from locret.backbone.shape import BOTH, FULL, Backbone, LayerShape
+from locret.backbone.shape import Backbone, LayerShape
 from locret.base.fields import checked_values, shown
 from locret.base.files import written_whole
 from locret.cache.cache import RetentionCache
@@ -28,7 +28,7 @@ from locret.cache.layer import HOST
 from locret.cache.over_ranks import own_state, whole_state
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
-from locret.cache.schema import DTYPES, MOST_TOKENS, check_counters, check_units, checksum, dtype_of
+from locret.cache.schema import DTYPES, check_units, checksum, dtype_of
 from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.heads.fingerprint import any_fingerprint
 from locret.heads.heads import RetainingHeads
@@ -235,7 +235,6 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
     ]
     if different:
         raise ValueError(f"it was made with another backbone ({'; '.join(different)}); load that backbone")
-    check_counters(state, cache.whole)
     if found := different_rotation(state.get("rotary", {}), rotary_parameters(cache.decoder)):
         raise ValueError(f"its keys were rotated in another way ({found}); load the backbone with that configuration")
     cache.computation = computation(cache.model)
@@ -374,14 +373,10 @@ def _copied(states: Tensor) -> Tensor:
 
 
 def _described_alone(state: Mapping[str, Any]) -> tuple[RetentionPolicy, Backbone]:
-    """Return policy and backbone of a file that is read without its backbone; its counters are right then."""
+    """Return policy and backbone of a file that is read without its backbone."""
     if any(state.get(name) is None for name in ("vocab_size", "columns", "rotary", "backbone")):
         raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
-    policy, backbone = _policy(state), _saved_backbone(state)
-    check_counters(state, backbone)
-    if type(state["vocab_size"]) is not int or not 0 < state["vocab_size"] <= MOST_TOKENS:
-        raise ValueError(f"vocab_size is {shown(state['vocab_size'])}; save the cache again")
-    return policy, backbone
+    return _policy(state), _saved_backbone(state)
 
 
 def _prefix_of(
@@ -417,15 +412,7 @@ def _saved_backbone(state: Mapping[str, Any]) -> Backbone:
     lists: dict[str, Any] = {
         name: tuple(values.pop(name, ())) for name in ("layers", "kinds", "sources", "state_numbers") if name in values
     }
-    found = Backbone(**checked_values(Backbone, values, "backbone"), **lists, shapes=tuple(shapes))
-    count = found.num_layers
-    full = tuple(index for index, kind in enumerate(found.kinds) if kind in (FULL, BOTH))
-    sources = all(type(source) is int and 0 <= source <= index for index, source in enumerate(found.sources))
-    sizes = [min(shape.num_heads, shape.num_kv_heads, shape.head_dim) for shape in found.shapes]
-    one_each = {len(found.kinds), len(found.sources or found.kinds), len(sizes or found.kinds)} == {count}
-    if full != found.layers or not one_each or not sources or min([*sizes, found.num_kv_heads, found.head_dim]) < 1:
-        raise ValueError("it does not say which backbone it was made with; save the cache again")
-    return found
+    return Backbone(**checked_values(Backbone, values, "backbone"), **lists, shapes=tuple(shapes))
 
 
 def _header(path: str | Path, writer: str = "save_cache") -> tuple[dict[str, Any], dict[str, Any]]:

@@ -85,8 +85,6 @@ def check_prefix(
             f'head_budgets="{policy.head_budgets}" and layer_budgets="{policy.layer_budgets}" leave heads or layers '
             "with different numbers of units, and a prefix has one length; read the text with uniform budgets"
         )
-    if 0 in units:
-        raise ValueError("it holds no units, and a prefix has at least one; read the text again")
     original = rotary.get("original_max_position_embeddings") if rotary.get("rope_type") == "longrope" else 0
     if not isinstance(original, int) or max(units) < original:
         raise ValueError(

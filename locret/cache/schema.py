@@ -1,4 +1,4 @@
-"""What the file of a cache may hold: counters, and units of the shapes and types that backbone and policy say.
+"""What the file of a cache may hold: units of the shapes and types that its backbone, policy and counters say.
 
 What was damaged on its way is told by the checksum of the file.
 """
@@ -14,17 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.backbone.shape import BOTH, FULL, NONE, RECURRENT, SLIDING, Backbone
+from locret.backbone.shape import BOTH, FULL, SLIDING, Backbone
 from locret.base.fields import shown
 from locret.cache.layer import HOST
 from locret.cache.rounding import forms_of, packed_bytes
 from locret.cache.store import COLUMNS
 from locret.heads.fingerprint import crc
 from locret.policy.policy import RetentionPolicy
-from locret.policy.protection import spans_from
 
-MOST_TOKENS = 2**31 - 1
-"""Positions, and ids of tokens, are int32."""
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -57,35 +54,6 @@ def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     return f"{total:08x}"
 
 
-def check_counters(numbers: Mapping[str, Any], backbone: Backbone) -> None:
-    """Check the numbers beside the tensors, for themselves."""
-    seen = _whole(numbers.get("seen"), "seen", 1, MOST_TOKENS)
-    _whole(numbers.get("next_position"), "next_position", 1, seen)
-    _whole(numbers.get("text_end", seen), "text_end", 0, seen + 1)  # its last token may be held back
-    flags = {"held_back": numbers.get("held_back"), "fed_again": numbers.get("fed_again", False)}
-    spans_from(numbers.get("protected", []))
-    layers = numbers.get("layers")
-    if not isinstance(layers, list) or not all(isinstance(counters, dict) for counters in layers):
-        raise ValueError("it has no counters of its layers")
-    if len(layers) != backbone.num_layers:
-        raise ValueError(f"it has counters of {len(layers)} layers instead of {backbone.num_layers}")
-    for index, (counters, kind) in enumerate(zip(layers, backbone.kinds, strict=True)):
-        within = {SLIDING: (seen, seen), RECURRENT: (0, 0), NONE: (0, 0)}.get(kind, (0, numbers["next_position"]))
-        _whole(counters.get("fill"), f"fill of layer {index}", *within)
-        flags[f"rotated of layer {index}"] = counters.get("rotated")
-        if kind in (RECURRENT, BOTH):
-            flags[f"marked of layer {index}"] = counters.get("marked")
-    for name, value in flags.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name} is {shown(value)} instead of true or false")
-
-
-def _whole(value: Any, name: str, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{name} is {shown(value)} instead of a whole number from {least} to {most}")
-    return value
-
-
 def check_units(
     shapes: Mapping[str, tuple[tuple[int, ...], str]],
     numbers: Mapping[str, Any],
@@ -93,7 +61,7 @@ def check_units(
     policy: RetentionPolicy,
     columns: Mapping[str, str],
 ) -> None:
-    """Refuse keys, values and columns of other shapes and types than go together, where the counters are right.
+    """Refuse keys, values and columns of other shapes and types than counters, backbone and policy say.
 
     Args:
         shapes: Shape and dtype of every tensor of the file.
@@ -102,6 +70,8 @@ def check_units(
         policy: What the units were kept by.
         columns: Names and dtypes of columns.
     """
+    if len(numbers["layers"]) != backbone.num_layers:
+        raise ValueError(f"it has counters of {len(numbers['layers'])} layers instead of {backbone.num_layers}")
     rows = next((shape[0] for name, (shape, _) in sorted(shapes.items()) if name.endswith("counts")), 0)
     for name, wanted, dtypes in _wanted(numbers, backbone, policy, columns):
         if name not in shapes:

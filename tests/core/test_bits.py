@@ -82,9 +82,7 @@ def test_a_group_without_channels_is_refused(group: int) -> None:
         Token(group=group)
 
 
-FEW = [bits for bits in BITS if bits < 16]
 GREEDY = {"do_sample": False, "eos_token_id": None}
-every_bits = pytest.mark.parametrize("bits", FEW)
 TWO_TIERS = {"host_budget": 16, "recall": 4}
 
 
@@ -108,17 +106,6 @@ def form(bits: int, rounding: Token | None = None, **changes: Any) -> Form:
     return Form(coder, coder, **changes)
 
 
-def once(states: Tensor, bits: int) -> Tensor:
-    coder = Coder(bits, Token())
-    return coder.decode(coder.encode(states), DIM)
-
-
-# -- with 16 bits it is the plain store -------------------------------------------------------------------------------
-
-
-# -- with fewer bits: rounded once ------------------------------------------------------------------------------------
-
-
 def expected(made: Filled, rounding: Token, bits: int, frames: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return what every key and value that ever came is after one rounding."""
     found = []
@@ -129,7 +116,7 @@ def expected(made: Filled, rounding: Token, bits: int, frames: dict[str, Tensor]
     return found[0], found[1]
 
 
-@every_bits
+@few_bits
 @pytest.mark.parametrize("rounding", [Channel(), Token(group=3)], ids=lambda one: one.name)
 def test_a_unit_is_rounded_once_whatever_happens_to_it(bits: int, rounding: Token) -> None:
     made = filled(form(bits, rounding), 20)
@@ -219,7 +206,7 @@ def test_the_published_baselines_can_be_said() -> None:
 
 
 @pytest.mark.parametrize("dim", [8, 20])
-@every_bits
+@few_bits
 def test_rounding_by_channel_is_the_slow_one(bits: int, dim: int) -> None:
     drawn = torch.randn(1, 1, 25, dim, generator=torch.Generator().manual_seed(bits)) * torch.arange(1, dim + 1)
     first, later = drawn[:, :, :18], drawn[:, :, 18:] * 3
@@ -230,6 +217,3 @@ def test_rounding_by_channel_is_the_slow_one(bits: int, dim: int) -> None:
     slow = reference.rounded_by_channel(later[0, 0], bits, 7, first[0, 0])
     close = (fast[0, 0] - slow).abs() < 1e-3
     assert close.float().mean() > 0.97  # a number halfway between two codes may fall to either side
-
-
-# -- a second tier in codes -------------------------------------------------------------------------------------------

@@ -97,9 +97,6 @@ def test_numbers_beyond_the_budget_are_refused() -> None:
         InfLLM().completed(20)
 
 
-# -- the tier ---------------------------------------------------------------------------------------------------------
-
-
 # -- the fast path ----------------------------------------------------------------------------------------------------
 
 
@@ -137,9 +134,6 @@ def test_rows_of_different_lengths_equal_runs_of_their_own() -> None:
         )
         assert torch.equal(ours[row, 59:], expected[0, length:])
         assert cache.governed[0].blocks.counts[row] == alone.governed[0].blocks.counts[0]
-
-
-# -- memory -----------------------------------------------------------------------------------------------------------
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -78,23 +78,6 @@ def changed(path: Path, **state: Any) -> Path:
     return path.with_suffix(".changed")
 
 
-def test_a_file_without_units_is_no_prefix(saved: dict[str, Path]) -> None:
-    metadata, tensors = content(saved["plain"])
-    state = json.loads(metadata["state"])
-    for counters in state["layers"]:
-        counters["fill"] = 0
-    metadata["state"] = json.dumps(state)
-    none = {name: tensor[:, :, :0] if "layers" in name else tensor for name, tensor in tensors.items()}
-    none = {name: tensor.contiguous() for name, tensor in none.items()}
-    save_file(
-        none,
-        path := saved["plain"].with_suffix(".none"),
-        metadata={**metadata, "checksum": checksum(metadata["state"], none)},
-    )
-    with pytest.raises(ValueError, match="it holds no units"):
-        Prefix.from_file(path)
-
-
 def test_another_rotation_than_the_backbones_is_refused(saved: dict[str, Path]) -> None:
     metadata, _ = content(saved["plain"])
     rotary = json.loads(metadata["state"])["rotary"]
