@@ -136,6 +136,6 @@ class ExportOptions:
     output: str
     """File to write, such as book.bin."""
     cache_type: str = "f16"
-    """Form of keys and values in llama.cpp (--cache-type-k and -v): f32, f16, bf16 or q8_0."""
+    """Form of keys and values in llama.cpp (--cache-type-k and -v): f32, f16 or bf16."""
     json: bool = False
     """Print one JSON object."""

@@ -9,8 +9,8 @@ The state, little endian and without padding (llama.cpp's src/llama-context.cpp 
                                      u32 0: values are not transposed (--flash-attn on), u32 layers
       keys, then values of a layer   i32 type, u64 bytes of a row, rows of KV heads x head dim
 
-llama.cpp checks types, numbers and the version. It cannot know the order of a head, the Hadamard turn or another model
-of the same shape: those are checked here, or nowhere.
+llama.cpp checks types, numbers and the version. It cannot know the order of a head or another model of the same shape:
+those are checked here, or nowhere.
 """
 
 # U units, K KV heads, D head dim, W width of a row: K x D
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 FORMAT = "locret-llamacpp-1"
 STATE_VERSION = 3
 """LLAMA_STATE_SEQ_VERSION of builds since 2026."""
-CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8}
+CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30}
 """Numbers of ggml's types (ggml/include/ggml.h)."""
 INTERLEAVED = {
     **dict.fromkeys(
@@ -56,10 +56,6 @@ llama.cpp's own script had converted.
 """
 _IO_MAGIC, _FILE_MAGIC = 0xAF143CD8, 0x67677371
 _ANY_QUESTION = "LocretQuestion7f3a9c"
-_BLOCK = 32
-"""Elements that share a scale in every quantised type."""
-_TURNED = 64
-"""Head dims that are a multiple of it are turned when they are quantised."""
 _ROOM = 4096
 """Tokens of question and answer that the suggested context size leaves room for."""
 
@@ -75,7 +71,7 @@ def export(
     Args:
         source: A context, a cache, a prefix, or the file of a saved context.
         out: The slot file, in the folder that the server is given as --slot-save-path.
-        cache_type: Form of keys and values: f32, f16, bf16 or q8_0 (llama-server: --cache-type-k, --cache-type-v).
+        cache_type: Form of keys and values: f32, f16 or bf16 (llama-server: --cache-type-k, --cache-type-v).
 
     Returns:
         The slot file and its record.
@@ -204,7 +200,7 @@ def _state(prefix: Prefix, cache_type: str) -> Iterator[bytes]:
 
 def _check(prefix: Prefix, cache_type: str) -> None:
     """Refuse what llama.cpp could not hold, or of which it is not known how it would."""
-    dim, rope, kind = prefix.keys[0].shape[-1], prefix.rotary, prefix.model_type
+    rope, kind = prefix.rotary, prefix.model_type
     if cache_type not in CACHE_TYPES:
         raise ValueError(f'cache_type="{cache_type}" is unknown; choose one of {", ".join(CACHE_TYPES)}')
     if kind not in INTERLEAVED:
@@ -214,24 +210,17 @@ def _check(prefix: Prefix, cache_type: str) -> None:
     if partial or rope.get("rope_type") == "dynamic":
         why = "rotates whole heads and unscaled where this backbone rotates a part, or scales dynamically"
         raise ValueError(f"llama.cpp {why}; answer in another engine")
-    if cache_type == "q8_0" and dim % _BLOCK:
-        raise ValueError(
-            f"cache_type=q8_0 quantises {_BLOCK} elements at a time, and heads have {dim}; give f16, bf16 or f32"
-        )
 
 
 def _parts(prefix: Prefix, cache_type: str) -> Iterator[bytes]:
-    units, dim = prefix.units, prefix.keys[0].shape[-1]
-    turned = cache_type == "q8_0" and dim % _TURNED == 0
-    yield struct.pack("<II", 1, units)
-    yield np.array([[place, 1, 0] for place in range(units)], "<i4").tobytes()
+    yield struct.pack("<II", 1, prefix.units)
+    yield np.array([[place, 1, 0] for place in range(prefix.units)], "<i4").tobytes()
     yield struct.pack("<II", False, len(prefix.keys))
     for keys in prefix.keys:
-        states = _interleaved(_floats(keys)) if INTERLEAVED[prefix.model_type] else _floats(keys)
-        yield from _rows(_turned(states, dim & -dim) if turned else states, cache_type)
+        states = _floats(keys)
+        yield from _rows(_interleaved(states) if INTERLEAVED[prefix.model_type] else states, cache_type)
     for values in prefix.values:
-        states = _floats(values)
-        yield from _rows(_turned(states, _TURNED) if turned else states, cache_type)
+        yield from _rows(_floats(values), cache_type)
 
 
 def _floats(states: Tensor) -> NDArray[np.float32]:
@@ -253,23 +242,8 @@ def _interleaved(keys: NDArray[np.float32]) -> NDArray[np.float32]:
     return keys.reshape(*keys.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(keys.shape)
 
 
-def hadamard(size: int) -> NDArray[np.float32]:
-    """Return the orthonormal Sylvester-Hadamard matrix, (size, size), of a power of two."""
-    matrix = np.ones((1, 1))
-    while len(matrix) < size:
-        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
-    return np.asarray(matrix / np.sqrt(size), np.float32)
-
-
-def _turned(states: NDArray[np.float32], size: int) -> NDArray[np.float32]:
-    """Turn every `size` elements, which spreads what stands out over all of them before they are quantised."""
-    return (states.reshape(-1, size) @ hadamard(size)).reshape(states.shape)
-
-
 def encoded(rows: NDArray[np.float32], kind: str) -> NDArray[Any]:
-    """Return rows (N, W) of float32 in a type of ggml: floats (N, W), or bytes (N, bytes of a row).
-
-    Quantised as in ggml's reference (`quantize_row_*_ref` of ggml/src/ggml-quants.c): blocks of 32 share a scale.
+    """Return rows (N, W) of float32 in a type of ggml.
 
     Raises:
         ValueError: If the type cannot hold the values.
@@ -282,22 +256,8 @@ def encoded(rows: NDArray[np.float32], kind: str) -> NDArray[Any]:
         if ((rounded & 0x7FFF) == 0x7F80).any():
             raise ValueError("some units are beyond the range of bfloat16; give cache_type=f32")
         return rounded
-    if kind == "f16":
-        return _half(rows, kind)
-    blocks = np.ascontiguousarray(rows, np.float32).reshape(-1, _BLOCK)
-    return _eight_bits(blocks).reshape(len(rows), -1)
-
-
-def _half(values: NDArray[np.float32], kind: str) -> NDArray[np.float16]:
     with np.errstate(over="ignore"):
-        halves = np.ascontiguousarray(values, "<f2")
+        halves = np.ascontiguousarray(rows, "<f2")
     if not np.isfinite(halves).all():
-        raise ValueError(f"some units are beyond the range of float16, which {kind} needs; give cache_type=bf16 or f32")
+        raise ValueError("some units are beyond the range of float16; give cache_type=bf16 or f32")
     return halves
-
-
-def _eight_bits(blocks: NDArray[np.float32]) -> NDArray[np.uint8]:
-    scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
-    scaled = blocks * np.divide(np.float32(1), scale, out=np.zeros_like(scale), where=scale != 0)
-    codes = np.trunc(scaled + np.copysign(np.float32(0.5), scaled)).astype(np.int8)
-    return np.hstack([_half(scale, "q8_0").view(np.uint8), codes.view(np.uint8)])

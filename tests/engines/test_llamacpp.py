@@ -72,20 +72,15 @@ def test_float32_units_are_written_as_the_library_wrote_them(model_type: str) ->
     assert sequence_state(prefix_of(model_type), "f32") == recorded(f"{model_type} f32")
 
 
-@pytest.mark.parametrize("name", ["llama f16", "llama q8_0", "qwen2 q8_0"])
-def test_the_first_layer_is_written_as_the_library_wrote_it(name: str) -> None:
+def test_the_first_layer_is_written_as_the_library_wrote_it() -> None:
     """The second layer of a library with such a cache is another: it has read what the first one lost."""
-    blob = sequence_state(prefix_of(name.split()[0]), name.split()[1])
+    name, blob = "llama f16", sequence_state(prefix_of("llama"))
     ours, theirs = parsed(blob), parsed(recorded(name))
     assert len(blob) == len(recorded(name))
     for field in ("streams", "places", "transposed"):
         assert ours[field] == theirs[field]
     for part in ("keys", "values"):
-        assert [kind for kind, _ in ours[part]] == [kind for kind, _ in theirs[part]]
-        (_, mine), (_, other) = ours[part][0], theirs[part][0]
-        differ = np.frombuffer(mine, np.uint8) != np.frombuffer(other, np.uint8)
-        # A matrix product may round a turned element to the other side of a code.
-        assert differ.mean() <= (0.01 if name.startswith("qwen2") else 0), (part, differ.mean())
+        assert ours[part][0] == theirs[part][0]
 
 
 def test_a_slot_file_is_the_librarys_but_for_the_ids() -> None:
@@ -113,16 +108,16 @@ def saved(lm: LongContextModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 def test_an_export_says_all_that_a_client_and_the_server_need(saved: Path, tmp_path: Path) -> None:
-    slot, record = export(saved, tmp_path / "book.bin", "q8_0")
+    slot, record = export(saved, tmp_path / "book.bin", "bf16")
     assert (slot, record) == (tmp_path / "book.bin", tmp_path / "book.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["book.bin", "book.json"]
     facts, prefix = json.loads(record.read_text()), Prefix.from_file(saved)
-    assert slot.read_bytes() == slot_file(prefix, "q8_0")
+    assert slot.read_bytes() == slot_file(prefix, "bf16")
     assert facts["bytes"] == slot.stat().st_size
     assert facts["placeholders"] == prefix.placeholders
     assert (facts["units"], facts["tokens"], facts["digest"]) == (80, prefix.tokens, prefix.digest.hex())
     said = " ".join(facts["server"])
-    assert said == "--ctx-size 4176 --kv-unified --flash-attn on --cache-type-k q8_0 --cache-type-v q8_0"
+    assert said == "--ctx-size 4176 --kv-unified --flash-attn on --cache-type-k bf16 --cache-type-v bf16"
     assert "/slots/0?action=restore" in facts["use"]
 
 
@@ -171,11 +166,10 @@ HELD = [
         "in which order llama.cpp holds the keys of 'qwen2_vl' is not known",
     ),
     ({"rotary": PARTIAL}, "f16", "llama.cpp rotates whole heads and unscaled where this backbone"),
-    ({"keys": filled(0, 16), "values": filled(0, 16)}, "q8_0", "cache_type=q8_0 quantises 32 elements at a time, and"),
-    ({}, "q6_k", 'cache_type="q6_k" is unknown; choose one of f32, f16, bf16, q8_0'),
-    ({"keys": filled(1e5)}, "f16", "beyond the range of float16, which f16 needs; give cache_type=bf16 or f32"),
+    ({}, "q6_k", 'cache_type="q6_k" is unknown; choose one of f32, f16, bf16'),
+    ({"keys": filled(1e5)}, "f16", "beyond the range of float16; give cache_type=bf16 or f32"),
     ({"keys": filled(3.4e38)}, "bf16", "beyond the range of bfloat16; give cache_type=f32"),
-    ({"values": filled(float("nan"))}, "q8_0", "some units are no finite numbers"),
+    ({"values": filled(float("nan"))}, "f16", "some units are no finite numbers"),
 ]
 
 

@@ -68,7 +68,7 @@ def served(model: Path, folder: Path, options: list[str]) -> Iterator[Callable[[
         process.wait()
 
 
-@pytest.mark.parametrize("cache_type", ["f16", "q8_0"])
+@pytest.mark.parametrize("cache_type", ["f16", "bf16"])
 def test_answers_are_those_of_generate_with_the_options_in_the_record(tmp_path: Path, cache_type: str) -> None:
     reader = Path(__file__).with_name("read_contexts.py")
     subprocess.run([sys.executable, str(reader), str(tmp_path), "224", "8192", "1"], check=True, timeout=600)
