@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,9 +17,8 @@ from torch import Tensor
 
 from locret.chunked_prefill import prefill
 from locret.conversation.document import Document, read_text
-from locret.infer.serve.memory import Room
 from locret.infer.serve.refusal import fault_of, one_line
-from locret.infer.serve.turns import Turns
+from locret.infer.serve.turns import LOOK, Turns
 
 if TYPE_CHECKING:
     from locret import RetentionCache
@@ -33,6 +33,41 @@ _SHOWN = 0.25
 
 class Cancelled(Exception):
     """Somebody does not want it any more."""
+
+
+class Room:
+    """Bytes that jobs share, first come, first served."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.used = total, 0
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+
+    @contextmanager
+    def taken(self, wanted: int, check: Callable[[], None]) -> Iterator[None]:
+        """Hold so many bytes until the block ends; `check` is called while they are waited for, and raises to end."""
+        if wanted > self.total:
+            raise ValueError(
+                f"this takes {wanted:,} bytes, but --kv-memory leaves {self.total:,} to readers; give the server more "
+                "--kv-memory or --readers, or take fewer or smaller contexts"
+            )
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                while self._waiting[0] is not ticket or self.used + wanted > self.total:
+                    self._changed.wait(LOOK)
+                    check()
+                self.used += wanted
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.used -= wanted
+                self._changed.notify_all()
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from locret.cache.cache_file import check_header, load_cache
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import Stored
 from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digest, digests
-from locret.infer.serve.jobs import Job, read_file, read_ids
-from locret.infer.serve.memory import Room
+from locret.infer.serve.jobs import Job, Room, read_file, read_ids
 from locret.infer.serve.plan import MemoryPlan, reader_bytes
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.turns import Turns

@@ -97,11 +97,9 @@ class Turn:
         self._turns, self._check, self._began = turns, check, 0.0
 
     def take(self) -> None:
-        """Wait until it is this reader's turn; nothing if it is."""
+        """Wait until it is this reader's turn."""
         turns = self._turns
         with turns._changed:
-            if turns._running is self:
-                return
             turns._waiting.append(self)
             try:
                 while turns._waiting[0] is not self or turns._running is not None or turns._pause():

@@ -526,15 +526,10 @@ def _check_at_least(setting: str, value: int, least: int) -> None:
 
 def _ordinary(model: PreTrainedModel) -> Backbone:
     backbone = describe(model)
-    if backbone.recurrent:
-        raise ValueError(
-            f"layers of {backbone.model_type} carry a recurrent state, which keys and values do not hold; answer "
-            "with locret.generate"
-        )
     if not backbone.uniform:
         raise ValueError(
-            f"{backbone.model_type} has layers that slide over a window, whose units are no ordinary prefix; answer "
-            "with locret.generate"
+            f"{backbone.model_type} has layers that slide over a window or carry a state, whose units are no ordinary "
+            "prefix; answer with locret.generate"
         )
     if uses_long_factors(find_decoder(model)):
         raise ValueError(
