@@ -140,12 +140,11 @@ def ask(
 
 def compose(model: ModelOptions, scorer: ScorerOptions, output: ComposeOptions, given: frozenset[str]) -> int:
     """Join saved contexts in one file."""
-    weights = output.weights
     _check_output(output.output)
     with _loaded(model, scorer, "compose", output.context, output.quiet) as (contexts, _):
         from locret import compose as joined
 
-        _write(joined(list(contexts), output.budget, weights, name=output.name), output)
+        _write(joined(list(contexts), output.budget, name=output.name), output)
     return 0
 
 

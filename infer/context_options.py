@@ -89,10 +89,8 @@ class ComposeOptions(SeveralContexts, ContextFile, ReportOptions):
     """What is joined."""
 
     budget: int | None = None
-    """Units per KV head of the whole, chosen by their scores; all that the contexts hold if not given."""
-    shares: str = "fair"
-    """Within --budget: fair, as many for each context, and what a short one does not need is for the others; score, the
-    best of all; or a number for each, such as 2,1, in proportion to which it is divided."""
+    """Units per KV head of the whole, as many for each context, chosen by their scores; all that they hold if not
+    given."""
     name: str | None = None
     """What to call the whole; the names of its parts if not given."""
 
@@ -100,19 +98,6 @@ class ComposeOptions(SeveralContexts, ContextFile, ReportOptions):
         super().__post_init__()
         if len(self.context) < 2:
             raise Refusal("context", self.context[0], "is one context; give two or more, in their order")
-        if self.budget is None and self.shares != "fair":
-            raise Refusal("shares", self.shares, "divides a --budget, which is not given; add it, or drop --shares")
-
-    @property
-    def weights(self) -> str | list[float]:
-        """As `locret.compose` takes them."""
-        if self.shares in ("fair", "score"):
-            return self.shares
-        try:
-            return [float(one) for one in self.shares.split(",")]
-        except ValueError:
-            rule = "is unknown; choose one of fair, score, or a number for each context, as 2,1"
-            raise Refusal("shares", self.shares, rule) from None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,6 +62,7 @@ _BY_ITSELF = {
     "option scorer_options": "a scorer's options stand behind its name, as in --scorer snapkv:kernel=7",
     "option print_completion": "--help all lists the options",
     "option save_context": "locret-context read TEXT --output FILE writes a context",
+    "option shares": "each context has as many units; locret-context shrink FILE gives one fewer, or all the best",
     "option disk": "a second tier lies in host memory, and host_budget bounds it",
     "option context": "locret-context ask FILE --question TEXT asks a context",
     "option reread": "--compare-full answers once more with every unit kept",

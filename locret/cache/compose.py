@@ -38,14 +38,11 @@ from locret.policy.selectors import (
     staying_in_heads,
 )
 
-FAIR, BY_SCORE = "fair", "score"
 _HOW_IT_IS_READ = {
     *("budget", "chunk_size", "stabilizers", "local_len", "memory", "decremental", "min_chunk", "prefill_attention"),
     *("when", "merge"),
 }
 """Fields of a policy in which texts of one cache may differ: what they decide is over when a text has been read."""
-
-Shares = str | Sequence[float]
 
 
 class Part(NamedTuple):
@@ -87,14 +84,13 @@ def shrunk(cache: RetentionCache, budget: int) -> RetentionCache:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def joined(parts: Sequence[Part], budget: int | None = None, shares: Shares = FAIR) -> RetentionCache:
+def joined(parts: Sequence[Part], budget: int | None = None) -> RetentionCache:
     """Join texts that were read apart in one cache, in their order.
 
     Args:
         parts: Caches of one row each, of one backbone and scorer; they are used up.
-        budget: Units per KV head of the whole; None: all stay, but for those of tokens that are skipped.
-        shares: Within a budget: "fair", as many for each text, and what a short one does not need is for the others;
-            "score", the best of all; or a number for each text, in proportion to which it is divided.
+        budget: Units per KV head of the whole, as many for each text, and what a short one does not need is for the
+            others; None: all stay, but for those of tokens that are skipped.
 
     Raises:
         ValueError: If the caches, or the numbers, do not go together.
@@ -102,7 +98,6 @@ def joined(parts: Sequence[Part], budget: int | None = None, shares: Shares = FA
     caches = [part.cache for part in parts]
     budget = None if budget is None else checked_budget(budget)
     check_together(caches)
-    weights = checked_shares(shares, len(parts), budget)
     whole, offset = caches[0], 0
     with long_factors(whole.decoder):
         for cache, skip in parts:
@@ -115,8 +110,8 @@ def joined(parts: Sequence[Part], budget: int | None = None, shares: Shares = FA
         _check_answers(caches, budget)
         last = caches[-1]
         spans = [span for cache in caches for row in cache.protected for span in row]
-        if budget is not None and weights is not None:
-            _share(caches, budget, weights)
+        if budget is not None:
+            _share(caches, budget)
         for nth, layer in enumerate(whole.governed):
             layer.store.chain([cache.governed[nth].store for cache in caches])
         whole.seen = whole.text_end = offset
@@ -181,27 +176,6 @@ def check_together(caches: Sequence[RetentionCache]) -> None:
     ):
         if wrong:
             raise ValueError(why)
-
-
-def checked_shares(shares: Shares, texts: int, budget: int | None) -> list[float] | None:
-    """Return the weight of each text, a positive number; None: the scores decide."""
-    named = {FAIR: [1.0] * texts, BY_SCORE: None}
-    if isinstance(shares, str):
-        if shares not in named:
-            raise ValueError(f"shares={shares!r} is unknown; choose one of {', '.join(named)}, or a number for each")
-        weights = named[shares]
-    else:
-        weights = [*shares] if isinstance(shares, Sequence) else []
-        if not weights or not all(type(one) in (int, float) and 0 < one < float("inf") for one in weights):
-            raise ValueError(f"shares={shown(shares)} is no list of positive numbers; give one for each context")
-        if len(weights) != texts:
-            raise ValueError(
-                f"shares={shown(shares)} has {len(weights)} numbers for {texts} contexts; give one for each"
-            )
-    if budget is None and shares != FAIR:
-        text = f'shares="{shares}"' if isinstance(shares, str) else f"shares={shown(shares)}"
-        raise ValueError(f"{text} divides nothing without a budget; give budget as well")
-    return weights
 
 
 def _check_answers(caches: Sequence[RetentionCache], budget: int | None) -> None:
@@ -274,7 +248,7 @@ def _cut(cache: RetentionCache, stays: Sequence[Stay]) -> None:
         layer.evict(stay, cache.next_position)
 
 
-def _share(caches: Sequence[RetentionCache], budget: int, weights: Sequence[float]) -> None:
+def _share(caches: Sequence[RetentionCache], budget: int) -> None:
     """Cut each cache to its share of what stays beside the local tokens, which are those of the last."""
     last, most = caches[-1], _budgets(caches[-1], budget)
     protected = [Protected(cache.protected, budget, most) for cache in caches]
@@ -283,10 +257,10 @@ def _share(caches: Sequence[RetentionCache], budget: int, weights: Sequence[floa
         layers = [cache.governed[nth] for cache in caches]
         local = min(last.policy.local_len, room, layers[-1].fill)
         held = [layer.fill - (local if layer is layers[-1] else 0) for layer in layers]
-        own_units = divided(room - local, weights, held)
+        own_units = divided(room - local, [1.0] * len(held), held)
         for its, cache, layer, units in zip(protected, caches, layers, own_units, strict=True):
             own = local if cache is last else 0
-            stay = its.stay(nth, read, cache.scorer, units + own, own, "give its text more by shares")
+            stay = its.stay(nth, read, cache.scorer, units + own, own, "raise budget")
             layer.evict(stay if cache is caches[0] else stay._replace(sinks=0), cache.next_position)
 
 

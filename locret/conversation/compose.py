@@ -9,7 +9,7 @@ import torch
 
 from locret.base.fields import shown
 from locret.cache.cache import RetentionCache
-from locret.cache.compose import FAIR, Part, Shares, check_together, checked_budget, checked_shares, joined
+from locret.cache.compose import Part, check_together, checked_budget, joined
 from locret.chunked_prefill import feed_held_back, read_turn
 from locret.conversation.context import Context
 from locret.conversation.document import encode, is_text, shared
@@ -19,9 +19,7 @@ SEPARATOR = "\n\n"
 """What is between two documents in the user's turn, as between a document and a question."""
 
 
-def compose(
-    contexts: Sequence[Context], budget: int | None = None, shares: Shares = FAIR, *, name: str | None = None
-) -> Context:
+def compose(contexts: Sequence[Context], budget: int | None = None, *, name: str | None = None) -> Context:
     """Join contexts that were read apart, in their order, so that one can ask about all of them.
 
     The documents follow each other in the user's first turn, with an empty line between two of them. Of every context
@@ -32,9 +30,9 @@ def compose(
 
     Args:
         contexts: Contexts of one model, read with one policy but for how many units stay, and one system message.
-        budget: Units per KV head of the whole, chosen by the scores that they have; None: all that are held.
-        shares: Within a budget: "fair", as many for each context, and what a short one does not need is for the others;
-            "score", the best of all; or a number for each context, in proportion to which it is divided.
+        budget: Units per KV head of the whole, as many for each context, chosen by the scores that they have; what a
+            short one does not need is for the others. None: all that are held. `context.shrink` before gives a context
+            more than another, and afterwards keeps the best of all.
         name: What to call it; else the names of the contexts.
 
     Raises:
@@ -53,7 +51,6 @@ def compose(
         raise ValueError(f"name={name!r} is no text; give a name, or leave it out")
     budget = None if budget is None else checked_budget(budget)
     check_together([context.cache for context in contexts])
-    checked_shares(shares, len(contexts), budget)
     parts, turns, distance, read = [], list[Turn](), 0, contexts[0].talk.copy()
     for nth, context in enumerate(contexts):
         cache = context.cache.copy()
@@ -71,7 +68,7 @@ def compose(
             if end > start:
                 turns.append(Turn(turn.role, start + distance, end + distance))
         distance += cache.seen
-    whole = joined(parts, budget, shares)
+    whole = joined(parts, budget)
     known = all(context.protection.turns is not None for context in contexts)
     talk = replace(
         read,

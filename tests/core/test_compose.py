@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 import locret
 from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.adapters import find_decoder
-from locret.cache.compose import Part, joined
+from locret.cache.compose import Part, joined, shrunk
 from locret.engines.prefix import Prefix
 from locret.policy.growth import divided
 
@@ -74,7 +74,9 @@ def test_joined_units_are_those_of_the_oracle(family: str, budget: int | None, s
     dropped = [max(int((layer[nth].positions < layer[nth].skip).sum(-1).max()) for layer in texts) for nth in range(3)]
     assert dropped[1] > 0
     copies = [cache.copy() for cache in caches]
-    whole = joined([Part(*part) for part in zip(copies, skips, strict=True)], budget, shares)
+    whole = joined([Part(*part) for part in zip(copies, skips, strict=True)], budget if shares == "fair" else None)
+    if shares == "score" and budget is not None:  # shrunk afterwards, the best of all stay
+        whole = shrunk(whole, budget)
     exported = whole.to_dynamic_cache()
     for nth, layer in enumerate(texts):
         wanted = composed(layer, frequencies(whole), dropped, budget, fair=shares == "fair", local=5)
@@ -108,9 +110,7 @@ def test_the_first_layer_of_a_composed_context_is_that_of_one_read_of_both(
 # -- what a composed context does -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"budget": 150}, {"budget": 150, "shares": "score"}, {"shares": [2, 1], "budget": 90}]
-)
+@pytest.mark.parametrize("options", [{}, {"budget": 150}])
 def test_it_is_asked_like_any_context_and_by_any_engine(
     both: list[Context], options: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -146,11 +146,10 @@ def test_units_are_shared_as_asked_and_openings_do_not_repeat(both: list[Context
     for layer in range(4):
         # The second opening would be where the separator is.
         assert bool((whole.cache.kept_positions(layer).diff(dim=-1) > 0).all())
-    for shares, wanted in (("fair", 42), ([3, 1], 63), ([1, 9], 8)):
-        cut = locret.compose(both, 100, shares, name="two")
-        assert cut.name == "two"
-        assert {int(n) for n in (cut.cache.kept_positions(2) < offset).sum(-1).flatten()} == {wanted}
-    by_score = locret.compose(both, 100, "score").cache.kept_positions(2)
+    cut = locret.compose(both, 100, name="two")
+    assert cut.name == "two"
+    assert {int(n) for n in (cut.cache.kept_positions(2) < offset).sum(-1).flatten()} == {42}
+    by_score = whole.shrink(100).cache.kept_positions(2)
     assert len({int(n) for n in (by_score < offset).sum(-1).flatten()}) > 1
     newest = torch.arange(whole.cache.seen - POLICY.local_len, whole.cache.seen)
     assert torch.equal(by_score[0, 0, -POLICY.local_len :], newest)
@@ -168,11 +167,11 @@ def test_units_are_shared_as_asked_and_openings_do_not_repeat(both: list[Context
         {"decode_budget": 90, "decode_interval": 8},
     ],
 )
-@pytest.mark.parametrize(("budget", "shares"), [(None, "fair"), (30, "fair"), (30, "score")])
-def test_every_store_and_policy_holds_both(changes: dict[str, Any], budget: int | None, shares: str) -> None:
+@pytest.mark.parametrize("budget", [None, 30])
+def test_every_store_and_policy_holds_both(changes: dict[str, Any], budget: int | None) -> None:
     parts = [Part(read("llama", 60, seed, **changes), skip) for seed, skip in ((0, 0), (1, 4))]
     before = [part.cache.copy() for part in parts]
-    whole = joined(parts, budget, shares)
+    whole = joined(parts, budget)
     assert whole.seen == 116
     for layer in range(3):
         positions, scores = whole.kept_positions(layer), whole.kept_scores(layer)
@@ -225,11 +224,7 @@ def test_contexts_that_do_not_go_together_are_refused(lm: LongContextModel, both
     ("options", "said"),
     [
         ({"budget": 0}, "budget=0 is no number of units"),
-        ({"budget": 50, "shares": "even"}, "shares='even' is unknown; choose one of fair, score"),
-        ({"budget": 50, "shares": [1]}, r"shares=\[1\] has 1 numbers for 2 contexts"),
-        ({"budget": 50, "shares": [1, 0]}, r"shares=\[1, 0\] is no list of positive numbers"),
         ({"name": 5}, "name=5 is no text"),
-        ({"shares": "score"}, 'shares="score" divides nothing without a budget'),
     ],
 )
 def test_numbers_that_make_no_sense_are_refused(both: list[Context], options: dict[str, Any], said: str) -> None:
@@ -237,7 +232,7 @@ def test_numbers_that_make_no_sense_are_refused(both: list[Context], options: di
         locret.compose(both, **options)
 
 
-# -- shares -----------------------------------------------------------------------------------------------------------
+# -- a budget ---------------------------------------------------------------------------------------------------------
 
 
 @given(st.integers(0, 60), st.lists(st.integers(0, 30), min_size=1, max_size=5), st.data())
