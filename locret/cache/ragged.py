@@ -13,7 +13,7 @@ takes 1.0 to 1.05 times as long as with equal heads, answering 1.1 to 1.2 times;
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -212,7 +212,8 @@ class RaggedStore(Store):
         if turned:
             # A head's units end at the same position as before, so what moves closer to the end is turned forward.
             moved_U = per_unit(ends) - source_U - (per_unit(counts) - rank_U)
-            self._turn(source_U, moved_U, shrunk)
+            keys = self.keys.flatten(0, 1)
+            keys.index_copy_(0, source_U, self._turned_on(keys[source_U], moved_U, shrunk))
         self._move(source_U, per_unit(first_slots + self.starts) + rank_U)
 
     def _move(self, source_U: Tensor, target_U: Tensor) -> None:
@@ -225,24 +226,13 @@ class RaggedStore(Store):
             torch.index_select(buffer.flatten(0, 1), 0, source_U, out=scratch)
             buffer.flatten(0, 1).index_copy_(0, target_U, scratch)
 
-    def _turn(self, slots_U: Tensor, moved_U: Tensor, most: int) -> None:
-        like = torch.empty(0, dtype=torch.float32, device=slots_U.device)
-        cos, sin = self.rotary.table(0, most + 1, like)
-        magnitude, keys = cos[0, 0], self.keys.flatten(0, 1)
-        turned = self.rotary.turn(keys[slots_U].float(), (cos / magnitude)[moved_U], (sin / magnitude)[moved_U])
-        keys.index_copy_(0, slots_U, turned.to(keys.dtype))
-
     def rotate(self, base: int) -> None:
-        if not self.fill:
-            return
-        shape = (*self.counts.shape, self.capacity, self.keys.shape[-1])
-        rotated = self.workspace.take(shape, self.capacity, self.keys).view(self.keys.shape)
-        self._rotate_old(0, base, rotated)
-        for row, spans in enumerate(self.segments):
-            for span in spans:
-                self.keys[row, span] = rotated[row, span]
+        self._turn(base, self.rotary.turn)
 
     def unrotate(self, base: int) -> None:
+        self._turn(base, self.rotary.turn_back)
+
+    def _turn(self, base: int, turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         if not self.fill:
             return
         longest = self.longest
@@ -250,7 +240,7 @@ class RaggedStore(Store):
         for row, spans in enumerate(self.segments):
             for span in spans:
                 first = longest - (span.stop - span.start)
-                self.keys[row, span] = self.rotary.turn_back(self.keys[row, span], cos[first:], sin[first:])
+                self.keys[row, span] = turn(self.keys[row, span], cos[first:], sin[first:])
 
     def take_back(self) -> None:
         self.fill -= 1

@@ -239,6 +239,12 @@ class Store(Units, ABC):
         twin.workspace, twin._rotated = workspace, None
         return twin
 
+    def _turned_on(self, keys: Tensor, moved: Tensor, most: int) -> Tensor:
+        """Return rotated keys (..., D) turned by the distances, `most` at most, that they are about to move."""
+        cos, sin = self.rotary.table(0, most + 1, keys.new_empty(0, dtype=torch.float32))
+        magnitude = cos[0, 0]  # scaled tables carry a factor, which the keys have already
+        return self.rotary.turn(keys.float(), (cos / magnitude)[moved], (sin / magnitude)[moved]).to(keys.dtype)
+
     def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return keys, values and positions of all slots, counted through all rows and heads."""
         positions = self.tensors[POSITIONS].view(-1)
@@ -327,7 +333,9 @@ class DenseStore(Store):
         assert isinstance(kept, KeptPerHead)
         count = kept.units.shape[-1]
         if turned:
-            self._turn_forward(kept.units)
+            moved = self.fill - count + torch.arange(count, device=kept.units.device) - kept.units
+            where = kept.units[..., None].expand(*kept.units.shape, self.keys.shape[-1])
+            self.keys.scatter_(2, where, self._turned_on(self.keys.gather(2, where), moved, self.fill - count))
         rows = self._where(kept.units).flatten()
         for buffer in self.buffers.values():
             self._gather(buffer, kept.units, rows)
@@ -341,18 +349,6 @@ class DenseStore(Store):
         scratch = self.workspace.take(shape, self.capacity, buffer) if buffer.ndim > 3 else buffer.new_empty(shape)
         torch.index_select(buffer.flatten(0, 2), 0, rows, out=scratch.flatten(0, 2))
         buffer[:, :, : shape[2]] = scratch
-
-    def _turn_forward(self, kept_BKC: Tensor) -> None:
-        """Turn rotated keys by the distance they are about to move, so that each ends at its new slot's position."""
-        fill, count = self.fill, kept_BKC.shape[-1]
-        moved = fill - count + torch.arange(count, device=kept_BKC.device) - kept_BKC
-        like = torch.empty(0, dtype=torch.float32, device=kept_BKC.device)
-        cos, sin = self.rotary.table(0, fill - count + 1, like)
-        magnitude = cos[0, 0]
-        where = kept_BKC[..., None].expand(*kept_BKC.shape, self.keys.shape[-1])
-        kept = self.keys.gather(2, where).float()
-        turned = self.rotary.turn(kept, (cos / magnitude)[moved], (sin / magnitude)[moved])
-        self.keys.scatter_(2, where, turned.to(self.keys.dtype))
 
     def rotate(self, base: int, ranks: UnitRanks | None = None) -> None:
         """See `Store`; with `ranks`, to those instead of the slots."""
