@@ -326,7 +326,6 @@ class Document:
     size: int | None = None
     """Characters, bytes or tokens; None if unknown."""
     unit: str = "characters"
-    source: Path | None = None
 
     def __post_init__(self) -> None:
         self.name = self.name.encode("utf-8", "replace").decode()  # the name of a file may be bytes that are no text
@@ -383,10 +382,10 @@ def open_file(file: str | Path, name: str | None = None, setting: str = "") -> D
     """Return a file's text, a folder's, or that of standard input for `-`; messages put `setting` before the path."""
     path = Path(os.path.expanduser(shipped.find(str(file))))
     if (pieces := pieces_of(path, setting, lambda one: open_file(one, setting=setting).pieces)) is not None:
-        return Document(name or path.resolve().name, pieces, source=path)
+        return Document(name or path.resolve().name, pieces)
     size = path.stat().st_size if path.is_file() else None
     called = name or ("standard input" if str(file) == "-" else path.name)
-    return Document(called, read_text(file, setting=setting), size=size, unit="bytes", source=path)
+    return Document(called, read_text(file, setting=setting), size=size, unit="bytes")
 
 
 def read_text(source: str | Path, block_chars: int = 1 << 20, setting: str = "--prompt-file ") -> Iterator[str]:

@@ -185,10 +185,6 @@ class KeptTurn:
     """Units that stayed, the mean over all layers with scored units and their KV heads."""
     least: int
     """Units of the KV head that holds the fewest."""
-    most: int
-    """Units of the KV head that holds the most."""
-    share: float
-    """The part of all units held that are its own, 0 to 1."""
     protected: str | None
     """all where it is pinned, part where some of it is, or its least share of the budget; None: nothing."""
 
@@ -206,17 +202,12 @@ def kept_turns(heads: Iterable[Tensor], turns: Sequence[Turn], seen: int, spans:
 
     starts = torch.tensor([min(turn.start, seen) for turn in turns])
     ends = torch.tensor([seen if turn.end is None else min(turn.end, seen) for turn in turns])
-    held, counts = 0, []
-    for head in heads:
-        own = head[head >= 0].long().cpu().contiguous()
-        held += len(own)
-        counts.append(torch.searchsorted(own, ends) - torch.searchsorted(own, starts))
-    counts_HT, found = torch.stack(counts), []
-    for nth, turn in enumerate(turns):
-        mine, tokens = counts_HT[:, nth], range(int(starts[nth]), int(ends[nth]))
-        mean, part = round(float(mine.double().mean()), 3), round(int(mine.sum()) / max(held, 1), 4)
-        numbers = (mean, int(mine.min()), int(mine.max()), part)
-        found.append(KeptTurn(turn.role, turn.start, len(tokens), *numbers, _protection(tokens, spans, seen)))
+    held = [head[head >= 0].long().cpu().contiguous() for head in heads]
+    counts_HT = torch.stack([torch.searchsorted(own, ends) - torch.searchsorted(own, starts) for own in held])
+    found = []
+    for turn, start, end, counts_H in zip(turns, starts.tolist(), ends.tolist(), counts_HT.T, strict=True):
+        mean, protected = round(float(counts_H.double().mean()), 3), _protection(range(start, end), spans, seen)
+        found.append(KeptTurn(turn.role, turn.start, end - start, mean, int(counts_H.min()), protected))
     return found
 
 
@@ -237,12 +228,10 @@ def _protection(tokens: range, spans: Sequence[Span], seen: int) -> str | None:
 
 def as_table(kept: Sequence[KeptTurn]) -> str:
     """Return a report for people: a line per turn."""
-    lines = [f"{'':>4}{'message':<11}{'tokens':>10}{'units':>9}{'least':>7}{'most':>7}  {'of all':>6}  protected"]
+    lines = [f"{'':>4}{'message':<11}{'tokens':>10}{'units':>9}{'least':>7}  protected"]
     for nth, one in enumerate(kept):
-        lines.append(
-            f"{nth:>3} {one.role:<11}{one.tokens:>10,}{one.units:>9,.1f}{one.least:>7,}{one.most:>7,}"
-            f"  {one.share:>6.1%}  {one.protected or '-'}"
-        )
+        numbers = f"{one.tokens:>10,}{one.units:>9,.1f}{one.least:>7,}"
+        lines.append(f"{nth:>3} {one.role:<11}{numbers}  {one.protected or '-'}")
     return "\n".join(lines)
 
 

@@ -70,12 +70,6 @@ class SavedContext:
         return int(self.saved.state["seen"])
 
     @property
-    def scorer(self) -> str:
-        """The name of what rated its units."""
-        scorer = self.saved.state.get("scorer")
-        return str(scorer.get("name") if isinstance(scorer, dict) else scorer)
-
-    @property
     def dtype(self) -> str:
         """The type of its keys and values, or how many bits they have in codes."""
         policy = self.saved.policy
