@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 from importlib.metadata import version
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import kvpress
@@ -22,45 +21,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 HERE = Path(__file__).parent
 MODELS = HERE.parent / "golden"
-RATIO = 0.5
-"""Share of the units that kvpress removes."""
-
-PRESSES: dict[str, tuple[str, dict[str, Any]]] = {
-    "snapkv": ("SnapKVPress", {}),
-    "snapkv_narrow": ("SnapKVPress", {"window_size": 16, "kernel_size": 7}),
-    "tova": ("TOVAPress", {}),
-    "observed_attention": ("ObservedAttentionPress", {}),
-    "knorm": ("KnormPress", {}),
-    "streaming_llm": ("StreamingLLMPress", {}),
-    "expected_attention": ("ExpectedAttentionPress", {}),
-    "expected_attention_mean": ("ExpectedAttentionPress", {"use_covariance": False, "n_future_positions": 64}),
-    "expected_attention_epsilon": ("ExpectedAttentionPress", {"epsilon": 0.01, "n_sink": 2}),
-    "expected_attention_unweighed": ("ExpectedAttentionPress", {"use_vnorm": False}),
-    "keydiff": ("KeyDiffPress", {}),
-}
-SPLITS: dict[str, tuple[str, dict[str, Any], float]] = {
-    "snapkv": ("SnapKVPress", {"window_size": 16, "kernel_size": 7}, 0.2),
-    "knorm": ("KnormPress", {}, 0.2),
-    "knorm_free": ("KnormPress", {}, 0.005),
-    "keydiff": ("KeyDiffPress", {}, 0.5),
-}
-"""AdaKVPress around a press, and the share of the budget that every head keeps."""
-PYRAMIDS = [
-    {"layers": layers, "tokens": tokens, "ratio": ratio, "window_size": window, "beta": beta}
-    for layers, tokens, ratio, window, beta in [
-        (20, 8000, 0.75, 64, 20),  # everything divides
-        (39, 8000, 0.75, 64, 20),
-        (5, 1000, 0.5, 8, 1),
-        (32, 8000, 0.75, 64, 20),  # the slope is a fraction
-        (32, 8000, 0.9, 8, 20),
-        (28, 4093, 0.7, 16, 13),
-        (32, 8000, 0.5, 64, 20),
-        (32, 8000, 0.5, 64, 200),  # the first layer would keep all there is, but for some of the window
-        (32, 8000, 0.3, 64, 20),  # fewer tokens than twice the budget
-        (32, 2000, 0.9, 64, 20),  # the last layer would keep less than the window
-        (1, 8000, 0.75, 64, 20),
-    ]
-]
+ABOUT = HERE / "kvpress/about.json"
+"""The presses that are recorded, and the versions with which they were."""
+CASES = json.loads(ABOUT.read_text())
 
 
 def read(model: Any, ids: torch.Tensor, press: Any = None) -> DynamicCache:
@@ -74,9 +37,10 @@ def read(model: Any, ids: torch.Tensor, press: Any = None) -> DynamicCache:
     return cache
 
 
-def record(model: Any, ids: torch.Tensor, kind: str, options: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def record(model: Any, ids: torch.Tensor, case: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the (layers, K, T) scores of a press and the (layers, K, C) slots that it keeps, ascending."""
-    press = getattr(kvpress, kind)(compression_ratio=RATIO, **options)
+    options = {name: value for name, value in case.items() if name != "class"}
+    press = getattr(kvpress, case["class"])(compression_ratio=CASES["ratio"], **options)
     rate, scores = press.score, []
 
     def watched(*args: Any) -> torch.Tensor:
@@ -94,53 +58,21 @@ def record(model: Any, ids: torch.Tensor, kind: str, options: dict[str, Any]) ->
     return torch.cat(scores), torch.stack(kept)
 
 
-def split(model: Any, ids: torch.Tensor, kind: str, options: dict[str, Any], floor: float) -> torch.Tensor:
-    """Return (layers, K, T) bool: what stays where all heads of a layer compete; kvpress masks the rest."""
-    press = kvpress.AdaKVPress(getattr(kvpress, kind)(compression_ratio=RATIO, **options), alpha_safeguard=floor)
-    read(model, ids, press)
-    kept = []
-    for layer in model.model.layers:
-        stays = torch.ones(model.config.num_key_value_heads, ids.shape[1], dtype=torch.bool)
-        _, heads, slots = layer.self_attn.masked_key_indices
-        stays[heads, slots] = False
-        kept.append(stays)
-    return torch.stack(kept)
-
-
-def budgets(layers: int, tokens: int, ratio: float, window_size: int, beta: int) -> list[int]:
-    press = kvpress.PyramidKVPress(compression_ratio=ratio, window_size=window_size, beta=beta)
-    config = SimpleNamespace(num_hidden_layers=layers)
-    return [press.get_layer_budget(SimpleNamespace(config=config, layer_idx=i), tokens) for i in range(layers)]
-
-
 def main() -> None:
     torch.set_num_threads(1)
-    (HERE / "kvpress").mkdir(exist_ok=True)
-    for case in ("A_llama_gqa", "C_phi3_mha"):
+    for name in ("A_llama_gqa", "C_phi3_mha"):
         model = AutoModelForCausalLM.from_pretrained(
-            MODELS / case, dtype=torch.float32, attn_implementation="eager"
+            MODELS / name, dtype=torch.float32, attn_implementation="eager"
         ).eval()
-        ids = load_file(MODELS / case / "inputs.safetensors")["prompt_ids"]
+        ids = load_file(MODELS / name / "inputs.safetensors")["prompt_ids"]
         tensors = {}
-        for name, (kind, options) in PRESSES.items():
-            scores, kept = record(model, ids, kind, options)
-            tensors[f"{name}.scores"] = scores.contiguous()
-            tensors[f"{name}.kept"] = kept.to(torch.int16)
-        save_file(tensors, HERE / "kvpress" / f"{case}.safetensors")
-        model.set_attn_implementation("sdpa")  # kvpress masks nothing with eager attention
-        splits = {f"{name}.kept": split(model, ids, *args).to(torch.uint8) for name, args in SPLITS.items()}
-        save_file(splits, HERE / "kvpress" / f"{case}_heads.safetensors")
-    about = {
-        "versions": {name: version(name) for name in ("kvpress", "transformers", "torch")},
-        "ratio": RATIO,
-        "presses": {name: {"class": kind, **options} for name, (kind, options) in PRESSES.items()},
-        "splits": {
-            name: {"class": kind, **options, "alpha_safeguard": floor}
-            for name, (kind, options, floor) in SPLITS.items()
-        },
-        "pyramids": [{**case, "budgets": budgets(**case)} for case in PYRAMIDS],
-    }
-    (HERE / "kvpress" / "about.json").write_text(json.dumps(about, indent=1) + "\n")
+        for press, case in CASES["presses"].items():
+            scores, kept = record(model, ids, case)
+            tensors[f"{press}.scores"] = scores.contiguous()
+            tensors[f"{press}.kept"] = kept.to(torch.int16)
+        save_file(tensors, HERE / "kvpress" / f"{name}.safetensors")
+    CASES["versions"] = {name: version(name) for name in ("kvpress", "transformers", "torch")}
+    ABOUT.write_text(json.dumps(CASES, indent=1) + "\n")
 
 
 if __name__ == "__main__":
