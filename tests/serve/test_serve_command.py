@@ -19,22 +19,31 @@ SMALL = ["--budget", "64", "--chunk-size", "128", "--kv-memory", "64MiB"]
 TINY = [*SMALL, "--name", "tiny"]
 
 
-@pytest.mark.slow
-def test_a_server_answers_and_ends_as_it_is_told(tmp_path: Path) -> None:
+def test_a_server_answers_drains_and_ends_as_it_is_told(tmp_path: Path) -> None:
     messages: list[Any] = [{"role": "user", "content": f"{text_with(43600)}\n\nWhat is the pass key?"}]
     endless: dict[str, Any] = {"model": "tiny", "prompt": "Paris " * 24, "stream": True}
     with started(tmp_path / "contexts", *TINY, "--drain", "4", LOCRET_API_KEY="sesame") as (process, ready):
         client = openai.OpenAI(base_url=ready["url"], api_key="sesame", max_retries=0)
+        health = ready["url"].replace("/v1", "/healthz")
         answer = client.chat.completions.create(model="tiny", messages=messages)
         assert answer.choices[0].message.content == "The pass key is 43600."
         assert httpx.get(f"{ready['url']}/models").status_code == 401
-        stream, longer = (client.completions.create(max_tokens=tokens, **endless) for tokens in (50, 8000))
+        assert httpx.get(health).json() == {"status": "ready"}
+        stream, longer = (client.completions.create(max_tokens=tokens, **endless) for tokens in (100, 8000))
         first = next(iter(stream))
         next(iter(longer))
         process.send_signal(signal.SIGTERM)
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:  # long after the signal has come, each time on a new connection
+            last = httpx.get(health, timeout=30)
+            time.sleep(0.05)
+        assert (last.status_code, last.json()) == (503, {"status": "draining"})
+        with pytest.raises(openai.InternalServerError, match="the server is about to end") as refused:
+            client.models.list()
+        assert (refused.value.status_code, refused.value.code) == (503, "ending")
         rest = list(stream)  # which ends before the server does
         assert rest[-1].choices[0].finish_reason == "length"
-        assert (first.choices[0].text + "".join(chunk.choices[0].text for chunk in rest)).count("Paris") == 50
+        assert (first.choices[0].text + "".join(chunk.choices[0].text for chunk in rest)).count("Paris") == 100
         with pytest.raises(openai.APIConnectionError):  # what does not end in time is cut off
             list(longer)
         _, said = process.communicate(timeout=90)
@@ -42,25 +51,10 @@ def test_a_server_answers_and_ends_as_it_is_told(tmp_path: Path) -> None:
         assert said.strip().endswith("locret-serve: interrupted")
 
 
-def test_a_server_that_drains_says_so_to_new_connections(tmp_path: Path) -> None:
-    body = {"prompt": "Paris " * 24, "stream": True, "max_tokens": 8000}
-    with started(tmp_path / "contexts", *TINY, "--drain", "30") as (process, ready):
-        url = ready["url"]
-        health = url.replace("/v1", "/healthz")
-        assert httpx.get(health).json() == {"status": "ready"}
-        with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as answer:
-            lines = answer.iter_lines()
-            next(lines)
-            process.send_signal(signal.SIGTERM)
-            until = time.monotonic() + 1.0
-            while time.monotonic() < until:  # long after the signal has come, each time on a new connection
-                last = httpx.get(health, timeout=30)
-                time.sleep(0.05)
-            assert (last.status_code, last.json()) == (503, {"status": "draining"})
-            refused = httpx.post(f"{url}/completions", json=body, timeout=30)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (503, "ending")
-            assert next(line for line in lines if line)  # which goes on meanwhile
-        process.communicate(timeout=20)  # at once, as nothing runs any more
+def test_a_server_where_nothing_runs_ends_at_once(tmp_path: Path) -> None:
+    with started(tmp_path / "contexts", *TINY, "--drain", "30") as (process, _):
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=20)
         assert process.returncode == 143
 
 
