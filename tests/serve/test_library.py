@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +33,6 @@ def again(library: Library, **options: Any) -> Library:
 def read_on(library: Library, text: list[int], base: Any = None, cancelled: Callable[[], bool] = never) -> Any:
     """Read a text from its beginning, after a context if one is given."""
     return library.read_on(text, (base, 0), base, cancelled)
-
-
-def in_threads(*calls: Callable[[], Any]) -> list[Any]:
-    """Return what calls give that are made at once, in the order in which they end."""
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda call=call: found.append(call())) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
 
 
 # -- what is read -----------------------------------------------------------------------------------------------------
@@ -132,9 +121,6 @@ def test_damaged_files_are_listed_with_their_sentence(library: Library, read: Re
     assert library.get("text").state == "ready"
 
 
-# -- memory -----------------------------------------------------------------------------------------------------------
-
-
 # -- contexts without a name ------------------------------------------------------------------------------------------
 
 
@@ -190,8 +176,8 @@ def test_what_was_made_of_a_context_goes_with_it(library: Library, read: Read, b
 
 
 def test_two_who_read_the_same_read_it_once(library: Library) -> None:
-    found = in_threads(*[lambda: read_on(library, ids(500))] * 3)
-    assert len(found) == 3
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: read_on(library, ids(500)), range(3)))
     assert len(set(map(id, found))) == 1
     assert library.turns.chunks == len(range(0, 500 - 8, 128))
 
