@@ -117,8 +117,7 @@ def _plan(training: TrainingRun) -> list[str]:
     steps, source, output = training.optimizer.steps, training.data.dataset, training.run.output
     return [
         f"plan: {steps:,} steps on {source} for {training.backbone.model}, into {output}",
-        f"  memory on {training.device}, for a row of {training.planned_tokens():,} tokens (longer ones take more; "
-        "--max-tokens leaves them out):",
+        f"  memory on {training.device}, besides what rows take (--max-tokens leaves long ones out):",
         *(f"    {name:<16} {gibibytes(count):>12}" for name, count in memory.items()),
     ]
 

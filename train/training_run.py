@@ -21,15 +21,15 @@ from locret.backbone.adapters import describe, unwrap
 from locret.backbone.passes import in_step
 from locret.data.training.stream import TrainingStream, load_rows
 from locret.distributed.ranks import Ranks
-from locret.heads.config import usual_width
+from locret.heads.config import HeadsConfig, usual_width
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
 from locret.loading.options import WeightOptions
-from locret.loading.weights import device_map_of, label_of, main_device, plan_weights
+from locret.loading.weights import device_map_of, label_of, main_device, plan_weights, sketch_of
 from locret.train import checkpointing, resumed, run_folder
 from locret.train.head_shares import head_shares, measurable
-from locret.train.plan import backbone_parameters, check_fits, checkpoint_bytes, memory_plan
+from locret.train.plan import check_fits, checkpoint_bytes, memory_plan
 from locret.train.probe import Probe, verdict
 from locret.train.provenance import label_notes, training_notes
 from locret.train.run_log import records_until
@@ -89,11 +89,12 @@ class TrainingRun:
         """
         self.config = load_config(self.backbone)
         self.shape = describe(self.config)
-        self.parameters = backbone_parameters(self.config)
         asked = device_map_of(self.backbone)
         self.device = (None if asked is None else main_device(asked)) or device
         self.dtype = resolve_dtype(self.backbone.dtype, self.config, self.device)
-        self.weights = plan_weights(self.backbone, self.config, self.device, self.dtype)
+        sketch = sketch_of(self.config, self.dtype)
+        describe(sketch)  # whose modules must be where heads look for them
+        self.weights = plan_weights(self.backbone, self.config, self.device, self.dtype, sketch)
         self.precision = self.backbone.mixed_precision
         if self.precision == "auto":
             self.precision = _AUTOCAST.get(self.dtype, "no")  # type: ignore[assignment]
@@ -168,25 +169,10 @@ class TrainingRun:
         self.options["eval_rows"] = found
         self.eval_every = steps_between(self.validation.eval_every, steps, rows_per_step, found)
 
-    def planned_tokens(self) -> int:
-        """Return the tokens of the row that is planned for: --max-tokens, or as many as are trained on."""
-        trained = min(self.data.max_prompt_tokens, self.shape.max_positions)
-        read = 2 * trained if self.loss.label_source == "reconstruction" else trained
-        return min(self.data.max_tokens or read, self.shape.max_positions)
-
     def plan(self) -> dict[str, int]:
         """Return the memory plan, in bytes."""
-        return memory_plan(
-            self.config,
-            self.parameters,
-            hidden_dim=self.backbone.hidden_dim or 0,
-            dtype=self.dtype,
-            autocast=self.precision != "no",
-            tokens=self.planned_tokens(),
-            trained_tokens=min(self.data.max_prompt_tokens, self.shape.max_positions),
-            asked_apart=self.loss.answers == "each",
-            backbone_bytes=self.weights.on(self.device),
-        )
+        heads = HeadsConfig.for_model(self.config, self.backbone.hidden_dim)
+        return memory_plan(self.weights.on(self.device), heads.num_weights)
 
     def resolved_options(self) -> dict[str, Any]:
         """Return all options, with what "auto" came to."""

@@ -173,11 +173,6 @@ def _logits(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Attended) -> Tensor:
     return logits_KQS
 
 
-def logit_bytes(heads: int, head_dim: int, tokens: int) -> int:
-    """Return the most bytes that the blocks of `layer_labels` take: the logits, and two temporaries of their sums."""
-    return 3 * 4 * min(_BLOCK_ELEMENTS, heads * head_dim * tokens)
-
-
 def token_row(ids: Tensor, name: str) -> Tensor:
     """Return token ids as (1, n)."""
     row = ids[None] if ids.ndim == 1 else ids

@@ -168,9 +168,6 @@ def test_a_row_of_questions_is_its_document_and_what_each_adds_and_trains(
     config: Any = RetainingHeads.from_pretrained(str(tmp_path / "run")).config
     assert "each asked by itself" in config.label["reduction"]
     assert config.policy["head_shares"] is None, "this tokenizer cannot write the passages"
-    capsys.readouterr()
-    assert train(both, tmp_path / "plan", "--answers=each", "--dry-run", "--json") == 0
-    assert {"features", "document"} < json.loads(capsys.readouterr().out)["memory_bytes"].keys()
     shares = ["--policy.budget=32", "--policy.head_budgets=shares"]
     code, message = refused(capsys, train_arguments(both, tmp_path / "none", *shares))
     assert (code, "--policy.head-budgets shares needs a share of each KV head, which cannot" in message) == (2, True)
