@@ -12,7 +12,6 @@ from huggingface_hub import ModelCard, ModelCardData
 from locret.base.tables import markdown
 from locret.heads import evaluation
 from locret.heads.config import HeadsConfig
-from locret.heads.gates import GATES
 from locret.labels import KINDS
 from locret.policy.policy import RetentionPolicy
 
@@ -119,7 +118,7 @@ def _dimensions(config: HeadsConfig) -> dict[str, Any]:
         "backbone_weights": f"fingerprint {config.base_weights[:12]}" if config.base_weights else None,
         "layers_with_a_head": f"{len(config.layers)} of {config.num_hidden_layers}",
         "hidden_width": config.hidden_dim,
-        "architecture": GATES[config.gate["name"]].about if config.gate else None,
+        "architecture": config.gate["name"] if config.gate else None,
         "weights": f"{config.num_weights:,} in float32",
     }
 

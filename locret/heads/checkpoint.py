@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
-from collections.abc import Iterator, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -67,11 +69,11 @@ def read_config(folder: Path, kind: type[C] = HeadsConfig) -> C:  # type: ignore
     return kind.from_json(read_json(file, "the config of retaining heads"), str(file))
 
 
-def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]], device: str = "cpu") -> dict[str, Tensor]:
-    """Read `model.safetensors` as float32, after comparing every key and shape with `shapes`.
+def read_weights(folder: Path, config: HeadsConfig, device: str = "cpu") -> dict[str, Tensor]:
+    """Read `model.safetensors` as float32; every name and shape must be the config's.
 
     Raises:
-        ValueError: If keys, layer count or shapes differ, or a weight is not finite; the message shows both sides.
+        ValueError: If names or shapes differ, or a weight is not finite; the message shows both sides.
     """
     file = folder / WEIGHTS
     if not file.is_file():
@@ -79,55 +81,29 @@ def read_weights(folder: Path, shapes: Mapping[str, tuple[int, ...]], device: st
         raise ValueError(
             f"{folder} has no {WEIGHTS} (it has {', '.join(found)}); retaining heads are read from safetensors only"
         )
-    try:
-        with safe_open(file, framework="pt", device=device) as tensors:
-            found_shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118 (not a dict)
-            compare(found_shapes, shapes, str(file), f"its {CONFIG}")
-            weights = {name: as_float32(tensors.get_tensor(name), name, str(file)) for name in shapes}
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file ({error}); copy or download it again") from error
-    return weights
+    return fitting(tensors_of([file], device=device), config, str(file), f"its {CONFIG}")
 
 
-def compare(
-    found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]], where: str, source: str
-) -> None:
-    """Refuse weights whose key set, layers or shapes are not those wanted.
+def fitting(weights: Mapping[str, Tensor], config: HeadsConfig, where: str, source: str) -> dict[str, Tensor]:
+    """Return weights in the order of a config, after comparing names and shapes.
 
     Raises:
         ValueError: With both sides: what `where` holds and what `source` says.
     """
-    found_layers, wanted_layers = _layers(found), _layers(wanted)
-    if found_layers != wanted_layers:
-        raise ValueError(
-            f"{where} has retaining heads for {len(found_layers)} layers ({_span(found_layers)}) but {source} says "
-            f"{len(wanted_layers)} ({_span(wanted_layers)}); these weights belong to another backbone"
-        )
-    missing, foreign = sorted(set(wanted) - set(found)), sorted(set(found) - set(wanted))
+    wanted = config.weight_shapes
+    missing, foreign = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
     if missing or foreign:
         raise ValueError(
-            f"{where} has {len(found)} weights but {source} says {len(wanted)} "
+            f"{where} has {len(weights)} weights but {source} says {len(wanted)} "
             f"(missing: {', '.join(missing[:4]) or 'none'}; unexpected: {', '.join(foreign[:4]) or 'none'}); "
-            "these are not the weights of these retaining heads"
+            "these are not the weights of these retaining heads, or those of another backbone"
         )
     for name, shape in wanted.items():
-        if found[name] != shape:
+        if weights[name].shape != shape:
             raise ValueError(
-                f"{name} is {list(found[name])} in {where} but {list(shape)} by {source}; "
+                f"{name} is {list(weights[name].shape)} in {where} but {list(shape)} by {source}; "
                 "these weights belong to another backbone or hidden_dim"
             )
-
-
-def fitting(weights: Mapping[str, Tensor], config: HeadsConfig, where: str) -> dict[str, Tensor]:
-    """Return the weights that heads of a config have; those of layers without a head are left out.
-
-    Raises:
-        ValueError: As `compare`.
-    """
-    wanted = config.weight_shapes
-    without = tuple(f"heads.{layer}." for layer in set(range(config.num_hidden_layers)) - set(config.layers))
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items() if not name.startswith(without)}
-    compare(shapes, wanted, where, f"the config of {config.base_name}")
     return {name: weights[name] for name in wanted}
 
 
@@ -146,6 +122,63 @@ def as_float32(weight: Any, name: str, where: str) -> Tensor:
         raise ValueError(f"{name} in {where} holds values that are not finite numbers; train the heads again")
     with torch.inference_mode(False):  # a tensor made under inference mode could never be trained
         return weight.to(torch.float32, copy=True).contiguous()
+
+
+def tensors_of(
+    files: Iterable[Path], ours: Callable[[str], str | None] = lambda name: name, device: str = "cpu"
+) -> dict[str, Tensor]:
+    """Return float32 weights of `.safetensors` and `.bin` files under our names; those without one are left out.
+
+    Raises:
+        ValueError: If a file is damaged, a weight is there twice or is no plain tensor of finite numbers.
+    """
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        for theirs, tensor in _wanted(file, ours, device):
+            name = str(ours(theirs))
+            if name in weights:
+                raise ValueError(f"{file} has {name.removeprefix('heads.')} of a layer twice; keep one of the two")
+            weights[name] = as_float32(tensor, theirs, str(file))
+    return weights
+
+
+def _wanted(file: Path, ours: Callable[[str], str | None], device: str) -> list[tuple[str, Any]]:
+    if file.suffix != ".safetensors":
+        return [(name, value) for name, value in load_bin(file).items() if ours(name)]
+    try:
+        with safe_open(file, framework="pt", device=device) as tensors:
+            return [(name, tensors.get_tensor(name)) for name in tensors.keys() if ours(name)]  # noqa: SIM118 (not a dict)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file ({error}); copy or download it again") from error
+
+
+def load_bin(file: Path, also: Sequence[Any] = ()) -> dict[str, Any]:
+    """Return what torch.save wrote, tensors and plain data by name; nothing in it is run.
+
+    Args:
+        file: The file.
+        also: What else it may hold, as `torch.serialization.safe_globals` takes it.
+
+    Raises:
+        ValueError: If it is damaged, or holds anything else.
+    """
+    try:
+        # Memory-mapped where the format allows it: the file may hold a backbone of which only the heads are read.
+        with torch.serialization.safe_globals(list(also)):
+            state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file) or None)
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{file} holds more than tensors, and loading it could run code; convert it to safetensors"
+        ) from error
+    # What a damaged pickle makes the unpickler raise has no end: IndexError, KeyError, TypeError, ...
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ValueError(f"{file} is not a file that torch.save wrote ({reason}); download it again") from error
+    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
+        raise ValueError(
+            f"{file} holds a {type(state).__name__} and not weights by name; give a state dict of the heads"
+        )
+    return state
 
 
 def write(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> None:
@@ -188,14 +221,3 @@ def refuse_foreign(target: Path, kind: type[HeadsConfig] = HeadsConfig) -> None:
             ) from error
     elif (target / WEIGHTS).exists():
         raise ValueError(f"{target} holds another model's {WEIGHTS}, which would be overwritten; choose another folder")
-
-
-def _layers(names: Mapping[str, tuple[int, ...]]) -> list[int]:
-    return sorted({int(match[1]) for name in names if (match := re.match(r"heads\.(\d+)\.", name))})
-
-
-def _span(layers: list[int]) -> str:
-    if not layers:
-        return "none"
-    shown = ", ".join(map(str, layers)) if len(layers) <= 8 else f"{layers[0]} to {layers[-1]}"
-    return f"layer {shown}" if len(layers) == 1 else f"layers {shown}"

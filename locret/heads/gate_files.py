@@ -25,7 +25,7 @@ from locret import hub
 from locret.backbone.adapters import describe_whole
 from locret.base.fields import shown
 from locret.base.files import read_json, shards
-from locret.heads import checkpoint, official
+from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig, config_of
 from locret.heads.gates import is_number
 from locret.labels.log_attention import LOG_ATTENTION
@@ -123,7 +123,7 @@ def read_kvzap(path: str, model_or_config: Any, revision: str | None = None) -> 
         return f"heads.{int(match[1])}.{_KVZAP_PARTS[match[2]]}.{match[3]}" if match else theirs
 
     weights = _find(path, what, revision, WEIGHTS)
-    return config, checkpoint.fitting(official.tensors_of([weights], ours), config, str(weights))
+    return config, _fitting(checkpoint.tensors_of([weights], ours), config, str(weights))
 
 
 def read_fast_kvzip(path: str, model_or_config: Any, revision: str | None = None) -> Read:
@@ -136,7 +136,7 @@ def read_fast_kvzip(path: str, model_or_config: Any, revision: str | None = None
         raise ValueError(f"{path} has several gates ({', '.join(f.name for f in found[:4])}); name one of them")
     name = found[0].name if found else f"{own}/q{group}_dim16_sink16.pt"
     file = _find(path, "the gates of Fast KVzip, or the file of this backbone's", revision, name, file=True)
-    layers = official.load_bin(file, _ARRAYS).get("module")
+    layers = checkpoint.load_bin(file, _ARRAYS).get("module")
     if not isinstance(layers, list) or not all(isinstance(parts, Mapping) for parts in layers):
         raise ValueError(f'{file} has no list of layers under "module"; give the gates of Fast KVzip')
     # Of all layers, or of those with full attention, in order.
@@ -157,7 +157,7 @@ def read_fast_kvzip(path: str, model_or_config: Any, revision: str | None = None
     if norm is None or sinks is None or norm.ndim != 1 or sinks.ndim != 4:
         raise ValueError(f"{file} has no q_norm and k_base as Fast KVzip writes them; download it again")
     made = _config(model_or_config, len(norm), "fast-kvzip", LOG_ATTENTION.name, path, sinks=sinks.shape[2])
-    return made, checkpoint.fitting(weights, made, str(file))
+    return made, _fitting(weights, made, str(file))
 
 
 def read_dms(path: str, model_or_config: Any, revision: str | None = None) -> Read:
@@ -179,7 +179,7 @@ def read_dms(path: str, model_or_config: Any, revision: str | None = None) -> Re
     if index.name == INDEX:
         names = sorted({held.name for name, held in shards(index).items() if ours(name)})
         files = [_find(path, _DMS_FOLDER, revision, name) for name in names]
-    return config, checkpoint.fitting(official.tensors_of(files, ours), config, str(index))
+    return config, _fitting(checkpoint.tensors_of(files, ours), config, str(index))
 
 
 def dms_config(path: str, revision: str | None = None) -> dict[str, Any]:
@@ -216,6 +216,13 @@ def _config(
     config = HeadsConfig.for_model(model_or_config, width, gate, **numbers)
     source = f"a gate that others published ({Path(path).name})"
     return config.annotated(label=None if label is None else {"kind": label}, training={"source": source})
+
+
+def _fitting(weights: dict[str, Tensor], config: HeadsConfig, where: str) -> dict[str, Tensor]:
+    """Return the weights that heads of a config have; those of layers without a head are left out."""
+    without = tuple(f"heads.{layer}." for layer in set(range(config.num_hidden_layers)) - set(config.layers))
+    held = {name: weight for name, weight in weights.items() if not name.startswith(without)}
+    return checkpoint.fitting(held, config, where, f"the config of {config.base_name}")
 
 
 def _mapping(file: Path) -> dict[str, Any]:

@@ -40,8 +40,6 @@ class Gate(Float32):
 
     name: ClassVar[str]
     """What config.json calls it."""
-    about: ClassVar[str]
-    """The same for the model card."""
     source: ClassVar[str] = HIDDEN
     """Which hidden states it reads, of `locret.backbone.chunk.SOURCES`."""
     width: ClassVar[int | None] = None
@@ -74,7 +72,6 @@ class KVzapLinear(Gate):
     """s = W h + b, the log of the KVzip+ score (KVzap, arXiv 2601.07891)."""
 
     name = "kvzap-linear"
-    about = "a linear map of the hidden states (KVzap, arXiv 2601.07891)"
 
     def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
         """Make (K, E) and (K,)."""
@@ -89,7 +86,6 @@ class KVzapMLP(Gate):
     """s = W2 gelu(W1 h + b1) + b2, the log of the KVzip+ score."""
 
     name = "kvzap-mlp"
-    about = "an MLP of two layers on the hidden states (KVzap, arXiv 2601.07891)"
     width = 512
 
     def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
@@ -109,7 +105,6 @@ class FastKVzip(Gate):
     """
 
     name = "fast-kvzip"
-    about = "low-rank attention to the token itself and to sink keys (Fast KVzip, arXiv 2601.17668)"
     width = 16
     numbers: ClassVar[Mapping[str, Any]] = {"sinks": 16, "epsilon": 1e-6}
 
@@ -144,7 +139,6 @@ class DMSAlpha(Gate):
     """
 
     name = "dms"
-    about = "a normed linear map of the residual stream (DMS, arXiv 2506.05345, dms_separate_alpha)"
     source = RESIDUAL
     numbers: ClassVar[Mapping[str, Any]] = {
         "scale": 100.0, "offset": 5.0, "window": 512, "epsilon": 1e-6, "bias": False, "per_layer": False,

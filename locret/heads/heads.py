@@ -235,7 +235,7 @@ class RetainingHeads(nn.Module):
         """
         folder = checkpoint.find(str(pretrained_model_name_or_path), revision=revision, **download)
         config = checkpoint.read_config(folder)
-        heads = cls._with_weights(config, checkpoint.read_weights(folder, config.weight_shapes, map_location))
+        heads = cls._with_weights(config, checkpoint.read_weights(folder, config, map_location))
         heads.allow_other_base = allow_other_base
         return heads
 

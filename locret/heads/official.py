@@ -7,15 +7,10 @@ takes only entries of that exact form, so that a backbone whose MLP layers are c
 
 from __future__ import annotations
 
-import pickle
 import re
-import zipfile
-from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from locret.base.fields import shown
@@ -40,7 +35,7 @@ def read(path: Path, model_or_config: Any) -> tuple[HeadsConfig, dict[str, Tenso
     Raises:
         ValueError: If there are no retaining heads in it, or layers or shapes do not fit the backbone.
     """
-    weights = tensors_of(_files(path), _our_name)
+    weights = checkpoint.tensors_of(_files(path), _our_name)
     if not weights:
         raise ValueError(
             f"{path} has no retaining heads: no entry like model.layers.0.self_attn.fc1.weight; give the weights "
@@ -51,7 +46,7 @@ def read(path: Path, model_or_config: Any) -> tuple[HeadsConfig, dict[str, Tenso
         label={"kind": LOGIT.name, "include_last_prompt_token": False},  # as the published code has it
         training={"source": f"weights published by the authors of Locret ({path.name})"},
     )
-    return config, checkpoint.fitting(weights, config, str(path))
+    return config, checkpoint.fitting(weights, config, str(path), f"the config of {config.base_name}")
 
 
 def _our_name(name: str) -> str | None:
@@ -84,58 +79,3 @@ def _files(path: Path) -> list[Path]:
                 f"{path} has several .{suffix} files ({', '.join(f.name for f in files[:4])}); name one of them"
             )
     raise ValueError(f"{path} has no .safetensors or .bin file; give the file or folder of the published heads")
-
-
-def tensors_of(files: Iterable[Path], ours: Callable[[str], str | None]) -> dict[str, Tensor]:
-    """Return float32 weights of files that others published, under our names; those without one are left out.
-
-    Raises:
-        ValueError: If a file is damaged, a weight is there twice or is no plain tensor of finite numbers.
-    """
-    weights: dict[str, Tensor] = {}
-    for file in files:
-        for theirs, tensor in _wanted(file, ours):
-            name = str(ours(theirs))
-            if name in weights:
-                raise ValueError(f"{file} has {name.removeprefix('heads.')} of a layer twice; keep one of the two")
-            weights[name] = checkpoint.as_float32(tensor, theirs, str(file))
-    return weights
-
-
-def _wanted(file: Path, ours: Callable[[str], str | None]) -> list[tuple[str, Any]]:
-    if file.suffix != ".safetensors":
-        return [(name, value) for name, value in load_bin(file).items() if ours(name)]
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            return [(name, tensors.get_tensor(name)) for name in tensors.keys() if ours(name)]  # noqa: SIM118 (not a dict)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file ({error}); copy or download it again") from error
-
-
-def load_bin(file: Path, also: Sequence[Any] = ()) -> dict[str, Any]:
-    """Return what torch.save wrote, tensors and plain data by name; nothing in it is run.
-
-    Args:
-        file: The file.
-        also: What else it may hold, as `torch.serialization.safe_globals` takes it.
-
-    Raises:
-        ValueError: If it is damaged, or holds anything else.
-    """
-    try:
-        # Memory-mapped where the format allows it: the file may hold a backbone of which only the heads are read.
-        with torch.serialization.safe_globals(list(also)):
-            state = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file) or None)
-    except pickle.UnpicklingError as error:
-        raise ValueError(
-            f"{file} holds more than tensors, and loading it could run code; convert it to safetensors"
-        ) from error
-    # What a damaged pickle makes the unpickler raise has no end: IndexError, KeyError, TypeError, ...
-    except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(f"{file} is not a file that torch.save wrote ({reason}); download it again") from error
-    if not isinstance(state, dict) or not all(isinstance(name, str) for name in state):
-        raise ValueError(
-            f"{file} holds a {type(state).__name__} and not weights by name; give a state dict of the heads"
-        )
-    return state

@@ -143,7 +143,7 @@ class MergingKernels(
         device = kwargs.pop("map_location", "cpu")
         folder = checkpoint.find(str(pretrained_model_name_or_path), revision=revision, **kwargs)
         config = checkpoint.read_config(folder, KernelsConfig)
-        weights = checkpoint.read_weights(folder, config.weight_shapes, device)
+        weights = checkpoint.read_weights(folder, config, device)
         kernels = cls(config)
         kernels.load_state_dict(weights)
         return kernels.eval()
