@@ -38,9 +38,6 @@ def slowly(
     return reference.infllm(model, passes, *frequencies(family), oracle(policy))
 
 
-# -- the oracle -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("family", ["llama", "phi3-longrope"])
 @torch.no_grad()
 def test_the_oracle_with_everything_recalled_at_true_distances_is_full_attention(family: str) -> None:
@@ -50,9 +47,6 @@ def test_the_oracle_with_everything_recalled_at_true_distances_is_full_attention
     with long_factors(find_decoder(model)):
         torch.testing.assert_close(logits[-1], model(ids).logits[0, -1], atol=1e-4, rtol=0)
     assert len(memories[0].blocks) == (61 - 3 - 10) // 4
-
-
-# -- the numbers ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("preset", PRESETS)
@@ -88,16 +82,8 @@ def test_options_that_cannot_be_are_refused(options: dict[str, object], message:
     with pytest.raises(ValueError, match="lookup infllm: ") as error:
         InfLLM(**options)  # type: ignore[arg-type]
     assert message in str(error.value)
-
-
-def test_numbers_beyond_the_budget_are_refused() -> None:
     with pytest.raises(ValueError, match="holds 552 units on the device .* but budget=400; raise budget to 552"):
         InfLLM(block=32, local=256, topk=4).completed(400)
-    with pytest.raises(ValueError, match="holds 21 units on the device .* but budget=20; raise budget"):
-        InfLLM().completed(20)
-
-
-# -- the fast path ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("length", [1, 3, 15, 16, 20, 44])
@@ -124,37 +110,34 @@ def test_reading_equals_the_oracle(options: str, length: int) -> None:
 def test_rows_of_different_lengths_equal_runs_of_their_own() -> None:
     model, ids = build("llama"), prompt(59, batch=4)
     policy, lengths = policy_of(SMALL, chunk_size=9), (59, 33, 10, 2)
+    answer: dict[str, Any] = {"max_new_tokens": 14, "do_sample": False, "eos_token_id": None}
     mask = torch.stack([(torch.arange(59) >= 59 - length).long() for length in lengths])
     cache = RetentionCache(model, "streaming", policy)
-    ours = generate(model, ids, cache=cache, attention_mask=mask, max_new_tokens=14, do_sample=False, eos_token_id=None)
+    ours = generate(model, ids, cache=cache, attention_mask=mask, **answer)
     for row, length in enumerate(lengths):
         alone = RetentionCache(model, "streaming", policy)
-        expected = generate(
-            model, ids[row : row + 1, 59 - length :], cache=alone, max_new_tokens=14, do_sample=False, eos_token_id=None
-        )
+        expected = generate(model, ids[row : row + 1, 59 - length :], cache=alone, **answer)
         assert torch.equal(ours[row, 59:], expected[0, length:])
         assert cache.governed[0].blocks.counts[row] == alone.governed[0].blocks.counts[0]
 
 
-# -- what is refused --------------------------------------------------------------------------------------------------
+RULES = {
+    "recall": 8,
+    "host_budget": 64,
+    "positions": "original",
+    "when": "prompt_end",
+    "layer_budgets": "pyramid",
+    "head_budgets": "adaptive",
+    "memory": "linear",
+    "decode_budget": 900,
+    "prefill_attention": "xattention",
+}
 
 
-@pytest.mark.parametrize(
-    ("numbers", "name"),
-    [
-        ({"recall": 8, "host_budget": "all"}, "recall"),
-        ({"host_budget": 64}, "host_budget"),
-        ({"positions": "original"}, "positions"),
-        ({"when": "prompt_end"}, "when"),
-        ({"layer_budgets": "pyramid"}, "layer_budgets"),
-        ({"head_budgets": "adaptive"}, "head_budgets"),
-        ({"memory": "linear"}, "memory"),
-        ({"decode_budget": 900}, "decode_budget"),
-    ],
-)
-def test_what_contradicts_the_method_is_refused(numbers: dict[str, Any], name: str) -> None:
+@pytest.mark.parametrize("name", RULES)
+def test_what_contradicts_the_method_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"has a rule of its own for {name}, so .* leave {name} out"):
-        RetentionPolicy(recall_by="infllm:local=64", **numbers)
+        RetentionPolicy(recall_by="infllm:local=64", **{"host_budget": "all", name: RULES[name]})
 
 
 def test_what_cannot_go_on_from_blocks_is_refused_before_anything_is_written(tmp_path: Path) -> None:

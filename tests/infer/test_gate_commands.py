@@ -32,32 +32,18 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [f"{name}:path={folder / gate}" for gate, name in NAMES.items()]
 
 
-def test_a_text_is_read_with_each(specs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gates_read_a_text_and_are_evaluated_and_timed_beside_others(
+    specs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "text.txt").write_text("The tower has twelve steps. " * 40)
     for spec in specs:
         flags = ["--model", TINY, "--scorer", spec, "--prompt-file", str(tmp_path / "text.txt"), *SMALL]
         assert infer([*flags, "--max-new-tokens", "3", "--json"]) == 0
         record = json.loads(capsys.readouterr().out)
         assert record["scorer"]["name" if isinstance(record["scorer"], dict) else 0]
-
-
-def test_they_are_evaluated_and_timed_beside_others(specs: list[str], tmp_path: Path) -> None:
-    methods = ",".join([*specs, f"{specs[0]}+adaptive_heads"])
-    flags = [
-        "--model",
-        TINY,
-        "--methods",
-        methods,
-        "--tasks",
-        "passkey",
-        "--lengths",
-        "200",
-        "--samples",
-        "1",
-        "--figures",
-        "none",
-    ]
-    assert evaluate([*flags, *SMALL, "--output", str(tmp_path / "evaluation")]) == 0
+    flags = ["--model", TINY, "--methods", ",".join([*specs, f"{specs[0]}+adaptive_heads"]), *SMALL]
+    flags += ["--tasks", "passkey", "--lengths", "200", "--samples", "1", "--figures", "none", "--output"]
+    assert evaluate([*flags, str(tmp_path / "evaluation")]) == 0
     table = (tmp_path / "evaluation" / "results.md").read_text()
     assert all(spec in table for spec in specs)
     assert bench(["--model", TINY, "--methods", specs[0], "--lengths", "200", *SMALL, "--dry-run"]) == 0
