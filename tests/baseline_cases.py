@@ -127,9 +127,7 @@ CASES: dict[str, Case] = {
     "second tier by recency, original": Case(
         "phi3-longrope", "key_norm", {**TIER, "host_by": "recency", "positions": "original"}
     ),
-    "second tier with everything, by codes": Case(
-        "qwen3", HEADS, {**TIER, "host_budget": "all", "recall_by": "codes"}, "turn"
-    ),
+    "second tier with everything, by codes": Case("qwen3", HEADS, {**TIER, "host_budget": "all"}, "turn"),
     "second tier by quest": Case("llama", HEADS, {**TIER, "recall_by": "quest:page=4"}),
     "second tier on disk, rows": Case("llama", SNAPKV, TIER, "rows"),
     "omnikv": Case("llama", "streaming:sinks=0", {"host_budget": "all", "recall": 6, "recall_by": OMNIKV}),

@@ -37,7 +37,7 @@ _RETIRED = (
     *("--only interrupted", "--only layers"),
     "locret patterns",
     *("--suite world", "--suite lookalikes", "task world/", "task lookalikes/", "method kvpress/", "locret compare"),
-    *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means"),
+    *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means", "lookup codes"),
     *("option --ledger", "policy field ledger", "rounding rotated"),
     *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
     *("label kind kvzip_plus", "quant_method gguf"),

@@ -57,7 +57,7 @@ def get(kind: str, classes: Sequence[type[T]], spec: str) -> T:
     Args:
         kind: What messages call it, such as "lookup".
         classes: Frozen dataclasses with a class variable `name`.
-        spec: Such as "codes" or "codes:bits=2".
+        spec: Such as "quest" or "quest:page=8".
 
     Raises:
         ValueError: If there is none of that name (the message lists the nearest), or an option is unfit.

@@ -280,8 +280,6 @@ def _tensors_of(index: Any) -> Iterator[Tensor]:
     elif isinstance(index, (tuple, list)):
         for one in index:
             yield from _tensors_of(one)
-    elif hasattr(index, "__dict__"):
-        yield from _tensors_of(list(vars(index).values()))
 
 
 def host_memory(shape: Sequence[int], *, dtype: torch.dtype, device: object) -> Tensor:

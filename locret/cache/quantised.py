@@ -334,9 +334,6 @@ class _KeysInCodes(RoundedKeys):
     def span(self, start: int, end: int) -> Tensor:
         return self._store.states_of("keys", self._store.held_of("keys", slice(start, end)))
 
-    def at(self, ranks: Tensor) -> Tensor:
-        return self._store.states_of("keys", self._store.held_of("keys", ranks))
-
 
 def _consecutive(starts: Tensor, length: int, device: torch.device) -> Tensor:
     """Return (B, 1, L) positions that begin at `starts`."""

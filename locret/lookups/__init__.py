@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from locret.base import registry
 from locret.lookups.base import Ask, Lookup
-from locret.lookups.codes import CodesLookup
 from locret.lookups.exact import ExactLookup
 from locret.lookups.infllm import InfLLM
 from locret.lookups.omnikv import OmniKVLookup
@@ -15,7 +14,7 @@ from locret.lookups.quest import QuestLookup
 
 __all__ = ["Ask", "ExactLookup", "InfLLM", "Lookup", "find", "get", "in_blocks", "least_budget", "names"]
 
-_LOOKUPS: tuple[type[Lookup], ...] = (CodesLookup, ExactLookup, OmniKVLookup, QuestLookup)
+_LOOKUPS: tuple[type[Lookup], ...] = (ExactLookup, OmniKVLookup, QuestLookup)
 
 
 def names() -> list[str]:
@@ -24,7 +23,7 @@ def names() -> list[str]:
 
 
 def get(spec: str) -> Lookup:
-    """Return the lookup that a spec names, such as "exact" or "codes:bits=2".
+    """Return the lookup that a spec names, such as "exact" or "quest:page=8".
 
     Raises:
         ValueError: If there is none (the message lists the nearest names), or an option is unfit.

@@ -31,10 +31,6 @@ class RoundedKeys(ABC):
     def span(self, start: int, end: int) -> Tensor:
         """Return the (B, K, end - start, D) keys of neighbouring units."""
 
-    @abstractmethod
-    def at(self, ranks: Tensor) -> Tensor:
-        """Return the keys (B, K, ..., D) of units by (B, K, ...) ranks."""
-
 
 Keys = Tensor | RoundedKeys
 """(B, K, H, D) of the second tier."""
@@ -50,14 +46,6 @@ def blocks(keys: Keys, multiple: int = 1, first: int = 0) -> Iterator[tuple[slic
     for start in range(first, units, size):
         span = slice(start, min(start + size, units))
         yield span, keys.span(span.start, span.stop) if isinstance(keys, RoundedKeys) else keys[:, :, span]
-
-
-def keys_at(keys: Keys, ranks: Tensor) -> Tensor:
-    """Return the keys (B, K, ..., D) of units by (B, K, ...) ranks."""
-    if isinstance(keys, RoundedKeys):
-        return keys.at(ranks)
-    found = keys.gather(2, ranks.flatten(2)[..., None].expand(-1, -1, -1, keys.shape[-1]))
-    return found.view(*ranks.shape, -1)
 
 
 def logits_of(query: Tensor, keys: Keys) -> Tensor:

@@ -111,8 +111,8 @@ class RetentionPolicy:
     """Units of the second tier that each query of the answer, and of the prompt's local tokens, attends to besides, in
     every layer and KV head."""
     recall_by: str = "exact"
-    """How they are found, by a lookup with its options: "exact" (the largest logits of all), "codes" (by a
-    smaller index), "quest", "omnikv" or "infllm" (as in those papers)."""
+    """How they are found, by a lookup with its options: "exact" (the largest logits of all), "quest", "omnikv" or
+    "infllm" (as in those papers)."""
     prefill_attention: str = "dense"
     """How the queries of a chunk attend while a prompt is read: "dense"; or sparsely, as "minference:patterns=FILE",
     "xattention:threshold=0.9", "a_shape", "vertical_slash" or "block_sparse", with options after a colon. The local
@@ -408,6 +408,8 @@ def without_retired(values: Any, *, keep_used: bool = False) -> Any:
         return kept
     if str(kept.get("merge")).partition(":")[0] in ("d2o", "kvmerger"):
         del kept["merge"]
+    if str(kept.get("recall_by")).partition(":")[0] == "codes":  # which found what "exact" finds
+        del kept["recall_by"]
     rounding = kept.get("rounding")
     if isinstance(rounding, str) and rounding.startswith("rotated"):  # its units are still read
         kept["rounding"] = f"earlier_{rounding}"

@@ -13,13 +13,6 @@ from torch import Tensor
 from locret import RetentionCache, RetentionPolicy, generate, lookups, prefill
 from locret.lookups import Ask, Lookup
 
-SPECS = [
-    "exact",
-    "codes",
-    "codes:bits=2,oversample=3",
-    "codes:bits=8",
-]
-OURS = pytest.mark.parametrize("spec", SPECS)
 GREEDY = {"do_sample": False, "eos_token_id": None}
 
 
@@ -54,11 +47,10 @@ def choose(lookup: Lookup, query: Tensor, keys: Tensor, positions: Tensor, count
     return ranks
 
 
-@OURS
 @pytest.mark.parametrize(("units", "count", "empty"), [(40, 7, 0), (33, 33, 0), (1, 1, 0), (35, 8, 20), (50, 12, 45)])
-def test_every_query_gets_as_many_units_as_it_asked_for(spec: str, units: int, count: int, empty: int) -> None:
+def test_every_query_gets_as_many_units_as_it_asked_for(units: int, count: int, empty: int) -> None:
     query, keys, positions = drawn(units, empty=empty)
-    ranks = choose(lookups.get(spec), query, keys, positions, count)
+    ranks = choose(lookups.get("exact"), query, keys, positions, count)
     assert ranks.shape == (2, 2, 3, count)
     assert ranks.min() >= 0
     assert ranks.max() < units
@@ -77,17 +69,7 @@ def test_exact_is_the_slow_choice(units: int) -> None:
         assert sorted(ranks[1, head, 2].tolist()) == reference.best_units(logits, 5)
 
 
-@pytest.mark.parametrize(("bits", "most"), [(2, 0.03), (4, 0.001), (8, 0.001)])
-def test_codes_of_more_bits_are_closer_and_what_they_miss_is_bounded(bits: int, most: float) -> None:
-    query, keys, positions = drawn(1000, queries=20)
-    keys += torch.tensor([30.0, -20, 0, 0, 0, 0, 0, 0])  # a bias of a channel must not cost levels
-    ranks = choose(lookups.get(f"codes:bits={bits},oversample=4"), query, keys, positions, 16)
-    exact = choose(lookups.get("exact"), query, keys, positions, 16)
-    there = torch.zeros(2, 2, 20, 1000, dtype=torch.bool).scatter_(3, ranks, True)
-    assert float((~there.gather(3, exact)).float().mean()) <= most
-
-
-@OURS
+@pytest.mark.parametrize("spec", ["exact", "quest:page=4"])
 @pytest.mark.parametrize("tokens", [90, 150])
 def test_a_cache_plans_the_bytes_of_its_indexes(spec: str, tokens: int) -> None:
     model = build("llama")
@@ -99,8 +81,7 @@ def test_a_cache_plans_the_bytes_of_its_indexes(spec: str, tokens: int) -> None:
     assert (planned > 0) == (spec != "exact")
 
 
-@pytest.mark.parametrize("positions", ["compact", "original"])
-@OURS
+@pytest.mark.parametrize(("spec", "positions"), [("exact", "compact"), ("exact", "original"), ("quest", "original")])
 def test_with_everything_recalled_every_lookup_is_full_attention(spec: str, positions: str) -> None:
     model, ids = build("llama"), prompt(61)
     settings = {"budget": 7, "chunk_size": 12, "local_len": 5, "stabilizers": 2, "when": "prompt_end"}
@@ -116,10 +97,9 @@ def test_with_everything_recalled_every_lookup_is_full_attention(spec: str, posi
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("codes:bits=3", "lookup codes: bits=3 is unknown; choose one of 2, 4, 8"),
-        ("codes:oversample=0", "lookup codes: oversample=0 is too small"),
-        ("codes:oversample=2.5", "is not a whole number"),
-        ("code", 'lookup "code" is unknown; did you mean codes'),
+        ("ques", 'lookup "ques" is unknown; did you mean quest'),
+        ("codes:bits=2", 'lookup "codes" was retired; release 0.1.0'),
+        ("quest:page=2.5", "is not a whole number"),
         ("pages", 'lookup "pages" was retired; release 0.1.0'),
         ("omnikv:filter_layers=8-2", "filter_layers=8-2 are not layers in ascending order; write 2-8-18"),
         ("omnikv:filter_layers=2-x", "filter_layers=2-x are not layers"),

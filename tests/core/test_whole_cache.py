@@ -72,7 +72,6 @@ PARTS: dict[str, dict[str, Any]] = {
     "tier": {"host_budget": 17, "recall": 4},
     "tier by recency": {"host_budget": 17, "recall": 4, "host_by": "recency"},
     "tier of everything": {"host_budget": "all", "recall": 5},
-    "tier by codes": {"host_budget": "all", "recall": 5, "recall_by": "codes"},
     "tier by quest": {"host_budget": 17, "recall": 4, "recall_by": "quest:page=4"},
     "8 bits": {"key_bits": 8, "value_bits": 8},
     "4 bits": {"key_bits": 4, "value_bits": 4, "rounding": "channel:group=4", "exact_recent": 6},
