@@ -207,7 +207,9 @@ class Reader(Observer):
                 scaling=scaling,
                 nth=nth,
                 layers=len(self.layers),
+                near=self._view,
                 generating=self.answering,
+                fed=self.answering and self.cache.held_back,
                 shared=self._shared,
                 ranks=self.cache.ranks,
             )

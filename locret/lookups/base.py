@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from locret.backbone.attention import View
 from locret.backbone.head_ranks import HeadRanks
 from locret.base.registry import Chosen
 
@@ -69,6 +70,8 @@ class Ask:
     """(B, N, L, D), post-rotary."""
     window: Tensor
     """(B, N, W, D) the newest queries, those of `query` last, as many as the lookup wants; zeros before the first."""
+    near: View
+    """What the queries see of the fast tier, their own units last."""
     keys: Keys
     """(B, K, H, D) of the second tier, post-rotary, ascending in position, on the tier's device."""
     positions: Tensor
@@ -87,6 +90,8 @@ class Ask:
     """How many there are."""
     generating: bool
     """Whether a token is being generated, rather than the prompt's last tokens read."""
+    fed: bool
+    """Whether that token is the prompt's last one, which `generate` feeds itself."""
     shared: dict[str, Any]
     """Lives for one forward pass: what one layer leaves for those after it."""
     ranks: HeadRanks | None = None

@@ -1,14 +1,14 @@
 """OmniKV: a few filter layers choose the tokens that the layers after them attend to.
 
 Paper:     OmniKV (ICLR 2025), sections 4.1, 4.2 and D.10, Algorithm 1; "raw" as in its released code.
-Formula:   S_j = sum_t alpha_t max_h softmax(q_t k_j) over the window's queries t and all heads h; one set of tokens for
-           all heads, and for all layers up to the next filter layer. alpha is 1 (uniform), 2^(t - w) (exp), or 0 but
-           for the last query (last).
+Formula:   S_j = sum_t alpha_t max_h A[h, t, j], A the softmax over all that the window's query t sees, h any head; one
+           set of tokens for all heads, and for all layers up to the next filter layer. alpha is 1 (uniform),
+           2^(t - w) (exp), or 0 but for the last query (last). The answer's first token is that of a dense pass.
 Dense:     layers before the first filter layer, filter layers, and the layer after each; their units stay in fast
            memory.
-Deviates:  candidates are what lies in the second tier, so the newest tokens of the prompt that the fast tier keeps are
-           visible anyway; logits are those before a backbone's own soft cap; window queries have their own positions,
-           where the released code gives all the newest one's.
+Deviates:  candidates are what lies in the second tier, so the newest tokens of the prompt that the fast tier keeps, two
+           at least, are visible anyway; logits are those before a backbone's own soft cap and learned sinks; window
+           queries have their own positions, where the released code gives all the newest one's.
 Cost:      one product with all keys of a filter layer per token; sparse layers move the chosen units alone.
 """
 
@@ -156,7 +156,7 @@ class OmniKVLookup(Lookup):
         if self.memory is not None:
             share = self.ratio(ask.layers)
         count = ask.count if share is None else min(ask.count, max(1, int(share * units)))
-        return count if ask.generating else min(units, max(count, self.prefill * ask.query.shape[2]))
+        return count if _answers(ask) else min(units, max(count, self.prefill * ask.query.shape[2]))
 
     def index(self, keys: Keys, positions: Tensor) -> bool:
         """Return whether all heads hold the same tokens."""
@@ -164,7 +164,7 @@ class OmniKVLookup(Lookup):
 
     def choose(self, ask: Ask) -> Tensor | None:
         """See `Lookup`; ranks are (B, 1, 1, R), or (B, K, 1, R) where heads hold different tokens."""
-        if not ask.generating and not self.prefill:
+        if not _answers(ask) and not self.prefill:
             return None
         filters = self.filters(ask.layers)
         if ask.nth in filters:
@@ -181,12 +181,12 @@ class OmniKVLookup(Lookup):
 
     def _scores(self, ask: Ask) -> Tensor:
         """Return (B, T) scores of the text's tokens; -inf for those that are no candidates."""
-        query, positions = ask.query, _positions(ask)
-        if ask.generating:
+        query, positions, answers = ask.query, _positions(ask), _answers(ask)
+        if answers:
             query = ask.window if self._looks_back else ask.query[:, :, -1:]
         length, units = query.shape[2], ask.keys.shape[2]
         weights = torch.ones(length, device=ask.keys.device)
-        if ask.generating and self.selector == "exp":
+        if answers and self.selector == "exp":
             weights = 2.0 ** torch.arange(-length, 0, device=ask.keys.device)
         grouped = query.to(ask.keys.device).unflatten(1, (ask.keys.shape[1], -1))
         rows = max(1, _TERMS // (query.shape[0] * query.shape[1] * units))
@@ -195,7 +195,10 @@ class OmniKVLookup(Lookup):
             block = grouped[:, :, :, start : start + rows].flatten(2, 3)
             logits = logits_of(block, ask.keys).float() * ask.scaling
             logits = logits.masked_fill((ask.positions < 0)[:, :, None], -torch.inf)
-            shares = logits if self.selector == "raw" and ask.generating else logits.softmax(-1)
+            shares = logits
+            if self.selector != "raw" or not answers:
+                near = _near_logits(ask, block, torch.arange(start, min(start + rows, length)) - length + 1)
+                shares = (logits - torch.cat([logits, near], dim=-1).logsumexp(-1, keepdim=True)).exp()
             shares = shares.unflatten(2, (grouped.shape[2], -1)).amax(2)  # (B, K, W, H)
             total = total + _by_token(shares, positions, weights[start : start + rows], ask.ranks)
         assert isinstance(total, Tensor)
@@ -207,6 +210,28 @@ class OmniKVLookup(Lookup):
         found = scores[:, None].expand(-1, positions.shape[1], -1).gather(2, positions.clamp(0, last).long())
         found = found.masked_fill((positions < 0) | (positions > last), -torch.inf)
         return found.topk(count, dim=-1).indices.sort(dim=-1).values[:, :, None]
+
+
+def _answers(ask: Ask) -> bool:
+    """Return whether a query follows the prompt: its last token belongs to it, whoever feeds it."""
+    return ask.generating and not ask.fed
+
+
+def _near_logits(ask: Ask, query: Tensor, later: Tensor) -> Tensor:
+    """Return (B, K, G * R, S) logits of what (B, K, G * R, D) queries see of the fast tier.
+
+    Args:
+        ask: What is asked.
+        query: R queries of each query head of a group.
+        later: (R,) how many tokens each query is behind the newest one, as 0 or a negative number.
+    """
+    keys = ask.near.keys.to(query.device)
+    logits = (query @ keys.transpose(-1, -2)).float() * ask.scaling
+    slots = torch.arange(keys.shape[2], device=query.device)
+    unseen = (slots >= slots.shape[0] + later[:, None].to(query.device)).repeat(query.shape[2] // len(later), 1)
+    if ask.near.row_start is not None:
+        unseen = unseen | (slots < ask.near.row_start.to(query.device)[:, None, None, None])
+    return logits.masked_fill(unseen, -torch.inf)
 
 
 def _positions(ask: Ask) -> Tensor:

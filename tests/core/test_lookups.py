@@ -11,6 +11,7 @@ from families import build, prompt
 from torch import Tensor
 
 from locret import RetentionCache, RetentionPolicy, generate, lookups, prefill
+from locret.backbone.attention import View
 from locret.lookups import Ask, Lookup
 
 GREEDY = {"do_sample": False, "eos_token_id": None}
@@ -30,6 +31,7 @@ def choose(lookup: Lookup, query: Tensor, keys: Tensor, positions: Tensor, count
         Ask(
             query=query,
             window=query,
+            near=View(keys, keys),
             keys=keys,
             positions=positions,
             padded=bool((positions < 0).any()),
@@ -39,6 +41,7 @@ def choose(lookup: Lookup, query: Tensor, keys: Tensor, positions: Tensor, count
             nth=5,
             layers=8,
             generating=True,
+            fed=False,
             shared={},
         )
     )

@@ -37,27 +37,30 @@ def window_weights(selector: str, window: int) -> list[float]:
     return [0.0] * (window - 1) + [1.0]
 
 
-def context_scores(query_NWD: Tensor, key_KSD: Tensor, scaling: float, selector: str) -> list[float]:
+def context_scores(query_NWD: Tensor, key_KTD: Tensor, candidates: int, scaling: float, selector: str) -> list[float]:
     """Return S_j = sum_t alpha_t max_h A[h, t, j] of every candidate (Eq. 3 and 4).
 
     Args:
-        query_NWD: Queries of the observation window.
-        key_KSD: Keys of the candidates, all of them older than the window.
+        query_NWD: Queries of the observation window, the last ones of the T tokens.
+        key_KTD: Keys of all tokens; each query sees those up to its own.
+        candidates: The first so many tokens, all of them older than the window.
         scaling: Factor of the logits.
         selector: "uniform", "exp", "last", or "raw": as the released code has it, the last query's logits without
             softmax.
     """
     heads, window, _ = query_NWD.shape
-    kv_heads, slots, _ = key_KSD.shape
-    total = [0.0] * slots
+    kv_heads, tokens, _ = key_KTD.shape
+    total = [0.0] * candidates
     for t, alpha in enumerate(window_weights(selector, window)):
-        best = [-float("inf")] * slots
+        if not alpha:
+            continue
+        best = [-float("inf")] * candidates
         for n in range(heads):
-            logits_S = key_KSD[n // (heads // kv_heads)].double() @ query_NWD[n, t].double() * scaling
+            seen_SD = key_KTD[n // (heads // kv_heads), : tokens - window + t + 1]
+            logits_S = seen_SD.double() @ query_NWD[n, t].double() * scaling
             shares_S = logits_S if selector == "raw" else torch.softmax(logits_S, dim=0)
-            best = [max(one, float(share)) for one, share in zip(best, shares_S, strict=True)]
-        if alpha:
-            total = [one + alpha * share for one, share in zip(total, best, strict=True)]
+            best = [max(one, float(share)) for one, share in zip(best, shares_S[:candidates], strict=True)]
+        total = [one + alpha * share for one, share in zip(total, best, strict=True)]
     return total
 
 
@@ -84,7 +87,7 @@ def omnikv_visible(
     Args:
         filter_layers: Layers that select, ascending.
         layers: Layers of the backbone.
-        prompt: Tokens of the prompt; those after them are always visible.
+        prompt: Tokens of the prompt, read densely; the last one, and those after them, are always visible.
         count: Tokens that a filter layer selects.
         scaling: Factor of the logits.
         selector: See `context_scores`.
@@ -100,10 +103,10 @@ def omnikv_visible(
         if start == 0 or not (answering or prefill):
             return None
         if layer in filter_layers:
-            candidates = min(prompt, start) - newest
+            candidates = min(prompt - 1, start) - newest
             queries_NWD = query_NTD[:, -window:] if answering else query_NTD[:, start:]
             how = selector if answering else "uniform"
-            scores = context_scores(queries_NWD, key_KTD[:, :candidates], scaling, how)
+            scores = context_scores(queries_NWD, key_KTD, candidates, scaling, how)
             best = best_tokens(scores, count if answering else max(count, prefill * size))
             chosen[:] = [*best, *range(candidates, start)]
         return None if layer in dense else [list(chosen)] * len(query_NTD)
