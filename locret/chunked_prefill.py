@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from locret.backbone.adapters import input_device, unwrap
 from locret.backbone.passes import keeping_step, run_decoder
@@ -30,7 +29,6 @@ def prefill(
     attention_mask: Tensor | None = None,
     *,
     new_tokens: int = 0,
-    progress: bool = False,
     on_chunk: Callable[[RetentionCache], None] | None = None,
 ) -> Tensor:
     """Read a prompt chunk by chunk, evicting after each chunk, then the local tokens (Locret, Algorithm 1).
@@ -45,7 +43,6 @@ def prefill(
         attention_mask: (B, N), 0 for padding, which must be on the left. None: left padding is recognised if the model
             has a pad token of its own, as transformers does.
         new_tokens: Tokens that will be generated afterwards, so that their memory is allocated at once.
-        progress: Show a progress bar on standard error.
         on_chunk: Called with the cache after every chunk's eviction, to record what is kept (not for ragged batches).
 
     Returns:
@@ -62,7 +59,7 @@ def prefill(
     """
     prompt = checked(model, cache, input_ids, attention_mask)
     feed_held_back(model, cache)
-    logits = read_prompt(model, prompt, cache, Way(new_tokens=new_tokens, progress=progress, on_chunk=on_chunk))
+    logits = read_prompt(model, prompt, cache, Way(new_tokens=new_tokens, on_chunk=on_chunk))
     assert logits is not None
     return logits
 
@@ -98,7 +95,6 @@ class Way:
     """How a prompt is read; see `prefill` for what is not said here."""
 
     new_tokens: int = 0
-    progress: bool = False
     hold_last: bool = False
     """Leave the last token for the caller to feed."""
     turn: bool = False
@@ -151,18 +147,11 @@ def _read(model: nn.Module, stream: Stream, cache: RetentionCache, way: Way) -> 
     """Read a text, evicting after each chunk."""
     if not stream.available(1):
         raise ValueError("input_ids is empty; a prompt needs at least one token")
-    with (
-        reading(model, cache, stream.planned_length(), way.new_tokens) as reader,
-        _bar(stream.length, way.progress) as bar,
-    ):
-        return _read_on(model, reader, stream, bar, way)
+    with reading(model, cache, stream.planned_length(), way.new_tokens) as reader:
+        return _read_on(model, reader, stream, way)
 
 
-def _bar(tokens: int | None, progress: bool) -> tqdm[Any]:
-    return tqdm(total=tokens, unit="token", unit_scale=True, desc="reading", disable=not progress or None)
-
-
-def _read_on(model: nn.Module, reader: Reader, stream: Stream, bar: tqdm[Any], way: Way) -> Tensor | None:
+def _read_on(model: nn.Module, reader: Reader, stream: Stream, way: Way) -> Tensor | None:
     """Read the chunks that are left, and the local tokens."""
     cache, logits = reader.cache, None
     at_end = cache.policy.when == "prompt_end"
@@ -171,7 +160,6 @@ def _read_on(model: nn.Module, reader: Reader, stream: Stream, bar: tqdm[Any], w
         reader.begin_chunk(left <= size + tail)
         tokens = stream.take(min(size, left - tail))
         run_decoder(model, tokens, cache)
-        bar.update(tokens.numel())
         if way.on_chunk is not None:
             way.on_chunk(cache)
     reader.begin_local()
@@ -182,7 +170,6 @@ def _read_on(model: nn.Module, reader: Reader, stream: Stream, bar: tqdm[Any], w
         last = left <= size
         tokens = stream.take(left if last else min(size, left - size))
         cache.last_tokens = tokens[:, -1:].clone()
-        bar.update(tokens.numel())
         if last:
             reader.begin_last()
         if last and not way.hold_last:
@@ -207,7 +194,7 @@ def _read_rows(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Way
     texts = [text[None, len(text) - length :] for text, length in zip(ids, prompt.lengths(), strict=True)]
     # Before the first text nothing is a turn.
     if cache.pad is None and cache.policy.memory != "adaptive" and not (way.turn and cache.seen):
-        rows, logits[:] = _read_together(model, texts, cache, way.progress)
+        rows, logits[:] = _read_together(model, texts, cache)
     else:
         rows = cache.split(len(texts))
         logits += [read_prompt(model, Prompt(text, None), row, own) for text, row in zip(texts, rows, strict=True)]
@@ -218,7 +205,7 @@ def _read_rows(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Way
 
 
 def _read_together(
-    model: nn.Module, texts: Sequence[Tensor], cache: RetentionCache, progress: bool
+    model: nn.Module, texts: Sequence[Tensor], cache: RetentionCache
 ) -> tuple[list[RetentionCache], list[Tensor]]:
     """Read rows of different length: in one batch as long as their chunks are alike, then each length by itself.
 
@@ -234,14 +221,14 @@ def _read_together(
     caches, logits = [cache] * len(texts), [torch.empty(0)] * len(texts)
 
     def finish(length: int, reader: Reader) -> None:
-        last = _read_on(model, reader, streams[length], bar, Way())
+        last = _read_on(model, reader, streams[length], Way())
         assert last is not None
         parts = [reader.cache] if len(last) == 1 else reader.cache.split(len(last))
         for row, one, its in zip(of_length[length], parts, last.split(1), strict=True):
             caches[row], logits[row] = one, its
 
     waiting, batch = list(of_length), cache.take_rows(torch.tensor(order))
-    with _bar(sum(text.shape[1] for text in texts), progress) as bar, reading(model, batch, waiting[-1], 0) as reader:
+    with reading(model, batch, waiting[-1], 0) as reader:
         while len(waiting) > 1:
             staying = [n for n in waiting if n == waiting[-1] or reader.goes_on_like(n)]
             if len(staying) == len(waiting):
@@ -249,7 +236,6 @@ def _read_together(
                 reader.begin_chunk(final=False)
                 tokens = torch.cat([streams[n].take(size) for n in waiting])
                 run_decoder(model, tokens, batch)
-                bar.update(tokens.numel())
                 continue
             in_batch = torch.tensor([n for n in waiting for _ in of_length[n]])
             for length in (n for n in waiting if n not in staying):

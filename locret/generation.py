@@ -35,7 +35,6 @@ def generate(
     *,
     cache: RetentionCache,
     attention_mask: Tensor | None = None,
-    progress: bool = False,
     **options: Any,
 ) -> Tensor:
     """Continue a prompt with `model.generate`, reading first what the cache has not seen yet.
@@ -51,7 +50,6 @@ def generate(
             `prefill` takes; or an iterator of further ids; or None to go on from what `prefill` has read.
         cache: Holds prompt and answer afterwards (with beams or several answers per prompt: only the prompt).
         attention_mask: (B, N), 0 for padding on the left.
-        progress: Show a progress bar while the prompt is read.
         **options: Whatever `model.generate` takes: max_new_tokens, do_sample, num_beams, streamer, stop_strings, ...
 
     Returns:
@@ -86,12 +84,10 @@ def generate(
         prompt = checked(model, cache, input_ids, attention_mask, again=True)
         if isinstance(prompt.ids, Tensor):
             full = prompt.ids.to(input_device(model), torch.long)
-            _read_rest(
-                model, prompt, cache, Way(new_tokens=new_tokens, progress=progress, hold_last=copies == 1, turn=True)
-            )
+            _read_rest(model, prompt, cache, Way(new_tokens=new_tokens, hold_last=copies == 1, turn=True))
         else:
             feed_held_back(model, cache)
-            read_prompt(model, prompt, cache, Way(new_tokens=new_tokens, progress=progress, turn=True))
+            read_prompt(model, prompt, cache, Way(new_tokens=new_tokens, turn=True))
     given = cache
     if copies > 1:
         cache = cache.copy()

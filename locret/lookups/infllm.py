@@ -4,7 +4,8 @@ Paper:     InfLLM, arXiv 2402.04617, sections 3.1 to 3.3; numbers and positions 
 Formula:   block vector = mean of the `repr_topk` un-rotated keys with the most attention, per query head;
            fit = sum over query heads of (mean query of the execution block) . (block vector); the best `topk` are seen.
 Positions: the window's true distances; whatever is older looks as if it were `local` - 1 tokens away.
-Deviates:  rotary embeddings are the backbone's own, with their scaling; the released code knows the base alone.
+Deviates:  rotary embeddings are the backbone's own, with their scaling; the released code knows the base alone. The
+           least recently used copy of a block leaves the device; "lru-s", by attention, would move other bytes alone.
 Cost:      a product with one vector per block, query head and execution block; `topk` blocks moved at most.
 """
 
