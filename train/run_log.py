@@ -154,15 +154,10 @@ def records_until(file: Path, step: int) -> list[str]:
         ValueError: If a line is not a record.
         OSError: If it cannot be read.
     """
-    lines = file.read_bytes().splitlines(keepends=True) if step and file.exists() else []
-    kept = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            if line.endswith(b"\n") and int(json.loads(line)["step"]) <= step:
-                kept.append(line.decode("utf-8"))
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(
-                f"--resume: {file} line {number} is not a record of a training log ({reason}); mend or delete the file"
-            ) from None
-    return kept
+    try:
+        text = file.read_bytes().decode("utf-8") if step and file.exists() else ""
+        lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [line for line in lines if int(json.loads(line)["step"]) <= step]
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--resume: {file} is not a training log ({reason}); mend or delete the file") from None

@@ -144,16 +144,15 @@ def _number(error: Exception) -> int | None:
 
 
 @contextmanager
-def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[None]:
+def locked(folder: str | Path, setting: str) -> Iterator[None]:
     """Hold a folder against other commands until the block, or this process, ends, however it ends.
 
-    The folder is made if need be, and removed again if it stays empty. If all of it is held, what a killed process was
-    about to write in it is removed.
+    The folder is made if need be, and removed again if it stays empty. What a killed process was about to write in it
+    is removed.
 
     Args:
         folder: The folder.
         setting: How the user named it, for messages.
-        name: File in it that is the lock, where not all of the folder is held.
 
     Raises:
         ValueError: If another process holds it, or it cannot be a folder.
@@ -162,7 +161,7 @@ def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[No
     from filelock import FileLock, Timeout
 
     path, made = Path(folder), list[Path]()
-    lock = FileLock(path / name)
+    lock = FileLock(path / LOCK)
     try:
         if path.exists() and not path.is_dir():
             raise ValueError(f"{setting} is a file; choose a folder")
@@ -172,7 +171,7 @@ def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[No
     except Timeout:
         holder = "another process"
         with suppress(OSError):
-            holder = (path / name).read_text(encoding="utf-8").strip() or holder
+            holder = (path / LOCK).read_text(encoding="utf-8").strip() or holder
         raise ValueError(f"{setting} is being written by {holder}; wait until it ends, or choose another") from None
     except OSError as error:
         _remove_empty(made)
@@ -182,14 +181,14 @@ def locked(folder: str | Path, setting: str, *, name: str = LOCK) -> Iterator[No
 
     def let_go() -> None:
         with suppress(OSError):
-            (path / name).unlink()  # before it is let go: whoever locks then finds that its file is gone
+            (path / LOCK).unlink()  # before it is let go: whoever locks then finds that its file is gone
         lock.release()
         _remove_empty(made)
 
     try:
         with suppress(OSError):  # only for the message above
-            (path / name).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
-        for partial in path.glob(PARTIAL) if name == LOCK else ():
+            (path / LOCK).write_text(f"process {os.getpid()} on {socket.gethostname()}\n", encoding="utf-8")
+        for partial in path.glob(PARTIAL):
             shutil.rmtree(partial, ignore_errors=True)
         with interrupts.undone(let_go):
             yield
