@@ -183,20 +183,3 @@ def test_tasks_come_from_modules_files_and_packages(installed: None, site: Path)
         tasks.get("acme_memory:ValueNorm")
     with pytest.raises(ValueError, match='task "acme_kees" is unknown'):
         tasks.get("acme_kees")
-
-
-@pytest.mark.parametrize(
-    ("method", "sentence"),
-    [
-        ("streaming-original+compact", "streaming-original sets positions itself; drop +compact"),
-        ("retaining_heads:heads=x", "is called locret here; write locret, and give --heads"),
-        ("full+pyramid", "full evicts nothing, so +pyramid means nothing; drop it"),
-        ("locret+linear+sqrt", "+linear and +sqrt both set memory; drop one of them"),
-    ],
-)
-def test_a_method_that_contradicts_itself_is_refused(method: str, sentence: str) -> None:
-    from locret.infer.evaluation import methods
-
-    with pytest.raises(ValueError, match="method|scorer") as caught:
-        methods.get(method)
-    assert sentence in str(caught.value)
