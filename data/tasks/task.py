@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 SAMPLES = 100
 """Samples of a task per length where they are made, if the user does not say."""
-_LONG = 100_000
-"""Tokens from which rows are filled to about their length only: where the search begins then matters."""
 Answers = Sequence[tuple[str, tuple[str, ...]]]
 """Predictions with their references."""
 
@@ -139,43 +136,6 @@ class SampleSet(ABC):
         return f"{self.task.name} ({count:,} {part})"
 
 
-@dataclass
-class MadeSamples(SampleSet):
-    """Samples that a task makes for the run, of one length; each depends on its number, seed and length alone."""
-
-    task: Task
-    tokens: int
-    """Of prompt and answer; 0 for the published sizes."""
-    samples: int
-    seed: int
-    source: Path | None = None
-    """Where essays and question sets lie."""
-    made: bool = True
-    _make: Callable[[int], Sample] | None = field(default=None, repr=False)
-
-    @property
-    def chosen(self) -> Sequence[int]:  # type: ignore[override]
-        """Numbers of the samples."""
-        return range(self.samples)
-
-    def sample(self, number: int, tokenizer: Any) -> Sample:
-        """Return a sample."""
-        if self._make is None or self.tokens > _LONG:
-            more = {"samples": self.samples, "seed": self.seed, "data_dir": self.source}
-            self._make = self.task.sampler(tokenizer, self.tokens or None, **more)  # type: ignore[arg-type]
-        return self._make(number)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what tells these data from others."""
-        texts = self.task.stand_in(self.source) or (self.source and self.source.name)
-        return {"generated": True, "seed": self.seed, "texts": texts}
-
-    def label(self, count: int) -> str:
-        """Return the task's name, with what stands in for the published texts."""
-        own = self.task.stand_in(self.source)
-        return f"{self.task.name} ({own})" if own and self.made else super().label(count)
-
-
 @dataclass(frozen=True)
 class Selection:
     """What an evaluation asks of one task."""
@@ -225,6 +185,10 @@ class Task(ABC):
     """Samples of the published set, where known."""
     questions: int | None = None
     """Most questions of each text that are asked, unless the user gives a number; None: a sample's own alone."""
+    session: bool = False
+    """Whether a sample is a session of turns that follow each other in one cache."""
+    asks_first: bool = False
+    """Whether what a row asks stands before its document too, so that no text of the task is read without it."""
 
     @abstractmethod
     def select(self, wanted: Wanted) -> Selection:
@@ -234,34 +198,10 @@ class Task(ABC):
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the score of a generated answer, from 0 to 1."""
 
-    def sampler(
-        self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None = None
-    ) -> Callable[[int], Sample]:
-        """Return what makes sample `i` of `samples`, of prompts of that many tokens (None: of the published sizes)."""
-        raise ValueError(f"task {self.name} is read from published rows and cannot be made; give --data-dir")
-
-    def sample(self, tokenizer: Any, tokens: int | None = None, *, seed: int = 0) -> Sample:
-        """Return one sample that is made for a tokenizer and a length; arguments and errors are those of `sampler`."""
-        return self.sampler(tokenizer, tokens, samples=1, seed=seed)(0)
-
     @property
     def family(self) -> str:
         """The benchmark; empty for the tasks of other packages and files."""
         return self.name.split("/")[0] if "/" in self.name and ":" not in self.name else ""
-
-    @property
-    def session(self) -> bool:
-        """Whether a sample is a session of turns that follow each other in one cache."""
-        return False
-
-    @property
-    def asks_first(self) -> bool:
-        """Whether what a row asks stands before its document too, so that no text of the task is read without it."""
-        return False
-
-    def stand_in(self, data_dir: Path | None) -> str:
-        """Return in a word or two what stands in for published texts that are not there; empty if nothing does."""
-        return ""
 
     def options(self) -> dict[str, Any]:
         """Return the options as a dictionary."""

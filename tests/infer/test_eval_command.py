@@ -7,6 +7,7 @@ import json
 import shlex
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from locret import RetentionPolicy
 from locret.base.files import locked
 from locret.data import tasks
 from locret.data.tasks import Sample
-from locret.data.tasks.task import MadeSamples
+from locret.data.tasks.task import SampleSet
 from locret.infer.evaluation import figures, methods, output_folder, report
 from locret.infer.evaluation.records import PART, SampleLog, key
 from locret.infer.reading import warn_of_recency
@@ -299,8 +300,8 @@ def test_generated_benchmarks_have_a_row_per_length_and_leave_out_what_cannot_be
 
 
 def cell(name: str, *found: dict[str, Any], of: int | None = None) -> dict[str, Any]:
-    samples = MadeSamples(tasks.get(name), 0, 4, 0, made=False)
-    samples.of = of
+    samples = SimpleNamespace(task=tasks.get(name), made=False, of=of)
+    samples.label = lambda count: SampleSet.label(samples, count)  # type: ignore[arg-type]
     whole = [{**RECORD, "task": name, "index": index, **one} for index, one in enumerate(found)]
     (only,) = report.cells(whole, {(name, RECORD["tokens"]): samples})
     return only

@@ -7,14 +7,14 @@ import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from locret.data.tasks import rows
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.rows import Row
-from locret.data.tasks.task import SAMPLES, MadeSamples, NoSamples, Sample, SampleSet, Selection, Task, Wanted
+from locret.data.tasks.task import SAMPLES, NoSamples, Sample, SampleSet, Selection, Task, Wanted
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -224,6 +224,14 @@ class RowMaker(PublishedTask):
         make = self.maker(Making(tokenizer, tokens, samples, seed, data_dir))
         return lambda index: self.read(Row(index, f"{self.name}:{index}", make(index)))[0]
 
+    def sample(self, tokenizer: Any, tokens: int | None = None, *, seed: int = 0) -> Sample:
+        """Return one sample that is made for a tokenizer and a length; errors are those of `maker`."""
+        return self.sampler(tokenizer, tokens, samples=1, seed=seed)(0)
+
+    def stand_in(self, data_dir: Path | None) -> str:
+        """Return in a word or two what stands in for published texts that are not there; empty if nothing does."""
+        return ""
+
     def select(self, wanted: Wanted) -> Selection:
         """Return the rows of a local file, of each length where files have lengths, or make them."""
         task, folders = self.shortened(wanted.max_new_tokens), wanted.folders
@@ -270,6 +278,43 @@ class RowMaker(PublishedTask):
                 return option
         self.sampler(tokenizer, tokens or None, samples=1, seed=0, data_dir=last)
         return last
+
+
+@dataclass
+class MadeSamples(SampleSet):
+    """Samples that a task makes for the run, of one length; each depends on its number, seed and length alone."""
+
+    task: RowMaker  # type: ignore[assignment]
+    tokens: int
+    """Of prompt and answer; 0 for the published sizes."""
+    samples: int
+    seed: int
+    source: Path | None = None
+    """Where essays and question sets lie."""
+    made: bool = True
+    _make: Callable[[int], Sample] | None = field(default=None, repr=False)
+
+    @property
+    def chosen(self) -> Sequence[int]:  # type: ignore[override]
+        """Numbers of the samples."""
+        return range(self.samples)
+
+    def sample(self, number: int, tokenizer: Any) -> Sample:
+        """Return a sample."""
+        if self._make is None:
+            more = {"samples": self.samples, "seed": self.seed, "data_dir": self.source}
+            self._make = self.task.sampler(tokenizer, self.tokens or None, **more)  # type: ignore[arg-type]
+        return self._make(number)
+
+    def facts(self) -> dict[str, Any]:
+        """Return what tells these data from others."""
+        texts = self.task.stand_in(self.source) or (self.source and self.source.name)
+        return {"generated": True, "seed": self.seed, "texts": texts}
+
+    def label(self, count: int) -> str:
+        """Return the task's name, with what stands in for the published texts."""
+        own = self.task.stand_in(self.source)
+        return f"{self.task.name} ({own})" if own and self.made else super().label(count)
 
 
 def spread(samples: int, index: int, low: float = 0.0, high: float = 1.0) -> float:

@@ -98,11 +98,6 @@ class InfiniteBenchTask(PublishedTask):
     scorer: Literal["official", "locret"] = "official"
     """The benchmark's own scorer, or the Locret release's copy, which differs in C.Debug and R.KV."""
 
-    @property
-    def asks_first(self) -> bool:
-        """Whether the words before the context are made from the row's question."""
-        return "{" in _FORMS[self.form][0]
-
     def read(self, row: Row) -> list[Sample]:
         """Return the sample of a row."""
         context, question = row.text("context"), row.text("input", may_be_empty=self.form not in _ASKED)
@@ -244,6 +239,7 @@ _PUBLISHED = tuple(
         repo="xinrongzhang2022/InfiniteBench",
         revision="90f0394333616266d9fe85824ceaf505093cbaa5",
         size=size,
+        asks_first="{" in _FORMS[name][0],
         form=name,
     )
     for name, (size, new, metric) in _TASKS.items()

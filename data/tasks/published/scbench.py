@@ -89,11 +89,6 @@ class SCBenchTask(PublishedTask):
     scorer: Literal["fixed", "official"] = "fixed"
     """How text answers of qa_chn and many_shot are compared, see the module."""
 
-    @property
-    def session(self) -> bool:
-        """A conversation is a session, a request is none."""
-        return not self.requests
-
     def read(self, row: Row) -> list[Sample]:
         """Return the conversation of a row, or its first question with all others."""
         document = _numbers(row) if self.task == "mf" else row.text("context")
@@ -250,6 +245,7 @@ TASKS: tuple[SCBenchTask, ...] = tuple(
         questions=TURNS if requests else None,
         task=name,
         requests=requests,
+        session=not requests,
     )
     for requests in (False, True)
     for name, (new, room, metric, size) in _TASKS.items()

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from locret.data.tasks.published.base import Making, RowMaker
+from locret.data.tasks.published.base import MadeSamples, Making, RowMaker
 from locret.data.tasks.rows import Row
-from locret.data.tasks.task import MadeSamples, Sample, SampleSet, Wanted
+from locret.data.tasks.task import Sample, SampleSet, Wanted
 
 MOVES = {"A": "rock", "B": "paper", "C": "scissors"}
 BEATS = {"A": "B", "B": "C", "C": "A"}
@@ -42,7 +42,6 @@ class RockPaperScissors(RowMaker):
     """A game against a player who prefers one move; an answer is the letters that were played, one for each turn."""
 
     settable: ClassVar[tuple[str, ...]] = ("turns",)
-    session: ClassVar[bool] = True  # type: ignore[misc]
 
     turns: int = 2000
     """Turns of the game, if the file has as many; as many are played in the published runs."""
@@ -90,6 +89,7 @@ TASKS = tuple(
         chat=False,
         file=f"rock_paper_scissors/rock_paper_scissors_dominant_{move}.jsonl",
         size=1,
+        session=True,
     )
     for move in MOVES.values()
 )
