@@ -56,14 +56,6 @@ def test_a_local_copy_may_lie_in_any_published_place(tmp_path, place) -> None:
     assert len(rows.facts()["sha256"]) == 64
 
 
-def test_samples_are_taken_evenly_and_the_name_says_how_many(tmp_path) -> None:
-    write_lines(tmp_path / "qasper.jsonl", [{**GOOD, "answers": [str(number)]} for number in range(7)])
-    rows = open_rows(QASPER, [str(tmp_path)], 3)
-    assert rows.chosen == [0, 2, 4]
-    assert [rows.sample(number, None).reply for number in (4, 0)] == ["4", "0"]
-    assert (rows.label(3), rows.of) == ("longbench/qasper (3 of 200)", 200)
-
-
 BAD = [
     (b'{"context": "a \xff"}', "is no intact file of rows"),
     (b'{"context": ', "is no intact file of rows"),

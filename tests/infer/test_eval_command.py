@@ -18,7 +18,6 @@ from published_cases import published
 from locret import RetentionPolicy
 from locret.base.files import locked
 from locret.data import tasks
-from locret.data.tasks import Sample
 from locret.data.tasks.task import SampleSet
 from locret.infer.evaluation import figures, methods, output_folder, report
 from locret.infer.evaluation.records import PART, SampleLog, key
@@ -309,12 +308,9 @@ def cell(name: str, *found: dict[str, Any], of: int | None = None) -> dict[str, 
 
 def test_errors_are_over_texts_not_over_questions() -> None:
     marks = {0: [1, 1, 0, 0], 1: [1], 2: [0, 0]}
-    found = [
-        {"index": text, "question": question, "score": score, "targets": ["1"]}
-        for text, scores in marks.items()
-        for question, score in enumerate(scores)
-    ]
-    own = cell("longbench/qasper", *found)
+    found = [(text, question, score) for text, scores in marks.items() for question, score in enumerate(scores)]
+    named = (dict(zip(("index", "question", "score"), one, strict=True)) for one in found)
+    own = cell("longbench/qasper", *named)
     assert (own["n"], own["questions"], own["score"], own["task"]) == (3, 7, 50.0, "longbench/qasper (3 rows)")
     assert own["standard_error"] == pytest.approx(50 / 3**0.5, abs=1e-4)
 
@@ -322,15 +318,8 @@ def test_errors_are_over_texts_not_over_questions() -> None:
 def test_rouge_of_a_task_is_the_geometric_mean_of_three_means() -> None:
     pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
     task = tasks.get("leval/meeting_summ")
-    found = [
-        {
-            "prediction": said,
-            "targets": [right],
-            "score": task.score(said, Sample(content="", targets=(right,), reply=right)),
-        }
-        for said, right in [("the sky is blue", "the sky is red"), ("a house", "a door")]
-    ]
-    own = cell(task.name, *found, of=156)
+    answers = [("the sky is blue", "the sky is red"), ("a house", "a door")]
+    own = cell(task.name, *({"prediction": said, "targets": [right]} for said, right in answers), of=156)
     # ROUGE-1: 3/4 and 1/2; ROUGE-2: 2/3 and 0; ROUGE-L: 3/4 and 1/2.
     assert own["score"] == pytest.approx(100 * ((5 / 8) * (1 / 3) * (5 / 8)) ** (1 / 3), abs=1e-3)
     assert own["task"] == "leval/meeting_summ (2 of 156)"

@@ -100,20 +100,6 @@ def test_tasks_ask_and_score_as_locret_eval_does(backbone: Path, tmp_path: Path,
 
 
 @NEEDED
-@pytest.mark.parametrize(
-    ("metadata", "message"),
-    [
-        ({"lengths": ["long"]}, "--lengths .*long.* is not possible"),
-        ({"task_options": {"multykey": {"keys": 12}}}, 'task "multykey" is unknown; did you mean multikey'),
-        ({"pretrained": None}, "nothing says which tokenizer measures the prompts"),
-    ],
-)
-def test_bad_metadata_is_refused(backbone: Path, tmp_path: Path, metadata: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load(tmp_path, "locret_niah_passkey", **{"pretrained": str(backbone), "lengths": 400, **metadata})
-
-
-@NEEDED
 def test_answer_with_ample_budget_is_the_plain_models(backbone: Path) -> None:
     lm, text = locret_lm(backbone, **AMPLE), "The pass key is 48213 . " * 12
     ids = torch.tensor([lm.tok_encode(text)])
@@ -155,7 +141,7 @@ def test_cache_is_bounded_whatever_is_asked(backbone: Path, heads: Path, length:
 
 
 @NEEDED
-def test_unknown_settings_and_numbers_without_effect_are_refused(backbone: Path) -> None:
+def test_unknown_settings_and_numbers_without_effect_are_refused(backbone: Path, tmp_path: Path) -> None:
     for settings, message in (
         ({"bugdet": 3}, "--model_args: bugdet is not a setting of the model locret; choose among adapter"),
         ({"budget": 64, "min_chunk": 16}, "--min-chunk 16 changes nothing without --decremental"),
@@ -165,6 +151,13 @@ def test_unknown_settings_and_numbers_without_effect_are_refused(backbone: Path)
     lm = locret_lm(backbone, **AMPLE)
     with pytest.raises(ValueError, match="--gen_kwargs: min_p is not supported by the model locret"):
         lm.generate_until([asked("generate_until", "The", {"min_p": 0.1})], True)
+    for metadata, message in (
+        ({"lengths": ["long"]}, "--lengths .*long.* is not possible"),
+        ({"task_options": {"multykey": {"keys": 12}}}, 'task "multykey" is unknown; did you mean multikey'),
+        ({"pretrained": None}, "nothing says which tokenizer measures the prompts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            load(tmp_path, "locret_niah_passkey", **{"pretrained": str(backbone), "lengths": 400, **metadata})
 
 
 @NEEDED
