@@ -36,8 +36,8 @@ from locret.infer.serve.state import state_of
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 
-_LOOK = 0.1
-"""Seconds between two looks at how far a text has been read."""
+_LOOK = 0.025
+"""Seconds between two looks at whether a text has been read."""
 _RATE = 1 << 14
 """Bytes of a text that have to come in each second, on average and after the first `STALL` of them."""
 _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
@@ -162,7 +162,7 @@ async def _answered(request: Request, entry: Entry, wait: bool) -> JSONResponse:
     while wait and entry.going and time.monotonic() < until:
         if await request.is_disconnected():
             raise Refusal(499, f"the client has left before context {entry.name} was ready")
-        await asyncio.sleep(_LOOK / 4)
+        await asyncio.sleep(_LOOK)
     if entry.state == "failed":
         raise Refusal(entry.fault, f"context {entry.name} could not be made: {entry.message}")
     return JSONResponse(described(entry), 201 if entry.state == "ready" else 202)

@@ -165,7 +165,25 @@ class Library:
                 context = read_file(self.lm, self.turns, job, file, source=called, system=system)
                 self._index.save(name, context, {**(notes or {}), "seconds": round(job.progress.seconds, 3)})
 
-        return self._begin(name, called, make, (file,))
+        def ended(job: Job) -> None:
+            file.unlink(missing_ok=True)
+            with self._lock:
+                if job.ready:
+                    self._index.examine(entry)
+                    return
+                entry.status, entry.message = "failed", self._index.told(job.message)
+                entry.fault, entry.job = job.fault, None
+                named = self._index.named
+                failed = sorted((one.created, one.name) for one in named.values() if one.state == "failed")
+                for _, old in failed[:-_FORGOTTEN]:
+                    del named[old]
+
+        with self._lock:
+            self._check_new(name)
+            self._check_waiting()
+            entry = Entry(name, self._index.path(name), source=called, created=time.time())
+            self._index.named[name] = entry
+            return _started(entry, Job(make, ended))
 
     def delete(self, name: str) -> None:
         """Remove a context, whatever its state; what is reading it ends first. Answers that are being written go on.
@@ -269,30 +287,6 @@ class Library:
         return max(self.plan.reader, reader_bytes(self.lm, policy, length) + self.plan.more_to_work(self.lm, policy))
 
     # -- jobs ---------------------------------------------------------------------------------------------------------
-
-    def _begin(self, name: str, source: str, make: Callable[[Job], None], files: Sequence[Path] = ()) -> Entry:
-        """Make a context with a name in the background."""
-
-        def ended(job: Job) -> None:
-            for file in files:
-                file.unlink(missing_ok=True)
-            with self._lock:
-                if job.ready:
-                    self._index.examine(entry)
-                    return
-                entry.status, entry.message = "failed", self._index.told(job.message)
-                entry.fault, entry.job = job.fault, None
-                named = self._index.named
-                failed = sorted((one.created, one.name) for one in named.values() if one.state == "failed")
-                for _, old in failed[:-_FORGOTTEN]:
-                    del named[old]
-
-        with self._lock:
-            self._check_new(name)
-            self._check_waiting()
-            entry = Entry(name, self._index.path(name), source=source, created=time.time())
-            self._index.named[name] = entry
-            return _started(entry, Job(make, ended))
 
     def _made_automatic(self, new: Entry, make: Callable[[Job], None], cancelled: Callable[[], bool]) -> Entry:
         """Return a context without a name once it has been made, by this request or another."""
