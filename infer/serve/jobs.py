@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from locret.chunked_prefill import prefill
 from locret.conversation.document import Document, read_text
 from locret.infer.serve.refusal import fault_of, one_line
 from locret.infer.serve.turns import LOOK, Turns
@@ -77,7 +76,7 @@ class Progress:
     tokens: int = 0
     bytes: int = 0
     """About how many bytes of the text were read, of so many in all."""
-    total: int | None = None
+    total: int = 0
     units: int = 0
     """Units per KV head that are held."""
     seconds: float = 0.0
@@ -95,17 +94,10 @@ class Job:
         self.ready, self.message, self.fault = False, "", 400
         """Whether it has been made; else why not, in one sentence, and the HTTP status of that."""
         self.progress, self.done = Progress(), threading.Event()
-        self.wanted = 0
-        """Requests that wait for it."""
         self.began = 0.0
         """When it got its memory, by `time.monotonic`; 0 while it waits."""
         self._make, self._end, self._cancelled = make, end, threading.Event()
         self._thread = threading.Thread(target=self._run, name="locret-reading", daemon=True)
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether it was cancelled."""
-        return self._cancelled.is_set()
 
     def start(self) -> None:
         """Begin."""
@@ -167,23 +159,10 @@ def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, sourc
     return context
 
 
-def read_ids(lm: LongContextModel, turns: Turns, job: Job, ids: Sequence[int], cache: RetentionCache) -> None:
-    """Read token ids after what a cache holds; the job holds the memory."""
-    watch = _Watch(job)
-    with turns.turn(job.check) as turn:
-
-        def on_chunk(cache: RetentionCache) -> None:
-            watch(cache)
-            turn.chunk()
-
-        prefill(lm.model, torch.tensor([ids]), cache, on_chunk=on_chunk)
-    watch(cache, last=True)
-
-
 class _Watch:
     """Tells a job how far a cache has got."""
 
-    def __init__(self, job: Job, size: int | None = None) -> None:
+    def __init__(self, job: Job, size: int) -> None:
         self._job, self._size, self._last = job, size, 0.0
         self.tokens = self._taken = 0
         """Tokens and bytes of the text that were taken, read or not."""
@@ -199,7 +178,7 @@ class _Watch:
         if last or now - self._last >= _SHOWN:
             positions = [cache.kept_positions(layer)[0].cpu() for layer in cache.backbone.layers]
             kept, self._last = mean_shares(positions, cache.seen), now
-        read = (self._size or 0) if last else int(self._taken * min(1.0, cache.seen / max(1, self.tokens)))
+        read = self._size if last else int(self._taken * min(1.0, cache.seen / max(1, self.tokens)))
         units, seconds = max(layer.fill for layer in cache.governed), now - self._job.began
         self._job.progress = Progress(cache.seen, read, self._size, units, seconds, kept)
 

@@ -6,6 +6,7 @@ goes when it has no more room on the disk, least recently used first.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import threading
 import time
@@ -15,15 +16,18 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+import torch
+
 from locret.base.files import locked
 from locret.cache.cache_file import check_header, load_cache
+from locret.chunked_prefill import prefill
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import Stored
 from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digest, digests
-from locret.infer.serve.jobs import Job, Room, read_file, read_ids
+from locret.infer.serve.jobs import Job, Room, read_file
 from locret.infer.serve.plan import MemoryPlan, reader_bytes
-from locret.infer.serve.refusal import Refusal
-from locret.infer.serve.turns import Turns
+from locret.infer.serve.refusal import Refusal, fault_of
+from locret.infer.serve.turns import LOOK, Turns
 from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import closed
 
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from locret import RetentionCache
     from locret.conversation.model import LongContextModel
 
+_log = logging.getLogger(__name__)
 _FORGOTTEN = 100
 """Failed contexts that are remembered, so that one can see why."""
 
@@ -72,7 +77,7 @@ class Library:
         """Memory of texts that are read."""
         self._index = Index(self.folder, lm)
         self._lock = threading.RLock()
-        self._closed = False
+        self._closed, self._claims = False, set[str]()
         self._held = ExitStack()
         self._held.enter_context(locked(self.folder, f"--contexts {folder}"))
         try:
@@ -85,11 +90,13 @@ class Library:
         """End all that is being read, and let go of the folder; idempotent."""
         with self._lock:
             self._closed = True
-            jobs = [job for entry in self._every() if (job := entry.job)]
+            jobs = [job for entry in self._index.named.values() if (job := entry.job)]
         for job in jobs:
             job.cancel(wait=False)
         for job in jobs:
             job.cancel()
+        with self.room.taken(self.room.total, lambda: None):  # what is read for requests sees it, and ends
+            pass
         for folder in (UPLOADS, AUTO):
             shutil.rmtree(self.folder / folder, ignore_errors=True)
         self._held.close()
@@ -106,9 +113,6 @@ class Library:
         """Return the contexts without a name, the least recently used first."""
         with self._lock:
             return list(self._index.automatic.values())
-
-    def _every(self) -> list[Entry]:
-        return [*self._index.named.values(), *self._index.automatic.values()]
 
     def find(self, name: str) -> Entry:
         """Return a context in any state."""
@@ -183,7 +187,9 @@ class Library:
             self._check_waiting()
             entry = Entry(name, self._index.path(name), source=called, created=time.time())
             self._index.named[name] = entry
-            return _started(entry, Job(make, ended))
+            entry.job = Job(make, ended)
+            entry.job.start()
+            return entry
 
     def delete(self, name: str) -> None:
         """Remove a context, whatever its state; what is reading it ends first. Answers that are being written go on.
@@ -200,7 +206,7 @@ class Library:
             named.pop(name, None)
             entry.path.unlink(missing_ok=True)
             for made in self.automatic():
-                if made.base == entry.key and made.state == "ready":
+                if made.base == entry.key:
                     self._let_go(made)
 
     # -- contexts without a name --------------------------------------------------------------------------------------
@@ -212,8 +218,7 @@ class Library:
         """
         with self._lock:
             before, automatic = "" if base is None else base.key, self._index.automatic
-            ready = [entry for entry in automatic.values() if entry.state == "ready" and entry.base == before]
-            known = {entry.read for entry in ready if entry.read <= len(ids)}
+            known = {entry.read for entry in automatic.values() if entry.base == before and entry.read <= len(ids)}
             best, read = None, 0
             for count, key in digests(before, ids, sorted(known)):
                 if (found := automatic.get(key)) is not None and found.state == "ready":
@@ -235,24 +240,61 @@ class Library:
         A copy of what `longest` returned (`read`) reads what is new. `cancelled` is asked between chunks; what has been
         read is dropped then.
         """
-        start, done = read
-        before = "" if base is None else base.key
-        key = digest(before, ids)
+        (start, done), before = read, "" if base is None else base.key
         if start is not None and done == len(ids):
             return start
 
-        def make(job: Job) -> None:
+        def check() -> None:
+            if cancelled() or self._closed:
+                raise Refusal(503, "nobody waits any more for what was to be read, or the server is about to end")
+
+        key = digest(before, ids)
+        if (found := self._claimed(key, check)) is not None:
+            return found
+        try:
             wanted = self.plan.reader if start is None else self._reading_bytes(start, len(ids) - done)
-            with job.holding(self.room, wanted):
+            with self.room.taken(wanted, check):
                 cache = self.lm.new_cache() if start is None else self._index.load(start, self._cache)
                 if base is not None and any(one.end is None for spans in cache.protected for one in spans):
                     cache.protect(*closed(cache.protected, self._index.text_end(base)))
-                read_ids(self.lm, self.turns, job, ids[done:], cache)
+                with self.turns.turn(check) as turn:
+                    prefill(self.lm.model, torch.tensor([ids[done:]]), cache, on_chunk=lambda _: turn.chunk())
                 self._index.save_automatic(key, cache)
+            return self._kept(
+                Entry(key, self._index.path(key, named=False), False, key=key, base=before, read=len(ids))
+            )
+        except (ValueError, OSError) as error:
+            raise Refusal(fault_of(error), f"reading this failed: {self._index.told(error)}") from None
+        except Refusal:
+            raise
+        except Exception as error:
+            _log.exception("reading for a request failed")
+            raise Refusal(500, f"reading this failed ({type(error).__name__}); see the server's log") from error
+        finally:
+            with self._lock:
+                self._claims.discard(key)
 
-        path = self._index.path(key, named=False)
-        made = Entry(key, path, named=False, created=time.time(), key=key, base=before, read=len(ids))
-        return self._made_automatic(made, make, cancelled)
+    def _kept(self, entry: Entry) -> Entry:
+        """Take a context without a name in, if what it follows is still there, and let others go for it."""
+        with self._lock:
+            self._index.automatic[entry.key] = self._index.examine(entry)
+            if entry.base and not any(one.key == entry.base for one in self._index.named.values()):
+                self._let_go(entry)
+            self._bound()
+        return entry
+
+    def _claimed(self, key: str, check: Callable[[], None]) -> Entry | None:
+        """Return what another request has read, after a wait for its end; None where this one is to read it."""
+        while True:
+            with self._lock:
+                if (found := self._index.automatic.get(key)) is not None:
+                    self._index.automatic.move_to_end(key)
+                    return found
+                if key not in self._claims:
+                    self._claims.add(key)
+                    return None
+            check()
+            time.sleep(LOOK)
 
     # -- from disk and onto it ----------------------------------------------------------------------------------------
 
@@ -286,52 +328,6 @@ class Library:
         length = entry.units + tokens if policy.plans_by_length else None
         return max(self.plan.reader, reader_bytes(self.lm, policy, length) + self.plan.more_to_work(self.lm, policy))
 
-    # -- jobs ---------------------------------------------------------------------------------------------------------
-
-    def _made_automatic(self, new: Entry, make: Callable[[Job], None], cancelled: Callable[[], bool]) -> Entry:
-        """Return a context without a name once it has been made, by this request or another."""
-        automatic, key = self._index.automatic, new.key
-
-        def ended(job: Job) -> None:
-            with self._lock:
-                if not job.ready:
-                    automatic.pop(key, None)
-                    return
-                self._index.examine(entry)
-                if entry.base and not any(one.key == entry.base for one in self._index.named.values()):
-                    self._let_go(entry)  # what it was made of was deleted meanwhile
-                self._bound()
-
-        with self._lock:
-            if key not in automatic:
-                self._check_waiting()
-                automatic[key] = _started(new, Job(make, ended))
-            entry = automatic[key]
-            if (job := entry.job) is not None:
-                job.wanted += 1
-        if job is not None:
-            self._wait(job, cancelled)
-            if job.cancelled and not self._closed:  # by those who wanted it before
-                return self._made_automatic(new, make, cancelled)
-            if not job.ready:
-                raise Refusal(
-                    503 if job.cancelled else job.fault, f"reading this failed: {self._index.told(job.message)}"
-                )
-        with self._lock:
-            if key in automatic:
-                automatic.move_to_end(key)
-        return entry
-
-    def _wait(self, job: Job, cancelled: Callable[[], bool]) -> None:
-        """Wait for a job; if nobody wants it any more, it ends."""
-        while not job.done.wait(0.05):
-            if cancelled():
-                with self._lock:
-                    job.wanted -= 1
-                    if not job.wanted:
-                        job.cancel(wait=False)
-                raise Refusal(503, "nobody waits any more for what was to be read")
-
     def _bound(self) -> None:
         """Delete contexts without a name, least recently used first, until the others fit."""
         entries = self.automatic()
@@ -339,9 +335,8 @@ class Library:
         for entry in entries[:-1]:
             if size <= self.auto_bytes:
                 return
-            if entry.state == "ready":
-                size -= entry.size
-                self._let_go(entry)
+            size -= entry.size
+            self._let_go(entry)
 
     def _let_go(self, entry: Entry) -> None:
         del self._index.automatic[entry.key]
@@ -364,13 +359,7 @@ class Library:
 
     def _check_waiting(self) -> None:
         with self._lock:
-            waiting = sum(entry.going for entry in self._every())
+            waiting = sum(entry.going for entry in self._index.named.values())
         if waiting >= self.max_waiting:
             why = f"{waiting} texts are read or wait for it, and no more may wait; try again later"
             raise Refusal(429, why, code="queue_full", headers={"Retry-After": "10"})
-
-
-def _started(entry: Entry, job: Job) -> Entry:
-    entry.job = job
-    job.start()
-    return entry
