@@ -122,8 +122,8 @@ class RetentionCache(Whole):
         number = int(getattr(self.decoder.config, "number_of_conv_states", 1))
         self.carriers = {i: States(number) for i, kind in enumerate(backbone.kinds) if kind in (RECURRENT, BOTH)}
         self._show_states()
-        by_features = isinstance(scorer, FeatureScorer) and scorer.by_features
-        self.features = scorer.feature_source(self.prepared) if by_features else PROJECTIONS
+        own = scorer if isinstance(scorer, FeatureScorer) and scorer.by_features else None
+        self.features = PROJECTIONS if own is None else own.feature_source(self.prepared)
         """What the scorer looks at, where it looks at features."""
         self.widths = feature_widths(model, backbone, self.features)
         """Numbers of a token's features, by full-attention layer."""

@@ -76,12 +76,6 @@ def test_numbers_that_a_scale_can_hardly_tell_apart_stay_finite_and_close(bits: 
     assert ((found - numbers).abs() <= coded[1][..., :1].float() / 2 * (1 + 1e-3)).all()
 
 
-@pytest.mark.parametrize("group", [0, -3])
-def test_a_group_without_channels_is_refused(group: int) -> None:
-    with pytest.raises(ValueError, match=f"group={group} is too small"):
-        Token(group=group)
-
-
 GREEDY = {"do_sample": False, "eos_token_id": None}
 TWO_TIERS = {"host_budget": 16, "recall": 4}
 
@@ -177,7 +171,7 @@ def test_half_precision_backbones_are_read_and_answered(dtype: torch.dtype) -> N
         ({"key_bits": 5}, "key_bits=5 is unknown; choose one of 16, 8, 4, 3, 2"),
         ({"value_bits": 1}, "value_bits=1 is unknown"),
         ({"key_bits": 4, "exact_recent": -1}, "exact_recent=-1 is too small; it must be 0 or more"),
-        ({"exact_layers": -2, "value_bits": 4}, "exact_layers=-2 is negative"),
+        ({"exact_layers": -2, "value_bits": 4}, "exact_layers=-2 is too small; it must be 0 or more"),
         ({"key_bits": 4, "head_budgets": "adaptive"}, 'use 16 bits, or head_budgets="uniform"'),
         ({"key_bits": 4, "merge": "loco"}, "key_bits=4 and value_bits=16 round every unit once; use 16 bits, or leave"),
         ({"key_bits": 4, "rounding": "chanel"}, 'rounding "chanel" is unknown; did you mean channel?'),

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from families import build, prompt
-from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from test_damaged_files import content
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.cache.schema import checksum
@@ -52,37 +51,17 @@ def test_a_file_is_the_prefix_that_its_cache_is(family: str, form: str, tmp_path
     assert ours.digest == theirs.digest
 
 
-# -- damage -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("prefixes")
-    found = {}
-    for form in FORMS:
-        found[form] = folder / f"{form}.ctx"
-        save_cache(read("llama", form), found[form])
-    return found
-
-
-def content(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
-    with safe_open(path, framework="pt") as file:
-        return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-
-
-def changed(path: Path, **state: Any) -> Path:
+def test_another_rotation_than_the_backbones_is_refused(tmp_path: Path) -> None:
+    save_cache(read("llama", "plain"), path := tmp_path / "a.ctx")
     metadata, tensors = content(path)
-    metadata["state"] = json.dumps({**json.loads(metadata["state"]), **state})
-    metadata["checksum"] = checksum(metadata["state"], tensors)
-    save_file(tensors, path.with_suffix(".changed"), metadata=metadata)
-    return path.with_suffix(".changed")
+    state = json.loads(metadata["state"])
 
+    def load(rotary: dict[str, Any]) -> RetentionCache:
+        text = json.dumps({**state, "rotary": rotary})
+        save_file(tensors, path, metadata={**metadata, "state": text, "checksum": checksum(text, tensors)})
+        return load_cache(path, build("llama"), "key_norm")
 
-def test_another_rotation_than_the_backbones_is_refused(saved: dict[str, Path]) -> None:
-    metadata, _ = content(saved["plain"])
-    rotary = json.loads(metadata["state"])["rotary"]
-    path = changed(saved["plain"], rotary={**rotary, "rope_theta": 5.0})
     with pytest.raises(ValueError, match=r"in another way \(rope_theta 5\.0 in the file, 10000\.0 in the model"):
-        load_cache(path, build("llama"), "key_norm")
-    older = {name: value for name, value in rotary.items() if name != "rope_theta"}
-    assert load_cache(changed(saved["plain"], rotary=older), build("llama"), "key_norm").seen == 45
+        load({**state["rotary"], "rope_theta": 5.0})
+    older = {name: value for name, value in state["rotary"].items() if name != "rope_theta"}
+    assert load(older).seen == 45

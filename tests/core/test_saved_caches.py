@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from families import build
-from safetensors import safe_open
 from safetensors.torch import save_file
+from test_damaged_files import content
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, read_notes, save_cache
 from locret.cache.schema import checksum
@@ -49,8 +49,8 @@ def _read_something() -> RetentionCache:
 def test_what_retired_features_have_written_is_left_out(tmp_path: Path) -> None:
     cache, path = _read_something(), tmp_path / "a.ctx"
     save_cache(cache, path)
-    with safe_open(path, "pt") as file:
-        state, tensors = json.loads(file.metadata()["state"]), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    metadata, tensors = content(path)
+    state = json.loads(metadata["state"])
     state["policy"] |= {"ledger": 8, "refit": True, "merge": "d2o:threshold=0.5"}
     for index in cache.backbone.layers:
         tensors[f"layers.{index}.ledger"] = torch.full((2, 8), -torch.inf)
@@ -74,9 +74,8 @@ def test_codes_of_a_retired_rounding_are_read(tmp_path: Path) -> None:
     cache = RetentionCache(model, "streaming", RetentionPolicy(**{**codes, "rounding": "earlier_rotated:group=4"}))
     prefill(model, torch.arange(24)[None] + 3, cache)
     save_cache(cache, path)
-    with safe_open(path, "pt") as file:
-        text = file.metadata()["state"].replace("earlier_rotated", "rotated")
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    metadata, tensors = content(path)
+    text = metadata["state"].replace("earlier_rotated", "rotated")
     save_file(tensors, path, metadata={"state": text, "notes": "{}", "checksum": checksum(text, tensors)})
     answers = [generate(model, cache=one, max_new_tokens=8) for one in (cache, load_cache(path, model, "streaming"))]
     assert torch.equal(*answers)
