@@ -12,7 +12,6 @@ _PASSKEY = {"context": NOISE * 30 + "The pass key is 48213. " + NOISE * 3, "inpu
 _ASKED = {"instructions": ["Where is the house?", "What is blue?"], "outputs": ["near the river", "the sky"]}
 _TEXT = NOISE * 4 + " ".join(f"The number of {key} is {value}." for key, value in FACTS.items()) + " " + NOISE * 4
 _TURNS = [{"input": f"What is the number of {key}?", "answer": value} for key, value in FACTS.items()]
-_CHOICE = {"question": "Which?", **{f"choice_{letter}": letter.lower() for letter in "ABCD"}, "answer": "B"}
 ROWS: dict[str, list[dict[str, Any]]] = {
     "infinitebench/data/passkey": [{**_PASSKEY, "id": number, "answer": ["48213"]} for number in range(5)],
     "leval/LEval-data/Open-ended-tasks/natural_question": [{"input": NOISE * 30, **_ASKED, "evaluation": "f1"}],
@@ -22,7 +21,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     # The first question of the second text of SCBench is its only one.
     "scbench/data/scbench_kv": [{"context": _TEXT, "multi_turns": _TURNS[: 3 - 2 * row]} for row in range(2)],
     "loogle/data/longdep_qa": [{"context": _TEXT, "question": t["input"], "answer": t["answer"]} for t in _TURNS],
-    "longbench_v2/data": [{"context": _TEXT, **_CHOICE, "difficulty": "easy", "length": "short"}],
     "rock_paper_scissors/rock_paper_scissors_dominant_rock": [{"user_choice": move} for move in "ABCAABACBACA"],
 }
 
