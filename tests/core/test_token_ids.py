@@ -94,7 +94,6 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(model: Any, ids:
     [
         (torch.full((1, 45), 2), "attention_mask holds 2; give 1 for a token and 0 for padding"),
         (torch.full((1, 45), torch.nan), "attention_mask holds nan"),
-        (torch.ones(1, 44), r"attention_mask has shape \(1, 44\) but input_ids \(1, 45\)"),
         ("ones", r"attention_mask is not a table of numbers \(str\)"),
     ],
 )
@@ -144,15 +143,7 @@ def test_a_saved_cache_still_knows_its_text(model: Any, tmp_path: Any) -> None:
     assert torch.equal(generate(model, IDS, cache=loaded, **GREEDY), generate(model, IDS, cache=cache, **GREEDY))
 
 
-# -- model, scorer and policy -----------------------------------------------------------------------------------------
-
-
-def test_a_cache_of_another_model_is_refused(model: Any) -> None:
-    cache = RetentionCache(build("llama", num_hidden_layers=5), "snapkv", POLICY)
-    with pytest.raises(ValueError, match="the cache was made for another model"):
-        prefill(model, IDS, cache)
-    with pytest.raises(ValueError, match="the cache was made for another model"):
-        generate(model, IDS, cache=cache, **GREEDY)
+def test_a_cache_of_another_kind_is_refused(model: Any) -> None:
     with pytest.raises(ValueError, match=r"cache is a DynamicCache; give a locret\.RetentionCache"):
         prefill(model, IDS, DynamicCache())
 
@@ -195,11 +186,8 @@ def test_a_scorer_that_returns_no_numbers_is_noticed_at_once(model: Any, wrong: 
 REFUSED: dict[str, tuple[Any, str]] = {
     "inputs": (IDS, "inputs has no effect here: give them as input_ids"),
     "past_key_values": (DynamicCache(), "past_key_values has no effect here: the cache is given as cache"),
-    "guidance_scale": (2.0, "guidance_scale has no effect here"),
     "assistant_model": (object(), "assistant_model has no effect here"),
-    "prompt_lookup_num_tokens": (3, "assisted and prompt-lookup decoding do not work"),
     "use_cache": (False, "use_cache=False has no effect here"),
-    "max_new_token": (5, "max_new_token is not an option of generate; did you mean max_new_tokens"),
     "generation_config": ({}, ""),
     "penalty_alpha": (0.6, "decoding by contrastive_search is not supported"),
 }

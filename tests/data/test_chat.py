@@ -109,17 +109,10 @@ def test_a_framed_document_reads_like_the_row_it_would_be(template, question):
     assert expected.count(tokenizer.bos_token_id) == (template != "chat")
 
 
-def test_a_template_without_a_system_role_says_so_and_the_message_opens_the_users_turn():
-    tokenizer, turns = make_tokenizer(LLAMA2), [Message("system", "Be kind."), Message("user", "Who?")]
-    with pytest.raises(ValueError, match=r"refuses turns of system, user \(no system role\); use original"):
-        render(tokenizer, turns, "chat")
-    before, after = Transcript(tokenizer, "chat", "Be kind.").around("Who?")
-    whole = render(tokenizer, [Message("user", "Be kind.\n\nA text.\n\nWho?")], "chat")
-    assert before + "A text." + after == whole
-
-
 def test_templates_that_cannot_be_used_are_refused():
     twice = "{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"refuses turns of system, user \(no system role\); use original"):
+        render(make_tokenizer(LLAMA2), [Message("system", "Be kind."), Message("user", "Who?")], "chat")
     for template, said in [
         ("{{ messages[0].content + 5 }}", r"refuses turns of user \(can only concatenate str"),
         (twice, "writes the user's text twice or not at all, so no document can be streamed"),
