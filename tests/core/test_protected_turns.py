@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret import Chat, Context, LongContextModel, RetainingHeads, RetentionPolicy, Span, compose, shipped
-from locret.conversation.document import encode
+from locret.conversation.document import encode, open_document
 from locret.conversation.protect import Rule, Turn, protection_from, rules_of, spans_of
 from locret.conversation.saved import SavedContext
 
@@ -108,6 +109,25 @@ def test_saved_forked_shrunk_and_composed_contexts_keep_rules_and_turns(parts: A
     other = whole.chat()
     other.say("What is green? " * 40, max_new_tokens=2)
     assert other.kept_by_message()[0].least == other.kept_by_message()[0].tokens
+
+
+@pytest.mark.parametrize("system", [None, "Be brief."])
+def test_a_turn_begins_where_its_text_does(parts: Any, system: str | None) -> None:
+    lm, question = model(parts), "What is the colour of the grass?"
+    asked = lm.converse(open_document(FILLER), question, system=system, protect="question")
+    told = lm.read(FILLER, system=system).chat()
+    for _ in range(2):
+        told.read_turn(question, 4)
+        for chat in (asked, told):
+            (*_, document, turn) = chat.protection.known
+            before, text = (lm.tokenizer.decode(chat.talk.ids[one.start : one.end]) for one in (document, turn))
+            tags, said, _ = _plain(text).partition(_plain(question))
+            assert said, text
+            assert re.sub(r"<\w+>|\s", "", tags) == "", text
+            assert said not in _plain(before)
+        told.write_answer(lm.settings(4, {}))
+    whole = asked.protection.known[-1]
+    assert fewest(asked, whole.start, asked.cache.seen) == asked.cache.seen - whole.start
 
 
 def test_a_chat_can_change_its_mind(parts: Any) -> None:
