@@ -197,7 +197,8 @@ class OmniKVLookup(Lookup):
             logits = logits.masked_fill((ask.positions < 0)[:, :, None], -torch.inf)
             shares = logits
             if self.selector != "raw" or not answers:
-                near = _near_logits(ask, block, torch.arange(start, min(start + rows, length)) - length + 1)
+                steps = torch.arange(start, min(start + rows, length), device=block.device)
+                near = _near_logits(ask, block, steps - length + 1)
                 shares = (logits - torch.cat([logits, near], dim=-1).logsumexp(-1, keepdim=True)).exp()
             shares = shares.unflatten(2, (grouped.shape[2], -1)).amax(2)  # (B, K, W, H)
             total = total + _by_token(shares, positions, weights[start : start + rows], ask.ranks)
@@ -228,7 +229,7 @@ def _near_logits(ask: Ask, query: Tensor, later: Tensor) -> Tensor:
     keys = ask.near.keys.to(query.device)
     logits = (query @ keys.transpose(-1, -2)).float() * ask.scaling
     slots = torch.arange(keys.shape[2], device=query.device)
-    unseen = (slots >= slots.shape[0] + later[:, None].to(query.device)).repeat(query.shape[2] // len(later), 1)
+    unseen = (slots >= slots.shape[0] + later[:, None]).repeat(query.shape[2] // len(later), 1)
     if ask.near.row_start is not None:
         unseen = unseen | (slots < ask.near.row_start.to(query.device)[:, None, None, None])
     return logits.masked_fill(unseen, -torch.inf)
