@@ -10,7 +10,7 @@ not depend on how the text was cut into chunks, as far as scores do not. A query
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -80,9 +80,9 @@ class HostTier(Units):
 
     @property
     def index_nbytes(self) -> int:
-        """Bytes of the lookup's index, but for what it shares with the units; 0 before it is made."""
-        shared = {buffer.untyped_storage().data_ptr() for buffer in self.store.tensors.values()}
-        return sum(t.nbytes for t in _tensors_of(self._index) if t.untyped_storage().data_ptr() not in shared)
+        """Bytes of the tensors of the lookup's index; 0 before it is made."""
+        found = self._index[0] if self._index else ()
+        return sum(part.nbytes for part in found if isinstance(part, Tensor)) if isinstance(found, tuple) else 0
 
     @property
     def nbytes(self) -> int:
@@ -272,14 +272,6 @@ def _sent(states: Tensor, device: torch.device) -> Tensor:
     if states.device == device or device.type != "cuda":
         return states.to(device)
     return states.pin_memory().to(device, non_blocking=True)
-
-
-def _tensors_of(index: Any) -> Iterator[Tensor]:
-    if isinstance(index, Tensor):
-        yield index
-    elif isinstance(index, (tuple, list)):
-        for one in index:
-            yield from _tensors_of(one)
 
 
 def host_memory(shape: Sequence[int], *, dtype: torch.dtype, device: object) -> Tensor:
