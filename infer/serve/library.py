@@ -287,7 +287,7 @@ class Library:
         """Return what another request has read, after a wait for its end; None where this one is to read it."""
         while True:
             with self._lock:
-                if (found := self._index.automatic.get(key)) is not None:
+                if (found := self._index.automatic.get(key)) is not None and found.state == "ready":
                     self._index.automatic.move_to_end(key)
                     return found
                 if key not in self._claims:

@@ -171,10 +171,6 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     outcome: str = ""
 
-    @property
-    def num_prompt_tokens(self):
-        return len(self.prompt_token_ids)
-
 
 @dataclass
 class Blocks:

@@ -140,26 +140,25 @@ def test_a_preempted_request_is_loaded_again_into_its_new_blocks(engine, folder)
     assert_holds(engine, request, prefix_of(folder))
 
 
-def wrong_requests(folder):
-    ids = prefix_of(folder).placeholders
-    return {
-        "there is no question": Request("one", list(ids)),
-        "has not all 30 placeholders": Request("one", [*ids[:20], 1, 2, 3]),
-        "prompt_logprobs": about(folder, sampling_params=SamplingParams(prompt_logprobs=1)),
-        "repetition_penalty would count": about(folder, sampling_params=SamplingParams(repetition_penalty=1.05)),
-        "placeholders of no context": Request("one", [1, 2, 3] * 20, kv_transfer_params={"locret": True}),
-        "means nothing here; give true": about(folder, kv_transfer_params={"locret": [10**6] * 10**4}),
-    }
+WRONG = {
+    "there is no question": lambda folder: Request("one", prefix_of(folder).placeholders),
+    "has not all 30 placeholders": lambda folder: Request("one", [*prefix_of(folder).placeholders[:20], 1, 2, 3]),
+    "prompt_logprobs": lambda folder: about(folder, sampling_params=SamplingParams(prompt_logprobs=1)),
+    "repetition_penalty would": lambda folder: about(folder, sampling_params=SamplingParams(repetition_penalty=1.05)),
+    "of no context": lambda _: Request("one", [1, 2, 3] * 20, kv_transfer_params={"locret": True}),
+    "nothing here; give true": lambda folder: about(folder, kv_transfer_params={"locret": [10**6] * 10**4}),
+}
 
 
-@pytest.mark.parametrize("why", range(6))
-def test_what_is_wrong_fails_alone_and_says_why(engine, folder, why):
-    reason, request = list(wrong_requests(folder).items())[why]
-    request.request_id, right = "wrong", about(folder, request_id="right")
+@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("reason", WRONG)
+def test_what_is_wrong_fails_alone_and_says_why(engine, folder, reason, before):
+    request, right = WRONG[reason](folder), about(folder, request_id="right")
+    request.request_id = "wrong"
     request.skip_reading_prefix_cache = reason == "prompt_logprobs"  # as vLLM does
-    if why % 2:
-        engine.step(before := about(folder, request_id="before"))
-        engine.scheduler.request_finished(before, before.blocks)
+    if before:
+        engine.step(first := about(folder, request_id="first"))
+        engine.scheduler.request_finished(first, first.blocks)
     engine.step(request, right)
     assert (request.outcome, right.outcome) == ("error", "ok")
     assert any(reason in line and len(line) < 300 for line in fake_vllm.LOGGER.lines[-8:])
