@@ -22,7 +22,6 @@ from typing import Any
 
 from locret import shipped
 from locret.base.files import write_text
-from locret.data.training.rows import REQUEST
 
 CUES = (
     'What does the text say about "{}"?',
@@ -132,6 +131,8 @@ def text_rows(options: TextRowsOptions) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: If there is no text long enough, or a file of questions is not what it should be.
     """
+    from locret.data.training.rows import REQUEST  # imports torch, which help does not need
+
     draw, root = random.Random(options.seed), Path(shipped.find(options.texts))
     files = {
         path.relative_to(root).as_posix(): path
