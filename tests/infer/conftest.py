@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,26 +78,18 @@ def text(backbone: Path) -> Path:
     return write_text(backbone.with_name("text.txt"), 20_000)
 
 
-@pytest.fixture
-def infer(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """Return a function that runs `locret-infer` in this process."""
-    from locret.infer.command import command
+def _calling(module: str) -> Any:
+    """Return a fixture: a function that runs a command in this process."""
 
-    def call(*arguments: object) -> Outcome:
-        return _call(command, [str(argument) for argument in arguments], capsys)
+    @pytest.fixture
+    def called(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
+        command = import_module(module).command
+        return lambda *arguments: _call(command, list(map(str, arguments)), capsys)
 
-    return call
+    return called
 
 
-@pytest.fixture
-def context(capsys: pytest.CaptureFixture[str]) -> Callable[..., Outcome]:
-    """Return a function that runs `locret-context` in this process."""
-    from locret.infer.context_command import command
-
-    def call(*arguments: object) -> Outcome:
-        return _call(command, [str(argument) for argument in arguments], capsys)
-
-    return call
+infer, context = _calling("locret.infer.command"), _calling("locret.infer.context_command")
 
 
 @pytest.fixture
