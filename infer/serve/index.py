@@ -31,7 +31,6 @@ from locret.infer.serve.refusal import Refusal, fault_of, one_line
 
 if TYPE_CHECKING:
     from locret import RetentionCache
-    from locret.conversation.context import Context
     from locret.conversation.model import LongContextModel
 
 SUFFIX, AUTO, UPLOADS = ".ctx", "auto", ".uploads"
@@ -190,16 +189,11 @@ class Index:
         assert entry.talk is not None
         return entry.tokens + len(encode(self.lm.tokenizer, entry.talk.stream.pending))
 
-    def save(self, name: str, context: Context, notes: dict[str, Any]) -> None:
-        """Write a context with a name."""
+    def save(self, path: Path, cache: RetentionCache, notes: dict[str, Any] | None = None) -> None:
+        """Write what has been read."""
+        path.parent.mkdir(exist_ok=True)
         with self.moving:
-            save_cache(context.cache, self.path(name), notes=context.talk.notes(backbone=context.lm.name, upload=notes))
-
-    def save_automatic(self, key: str, cache: RetentionCache) -> None:
-        """Write what was read without a name."""
-        (path := self.path(key, named=False)).parent.mkdir(exist_ok=True)
-        with self.moving:
-            save_cache(cache, path)
+            save_cache(cache, path, notes=notes)
 
     def damaged(self, entry: Entry, error: Exception) -> Refusal:
         """Take note that a file cannot be used, and return what to say."""

@@ -167,7 +167,9 @@ class Library:
         def make(job: Job) -> None:
             with job.holding(self.room, self.plan.reader):
                 context = read_file(self.lm, self.turns, job, file, source=called, system=system)
-                self._index.save(name, context, {**(notes or {}), "seconds": round(job.progress.seconds, 3)})
+                about = {**(notes or {}), "seconds": round(job.progress.seconds, 3)}
+                saved = context.talk.notes(backbone=self.lm.name, upload=about)
+                self._index.save(self._index.path(name), context.cache, saved)
 
         def ended(job: Job) -> None:
             file.unlink(missing_ok=True)
@@ -249,6 +251,7 @@ class Library:
                 raise Refusal(503, "nobody waits any more for what was to be read, or the server is about to end")
 
         key = digest(before, ids)
+        made = Entry(key, self._index.path(key, named=False), False, key=key, base=before, read=len(ids))
         if (found := self._claimed(key, check)) is not None:
             return found
         try:
@@ -259,10 +262,8 @@ class Library:
                     cache.protect(*closed(cache.protected, self._index.text_end(base)))
                 with self.turns.turn(check) as turn:
                     prefill(self.lm.model, torch.tensor([ids[done:]]), cache, on_chunk=lambda _: turn.chunk())
-                self._index.save_automatic(key, cache)
-            return self._kept(
-                Entry(key, self._index.path(key, named=False), False, key=key, base=before, read=len(ids))
-            )
+                self._index.save(made.path, cache)
+            return self._kept(made)
         except (ValueError, OSError) as error:
             raise Refusal(fault_of(error), f"reading this failed: {self._index.told(error)}") from None
         except Refusal:
