@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -13,9 +12,7 @@ from locret import shipped
 from locret.base.nearest import nearest
 
 _LARGEST_BYTES = 2**20
-_FLOAT = re.compile(
-    r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
-)
+_FLOAT = re.compile(r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?")
 _INT = re.compile(r"[-+]?[0-9][0-9_]{0,30}")
 _PLAIN_SCALARS = ("tag:yaml.org,2002:float", "tag:yaml.org,2002:int", "tag:yaml.org,2002:timestamp")
 
@@ -93,7 +90,7 @@ def _loader() -> Any:
             return yaml.constructor.BaseConstructor.construct_mapping(self, node, deep=deep)
 
     _read_numbers_as_json(Loader)
-    Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: _float(node.value))
+    Loader.add_constructor("tag:yaml.org,2002:float", lambda loader, node: float(node.value.replace("_", "")))
     Loader.add_constructor("tag:yaml.org,2002:int", lambda loader, node: int(node.value))
     return Loader
 
@@ -106,14 +103,6 @@ def _read_numbers_as_json(kind: Any) -> None:
     }
     kind.add_implicit_resolver(_PLAIN_SCALARS[1], re.compile(rf"^(?:{_INT.pattern})$"), list("-+0123456789"))
     kind.add_implicit_resolver(_PLAIN_SCALARS[0], re.compile(rf"^(?:{_FLOAT.pattern})$"), list("-+0123456789."))
-
-
-def _float(text: str) -> float:
-    plain = text.lower().replace("_", "").replace(".inf", "inf").replace(".nan", "nan")
-    try:
-        return float(plain)
-    except ValueError:
-        return math.nan
 
 
 def _problem(error: Any) -> str:

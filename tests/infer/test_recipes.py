@@ -5,6 +5,7 @@ their methods keep what the papers print.
 from __future__ import annotations
 
 import json
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,18 @@ ROOT = Path(__file__).parents[2]
 RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
 
 
+OPTIONS = {
+    "eval": "locret.infer.evaluation.eval_options",
+    "bench": "locret.infer.speed.bench_options",
+    "infer": "locret.infer.command",
+    "train": "locret.train.training_options",
+}
+"""Where the options are of the command that reads the recipes of a folder."""
+
+
 def option_classes(job: str) -> tuple[type, ...]:
-    """Return the options of the command that reads a recipe."""
-    if job == "eval":
-        from locret.infer.evaluation.eval_options import OPTION_CLASSES as EVAL
-
-        return EVAL
-    if job == "bench":
-        from locret.infer.speed.bench_options import OPTION_CLASSES as BENCH
-
-        return BENCH
-    if job == "infer":
-        from locret.infer.command import OPTION_CLASSES
-
-        return OPTION_CLASSES
-    assert job == "train", f"recipes/{job} belongs to no command that this test knows"
-    from locret.train.training_options import OPTION_CLASSES as TRAIN
-
-    return TRAIN
+    classes: tuple[type, ...] = import_module(OPTIONS[job]).OPTION_CLASSES
+    return classes
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
