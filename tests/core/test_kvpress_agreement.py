@@ -1,19 +1,24 @@
-"""Scores and kept units are those of kvpress, where both define the same; tests/peers/README.md."""
+"""Scores and kept units are those of kvpress, where both define the same, and its presses run as scorers.
+
+tests/peers/README.md says how the records are made, and how the presses themselves are tried.
+"""
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from families import build, prompt
 from safetensors.torch import load_file
-from scorer_passes import watch
+from scorer_passes import GREEDY, policy, watch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from locret import RetentionCache, RetentionPolicy, prefill, scorers
+from locret import RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.policy.selectors import select_kept
 
 RECORD = Path(__file__).parents[1] / "peers" / "kvpress"
@@ -86,3 +91,67 @@ def test_a_prompt_read_in_chunks_ends_with_the_units_that_kvpress_keeps(name: st
     prefill(model, ids, cache)
     for layer in range(len(kept)):
         assert torch.equal(cache.kept_positions(layer)[0], kept[layer])
+
+
+# -- presses as scorers, in chunks and within the budget --------------------------------------------------------------
+
+
+def kept(spec: str, how: Any = None) -> list[Tensor]:
+    cache = RetentionCache(build("llama"), spec, how or policy())
+    generate(cache.model, prompt(61), cache=cache, max_new_tokens=3, **GREEDY)
+    assert cache.memory().units <= 24 + 6 + 3
+    return [cache.kept_positions(layer) for layer in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("press", "ours", "positions"),
+    [
+        ("presses:NormPress", "key_norm", "original"),
+        ("presses:WindowPress", "snapkv:window=8,kernel=1", "compact"),
+        ("presses:WindowPress:window_size=3", "snapkv:window=3,kernel=1", "original"),
+    ],
+)
+def test_a_press_keeps_what_the_same_scorer_keeps(press: str, ours: str, positions: str) -> None:
+    how = policy(positions=positions, stabilizers=0)
+    assert all(torch.equal(theirs, own) for theirs, own in zip(kept(press, how), kept(ours, how), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("spec", "sentence"),
+    [
+        ("presses:WindowPress:window_size=0.5", "presses:WindowPress: window_size=0.5 is not a whole number"),
+        ("presses:WindowPress:windowsize=9", 'has no option "windowsize"; did you mean window_size?'),
+        ("presses:ChoosyPress", "has a compress of its own, which selects or rewrites units; take a press that only"),
+        ("presses:Nothing", "presses has no Nothing; check the spelling"),
+    ],
+)
+def test_a_press_that_does_not_only_rate_is_refused(spec: str, sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
+        scorers.get(spec)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_press_that_needs_all_attention_weights_is_refused_when_it_asks() -> None:
+    with pytest.raises(ValueError, match=r"scorer presses:NeedyPress cannot rate 11 new .* needs no attention weights"):
+        kept("presses:NeedyPress")
+
+
+PRESSES = {
+    "snapkv": "SnapKVPress",
+    "snapkv_narrow": "SnapKVPress:window_size=16,kernel_size=7",
+    "tova": "TOVAPress",
+    "knorm": "KnormPress",
+    "keydiff": "KeyDiffPress",
+    "expected_attention": "ExpectedAttentionPress",
+    "expected_attention_mean": "ExpectedAttentionPress:use_covariance=false,n_future_positions=64",
+    "expected_attention_epsilon": "ExpectedAttentionPress:epsilon=0.01,n_sink=2",
+    "expected_attention_unweighed": "ExpectedAttentionPress:use_vnorm=false",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", PRESSES)
+def test_presses_of_kvpress_rate_as_they_did_in_kvpress(monkeypatch: pytest.MonkeyPatch, name: str, case: str) -> None:
+    pytest.importorskip("kvpress", reason="kvpress is not installed; see tests/peers/README.md")
+    theirs, ours = load(case)[2][f"{name}.scores"], rate_once(monkeypatch, case, f"kvpress:{PRESSES[name]}", {})
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
