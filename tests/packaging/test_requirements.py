@@ -23,7 +23,7 @@ def required(extra: str | None) -> set[str]:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
     lines = setup["options.extras_require"][extra] if extra else setup["options"]["install_requires"]
-    return {line.split()[0].lower() for line in lines.splitlines() if line}
+    return {line.split()[0].partition("[")[0].lower() for line in lines.splitlines() if line}
 
 
 def imported(folder: Path) -> dict[str, str]:
