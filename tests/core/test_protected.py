@@ -201,15 +201,16 @@ def test_copies_files_and_smaller_caches_protect_on(name: str, tmp_path: Any) ->
 
 
 @pytest.mark.parametrize("name", ["fixed", "ragged heads"])
-@pytest.mark.parametrize("shares", ["fair", "score"])
-def test_texts_read_apart_keep_what_each_protects(name: str, shares: str) -> None:
+@pytest.mark.parametrize("afterwards", [False, True])
+def test_texts_read_apart_keep_what_each_protects(name: str, afterwards: bool) -> None:
     caches, lengths, model = [], (TOKENS, 90, 70), build("llama")
     for nth, length in enumerate(lengths):
         cache = RetentionCache(model, "random", policy(**{**POLICIES, **OTHERS}[name]))
         cache.protect([Span(5, 12), Span(20, None if nth == 1 else 60, 0.125)])
         prefill(cache.model, prompt(length, seed=nth), cache)
         caches.append(cache)
-    whole = joined([Part(one.copy(), 8 if nth else 0) for nth, one in enumerate(caches)], 60, shares)
+    parts = [Part(one.copy(), 8 if nth else 0) for nth, one in enumerate(caches)]
+    whole = shrunk(joined(parts), 60) if afterwards else joined(parts, 60)
     starts = [0, TOKENS - 8, TOKENS + 90 - 16]
     spans = [Span(5, 12), Span(20, 60, 0.125)]
     spans += [Span(starts[1] + 8, starts[1] + 12), Span(starts[1] + 20, starts[1] + 90, 0.125)]
@@ -219,15 +220,15 @@ def test_texts_read_apart_keep_what_each_protects(name: str, shares: str) -> Non
     assert max(layer.fill for layer in whole.governed) <= 60
 
 
-def test_a_text_whose_part_of_the_whole_is_too_small_is_told_what_gives_it_more() -> None:
+def test_a_text_whose_part_of_the_whole_is_too_small_is_refused() -> None:
     caches, model = [], build("llama")
     for nth in range(2):
         cache = RetentionCache(model, "random", policy(**POLICIES["fixed"]))
         cache.protect([Span(20, 80, 0.6)])
         prefill(cache.model, prompt(TOKENS, seed=nth), cache)
         caches.append(cache)
-    with pytest.raises(ValueError, match=r"need \d+ units .* give its text more by shares, or protect less"):
-        joined([Part(one.copy()) for one in caches], 24, (9.0, 1.0))
+    with pytest.raises(ValueError, match=r"need \d+ units .* raise budget, or protect less"):
+        joined([Part(one.copy()) for one in caches], 24)
 
 
 def test_without_spans_every_choice_is_as_it_was() -> None:
