@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
 from locret.base.fields import Refusal, check_sampling
@@ -23,8 +24,20 @@ class ModelOptions(BackboneSource):
     """Run Python code that comes with the backbone."""
     device: str = "auto"
     """cpu, cuda, cuda:N or mps; auto takes the first CUDA device, else mps, else cpu."""
-    attn: Literal["auto", "sdpa", "math"] = "auto"
-    """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); math: its plain one, slow, to compare with."""
+    attn: Literal["auto", "sdpa", "flash_attention_2", "math"] = "auto"
+    """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the package flash-attn, half
+    precision on CUDA; math: PyTorch's plain kernel, slow, to compare with."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.attn == "flash_attention_2" and find_spec("flash_attn") is None:
+            rule = "needs the package flash-attn; pip install 'locret[flash]', or leave it out"
+            raise Refusal("attn", self.attn, rule)
+
+    @property
+    def attn_implementation(self) -> str | None:  # type: ignore[override]
+        """What the backbone is loaded with; all but the package are kernels of PyTorch."""
+        return self.attn if self.attn == "flash_attention_2" else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
+from locret.backbone import flash
 from locret.backbone.adapters import (
     FUSED,
     attention_modules,
@@ -101,6 +102,8 @@ class _Instrument:
     """Layers with latent attention."""
     lent: bool
     """Whether queries lend a number to decisions of DMS, which attention takes for 0."""
+    flash: bool = False
+    """Whether the backbone was loaded with flash-attn, which it goes on using where that has a form for the units."""
     bare: bool = False
     """Whether nobody else has put anything on the decoder that runs in Python, hooks or a forward of its own."""
     readers: int = 0
@@ -196,7 +199,9 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     }
     lent = lends_neuron(base)
     bare = not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in decoder.modules())
-    instrument = _Instrument(layers, full, latents(model, modules), lent=lent, bare=bare)
+    instrument = _Instrument(
+        layers, full, latents(model, modules), lent=lent, flash=implementation == "flash_attention_2", bare=bare
+    )
     with ExitStack() as stack:
         for module, index in layers.items():
             if index in full:
@@ -448,7 +453,8 @@ def locret_attention(
     view = observer.view(index, query, scaling)
     if view is None:
         view = View(key, value) if latent is None else own_view(latent, key, observer.projections[index].parts["v"])
-    out = attend(
+    by_flash = instrument.flash and latent is None and flash.covers(view)
+    out = (flash.flash_attend if by_flash else attend)(
         query,
         view,
         scaling=scaling,

@@ -13,7 +13,7 @@ from locret.cli import recipes
 from locret.cli.command import parse_options, print_json, run
 
 _PACKAGES = (
-    "accelerate datasets huggingface_hub peft safetensors tokenizers lm_eval matplotlib "
+    "accelerate datasets huggingface_hub peft safetensors tokenizers lm_eval matplotlib flash_attn "
     "deepspeed fastapi uvicorn vllm llama_cpp_python gguf"
 )
 

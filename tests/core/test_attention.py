@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import oracle as reference
 import pytest
 import torch
 from families import build, prompt
 
-from locret.backbone import attention
+from locret.backbone import attention, flash
 from locret.backbone.attention import MaskMemo, Recalled, View, attend
 from locret.backbone.chunk import Attended
 from locret.labels.labels import layer_labels, observe
@@ -129,3 +132,28 @@ def test_a_chunk_in_blocks_of_rows_attends_as_one(
     blocks = attend(query, view, memo=MaskMemo(), **settings)
     monkeypatch.setattr(attention, "_ROWS_CPU", 211)
     torch.testing.assert_close(blocks, attend(query, view, memo=MaskMemo(), **settings), atol=1e-5, rtol=0)
+
+
+@LEARNED
+@pytest.mark.parametrize(("new", "slots", "window"), [(1, 9, 4), (6, 20, 4), (6, 6, None), (3, 5, 50)])
+def test_flash_attn_is_asked_for_what_torch_computes(
+    monkeypatch: pytest.MonkeyPatch, new: int, slots: int, window: int | None, sinks: torch.Tensor | None
+) -> None:
+    """The package needs a card, so what its documentation says stands in for it; tests/gpu has the real one."""
+
+    def documented(q, k, v, *, softmax_scale, causal, window_size, softcap, return_attn_probs=False):
+        logits = torch.einsum("bind,bjnd->bnij", q, k.repeat_interleave(2, 2)) * softmax_scale
+        logits = torch.tanh(logits / softcap) * softcap if softcap else logits
+        apart = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None] - (k.shape[1] - q.shape[1])
+        hidden = (apart > 0) | ((apart < -window_size[0]) if window_size[0] >= 0 else False)
+        logits = logits.masked_fill(hidden, -torch.inf)
+        out = torch.einsum("bnij,bjnd->bind", logits.softmax(-1), v.repeat_interleave(2, 2))
+        return (out, logits.logsumexp(-1), None) if return_attn_probs else out
+
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=documented))
+    query, key, value = tensors(new, slots)
+    how = {"scaling": 0.3, "memo": MaskMemo(), "softcap": 2.0, "window": window, "sinks": sinks}
+    view = View(key, value)
+    assert flash.covers(view)
+    assert not flash.covers(View(key, value, segments=[[slice(0, 1)]]))
+    torch.testing.assert_close(flash.flash_attend(query, view, **how), attend(query, view, **how))

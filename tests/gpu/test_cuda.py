@@ -58,6 +58,16 @@ def test_every_attention_call_reaches_a_flash_kernel(model: torch.nn.Module) -> 
     assert ids.shape == (1, 2008)
 
 
+def test_a_backbone_loaded_with_flash_attn_answers_as_with_torch(model: torch.nn.Module) -> None:
+    pytest.importorskip("flash_attn", reason="the extra flash is not installed")
+    model = model.to("cuda", torch.bfloat16)
+    logits = []
+    for implementation in ("sdpa", "flash_attention_2"):
+        model.set_attn_implementation(implementation)
+        logits.append(prefill(model, prompt(2000), RetentionCache(model, "streaming", POLICY)).float())
+    torch.testing.assert_close(*logits, atol=5e-2, rtol=0)
+
+
 def test_device_peak_is_the_same_for_4k_and_64k_tokens(model: torch.nn.Module) -> None:
     model = model.to("cuda", torch.bfloat16)
     heads = RetainingHeads.for_model(model, hidden_dim=64, seed=0)

@@ -224,7 +224,7 @@ REFUSED = {
     "--device tpu": "--device tpu is unknown",
     "--dtype int8": "--dtype int8 is unknown",
     "--attn eager": "--attn eager",
-    "--attn flash_attention_2": "--attn flash_attention_2 is not one of auto, sdpa, math",
+    "--attn flash_attention_2": "locret[flash]",
     "--template alpaca": "--template alpaca",
     "--question {blank}": "--question is empty",
     "--max-new-tokens 0": "--max-new-tokens 0 is too small; give 1 or more",
