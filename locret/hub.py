@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, errors, get_token
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 CARD = "README.md"
 _STAMP = re.compile(r"\n?<!-- locret wrote what is above \(([0-9a-f]{16})\); what stands below stays -->\n")

@@ -310,7 +310,7 @@ class HeadsConfig:
 def _is_plain(value: Any) -> bool:
     """Return whether JSON can hold a value and give the same one back."""
     try:
-        return json.loads(json.dumps(value, allow_nan=False, ensure_ascii=False).encode()) == value
+        return bool(json.loads(json.dumps(value, allow_nan=False, ensure_ascii=False).encode()) == value)
     except (TypeError, ValueError, RecursionError):
         return False
 

@@ -234,7 +234,7 @@ class RetainingHeads(nn.Module):
             OSError: If the Hub cannot be reached.
         """
         folder = checkpoint.find(str(pretrained_model_name_or_path), revision=revision, **download)
-        config = checkpoint.read_config(folder)
+        config: HeadsConfig = checkpoint.read_config(folder)
         heads = cls._with_weights(config, checkpoint.read_weights(folder, config, map_location))
         heads.allow_other_base = allow_other_base
         return heads

@@ -18,6 +18,7 @@ from locret.heads import evaluation
 from locret.heads.heads import RetainingHeads
 from locret.heads.push import PushOptions, push
 from locret.heads.search import find_heads
+from locret.mergers.kernels import MergingKernels
 from locret.scorers.chosen import chosen_heads
 
 FILES = ["README.md", "config.json", "model.safetensors"]
@@ -137,6 +138,14 @@ def test_heads_push_themselves_and_a_revision_is_loaded_by_commit(
         RetainingHeads.from_pretrained("org/heads", revision="nope")
     with pytest.raises(ValueError, match="a pull request is against main, not against the revision try; drop one"):
         heads.push_to_hub("org/heads", revision="try", create_pr=True)
+
+
+def test_merging_kernels_push_themselves_in_the_same_way(hub: HubServer, tiny_llama: Any) -> None:
+    kernels = MergingKernels.for_model(tiny_llama, slots=4, seed=0)
+    kernels.push_to_hub("org/kernels", private=True)
+    loaded = MergingKernels.from_pretrained("org/kernels").state_dict()
+    assert all(torch.equal(weight, loaded[name]) for name, weight in kernels.state_dict().items())
+    assert sorted(hub.repos["org/kernels"].files()) == FILES
 
 
 def again(way: str, saved: Path, **notes: Any) -> None:
