@@ -254,8 +254,11 @@ def _print(part: str) -> None:
 
 def _evidence_line(found: Any) -> str:
     """Return what is known about the evidence for an answer, in one line."""
-    verdict = "evidence may be gone" if found.flagged else "not flagged"
-    return f"  evidence: the least certain token leads by {found.margin:.2f}; {verdict}"
+    places = ", ".join(f"{one.start:,}-{one.end:,}" for one in found.passages)
+    sure = f"  evidence: the least certain token leads by {found.margin:.2f}"
+    where = f"; looked most at tokens {places}" if places else ""
+    verdict = "; evidence may be gone" if found.flagged else "; not flagged"
+    return f"{sure}{where}{verdict}"
 
 
 def questions_of(prompt: QuestionOptions) -> list[str]:

@@ -104,7 +104,7 @@ class QuestionOptions:
     questions: str | None = None
     """File with questions, one per line."""
     evidence: bool = False
-    """Say of each answer how sure it is: an unsure one may lack what was evicted."""
+    """Say of each answer how sure it is, and where in the text it looked: an unsure one may lack what was evicted."""
 
     def __post_init__(self) -> None:
         if any(not question.strip() for question in self.question):

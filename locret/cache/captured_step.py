@@ -57,7 +57,10 @@ def obstacle(
         (new_tokens < LEAST, f"an answer of {new_tokens} tokens is shorter than a capture, or its length is unknown"),
         (copies > 1, "beams or answers change places between steps"),
         (hidden, "hidden states of every step are asked for"),
-        (not cache.scorer.by_features or cache.scorer.columns, "every step's attention is looked at"),
+        (
+            cache.watch is not None or not cache.scorer.by_features or cache.scorer.columns,
+            "every step's attention is looked at",
+        ),
         (not own, "not all layers attend to units of their own, and to all of them"),
         (any(shape.latent for shape in backbone.full_shapes), "layers hold latents"),
         (policy.decode_budget is not None or policy.recall, "units go or come at every step"),

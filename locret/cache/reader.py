@@ -241,6 +241,8 @@ class Reader(Observer):
         """Score a layer's units and, when it is time, evict down to the budget at once."""
         nth, (view, self._view) = self._nth[layer.layer_idx], (self._view, None)
         held, one = self.layers[nth], self.answering and layer.new_tokens == 1
+        if self.cache.watch is not None and one:
+            self.cache.watch.see(nth, layer, cast(View, view), held)
         if one and self.scorer.by_features:
             due = self.waiting.add(nth, layer.projections.feature_parts(self.cache.features))
             if due is not None:

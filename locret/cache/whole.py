@@ -82,6 +82,8 @@ class Whole(Cache):
     """Spans that stay whatever their scores, of each row or of all rows alike; see `RetentionCache.protect`."""
     suspect: Tensor | None = None
     """Whether a scorer may have returned NaN or infinity; looked at where the cache is used next."""
+    watch: Any = None
+    """What looks at the attention of the answer in progress, if anybody wants to know."""
     _account: Account
     _interrupted = False
     _peak = 0
@@ -256,7 +258,7 @@ class Whole(Cache):
     def take_rows(self, rows: Tensor | None = None) -> Self:
         """Return some rows, or all, as a cache of their own, between the chunks of a read too."""
         twin = copy.copy(self)
-        twin.reader, twin.workspace, twin._account = None, Workspace(), copy.copy(self._account)
+        twin.reader, twin.watch, twin.workspace, twin._account = None, None, Workspace(), copy.copy(self._account)
         twin.layers, twin.carriers = [], {}
         for index, layer in enumerate(self.layers):  # one after the other: only one layer is held twice as a whole
             twin.layers.append(layer.copy(twin.workspace))

@@ -60,7 +60,8 @@ class Context(Reading):
         Args:
             question: What to ask, or a list of questions.
             measured: Return a `Measured` instead of a text: with units, bytes and seconds.
-            evidence: Return an `Answered` instead of a text: with how sure the answer is.
+            evidence: Return an `Answered` instead of a text: with how sure the answer is, and where in the text it
+                looked.
             max_new_tokens: Longest answer in tokens.
             **options: Whatever `model.generate` takes: temperature, top_p, num_beams, stop_strings, ... An answer is
                 greedy unless they ask for sampling.

@@ -1,6 +1,10 @@
-"""What an answer stands on: how sure it is, and how likely a given answer would be."""
+"""What an answer stands on: how sure it is, where in the text it looked, and how likely a given answer would be.
 
-# A tokens of an answer, V words of the vocabulary
+Where units were evicted, an unsure answer may lack evidence.
+"""
+
+# A tokens of an answer, V words of the vocabulary, J segments of the text, K KV heads, G query heads of a group,
+# S units, D head dim
 
 from __future__ import annotations
 
@@ -13,8 +17,12 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from locret.backbone.adapters import input_device
+from locret.backbone.attention import View, attention_weights
+from locret.backbone.chunk import Attended
 from locret.base.fields import Refusal
+from locret.cache.layer import RetentionLayer
 from locret.cache.reader import answering
+from locret.cache.store import POSITIONS
 from locret.conversation.document import encode
 from locret.generation import check_finite_logits
 from locret.policy.policy import RetentionPolicy
@@ -24,15 +32,35 @@ if TYPE_CHECKING:
 
 UNSURE = 0.9
 """Lead of an answer's least certain token over the runner-up, as probabilities, below which the answer is unsure."""
+PASSAGES = 3
+"""Passages that are named."""
+LEAST_WIDTH = 32
+"""Tokens of a segment as long as the text is short."""
+_SEGMENTS, _MOST_SEGMENTS = 3, 256
+"""Neighbouring segments in a passage, as a needle may lie across two; and of a text: longer ones have wider ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """Tokens of the text around what the answer looked at."""
+
+    start: int
+    """First token, counted as they were read, those of the chat template in front included."""
+    end: int
+    """After the last one."""
+    attention: float
+    """Share of the answer's attention that what is held of it got."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answered:
-    """An answer, and how sure it is; `str` gives its text."""
+    """An answer, with what is known about the evidence for it; `str` gives its text."""
 
     text: str
     margin: float
     """Lead of the least certain token of the answer over the runner-up, as probabilities, 0 to 1."""
+    passages: tuple[Passage, ...]
+    """Where in the text the answer looked, the most attended first."""
     evicted: bool
     """Whether units of what was read are gone for good."""
 
@@ -47,6 +75,57 @@ class Answered:
 
     def __str__(self) -> str:
         return self.text
+
+
+class Watch:
+    """Follows the attention of an answer's queries to segments of the text, one token at a time.
+
+    Args:
+        layers: How many layers the cache governs, which all count alike.
+        tokens: Tokens of the text; what was said later is in no segment.
+    """
+
+    def __init__(self, layers: int, tokens: int) -> None:
+        self.tokens, self.width = tokens, LEAST_WIDTH
+        while -(-tokens // self.width) > _MOST_SEGMENTS:
+            self.width *= 2
+        self._sums = [torch.zeros(-(-tokens // self.width), dtype=torch.float32) for _ in range(layers)]
+        self._queries = [0] * layers
+
+    def found(self) -> Tensor:
+        """Return (J,) float32: which share of the answer's attention each segment got, 1 at most in all."""
+        means = [one / max(count, 1) for one, count in zip(self._sums, self._queries, strict=True)]
+        return torch.stack(means).mean(0)
+
+    def see(self, nth: int, layer: Attended, view: View, held: RetentionLayer) -> None:
+        """Look at what the one new query of each head attends to in the layer that is `nth` of those with units."""
+        heads = layer.projections.shape.num_kv_heads
+        queries_KGD = layer.query[0, :, 0].unflatten(0, (heads, -1))
+        for part in held.store.parts(view, 1, False):
+            own = slice(None) if part.where is None else slice(part.where[1], part.where[1] + 1)
+            logits_KGS = queries_KGD[own].float() @ part.keys[0].float().transpose(-1, -2) * layer.scaling
+            if layer.softcap is not None:
+                logits_KGS = layer.softcap * torch.tanh(logits_KGS / layer.softcap)
+            sinks = None if layer.learned_sinks is None else layer.learned_sinks.view(heads, -1, 1)[own]
+            weights_KGS, positions_KS = attention_weights(logits_KGS, sinks), part.columns[POSITIONS][0].long()
+            there_KS = (positions_KS >= 0) & (positions_KS < self.tokens)
+            seen_KS = weights_KGS.sum(1).masked_fill(~there_KS, 0.0)
+            segments_KS = (positions_KS // self.width).clamp(0, len(self._sums[nth]) - 1)
+            self._sums[nth].index_add_(0, segments_KS.flatten().cpu(), seen_KS.flatten().cpu())
+            self._queries[nth] += weights_KGS.shape[0] * weights_KGS.shape[1]
+
+    def passages(self, shares_J: Tensor) -> tuple[Passage, ...]:
+        """Return the passages, apart from each other, with the largest shares of `found`."""
+        size, left, found = min(_SEGMENTS, len(shares_J)), shares_J.clone(), list[Passage]()
+        while len(found) < PASSAGES:
+            sums = left.unfold(0, size, 1).sum(-1)
+            best = int(sums.argmax())
+            if sums[best] <= 0:
+                break
+            end = min((best + size) * self.width, self.tokens)
+            found.append(Passage(start=best * self.width, end=end, attention=float(sums[best])))
+            left[best : best + size] = -torch.inf
+        return tuple(found)
 
 
 class Lead(LogitsProcessor):
@@ -64,16 +143,28 @@ class Lead(LogitsProcessor):
 
 def answered(context: Context, question: str, max_new_tokens: int, options: dict[str, Any]) -> Answered:
     """Answer a question from a fork and say what the answer may lack; see `Context.ask`."""
-    lead = Lead()
+    lead, policy = Lead(), context.cache.policy
     processors = LogitsProcessorList([*(options.get("logits_processor") or ()), lead])
     settings = context.lm.settings(max_new_tokens, {**options, "logits_processor": processors})
+    if policy.recalls_blocks:
+        rule = f"looks at the units that are held, but {policy.recall_by} recalls blocks; leave evidence out"
+        raise Refusal("evidence", True, rule)
     if settings.get("num_beams", 1) > 1:
         raise Refusal("evidence", True, f"watches one answer, but {settings['num_beams']} beams are searched; drop one")
     chat = context.chat()
     chat.read_turn(question, max_new_tokens)
+    watch = chat.cache.watch = Watch(len(chat.cache.governed), context.cache.text_end)
     chat.write_answer(settings)
+    found, ranks = watch.found(), context.cache.ranks
+    if ranks is not None:  # each has watched its own heads
+        found = ranks.mean(found.to(input_device(context.lm.model))).cpu()
     held = [layer.fill + (0 if layer.tier is None else layer.tier.fill) for layer in chat.cache.governed]
-    return Answered(text=str(chat.messages[-1]["content"]), margin=lead.least, evicted=min(held) < chat.cache.seen)
+    return Answered(
+        text=str(chat.messages[-1]["content"]),
+        margin=lead.least,
+        passages=watch.passages(found),
+        evicted=min(held) < chat.cache.seen,
+    )
 
 
 # -- likelihood -------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import pytest
 
 import locret
 from locret import Context, LongContextModel, RetentionPolicy
-from locret.conversation.evidence import UNSURE
+from locret.conversation.evidence import PASSAGES, UNSURE
 
 POLICY = RetentionPolicy(budget=48, chunk_size=256, stabilizers=8, local_len=16)
 FACT = "The pass key is 71432. Remember it. 71432 is the pass key. "
@@ -26,6 +26,14 @@ def context(lm: LongContextModel) -> Context:
     return lm.read(TEXT, name="text")
 
 
+def place_of(lm: LongContextModel, text: str, words: str) -> tuple[int, int]:
+    """Return the tokens of some words of a text, as they are read."""
+    opening = len(lm.tokenizer(lm._transcript().opening(), add_special_tokens=False).input_ids)
+    before = text[: text.index(words)]
+    start = opening + len(lm.tokenizer(before, add_special_tokens=False).input_ids)
+    return start, start + len(lm.tokenizer(words, add_special_tokens=False).input_ids)
+
+
 def test_the_answer_is_the_same_and_the_context_stays_as_it_was(context: Context) -> None:
     before = context.memory()
     found = context.ask(QUESTION, evidence=True, max_new_tokens=16)
@@ -33,22 +41,33 @@ def test_the_answer_is_the_same_and_the_context_stays_as_it_was(context: Context
     assert 0 <= found.margin <= 1
     assert found.evicted
     assert found.flagged == (found.margin < UNSURE)
+    assert 0 < len(found.passages) <= PASSAGES
+    assert 0 < sum(one.attention for one in found.passages) <= 1 + 1e-5
+    spans = sorted((one.start, one.end) for one in found.passages)
+    assert all(0 <= start < end <= context.cache.seen for start, end in spans)
+    assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
     assert context.memory() == before
     several = context.ask([QUESTION, QUESTION], evidence=True, max_new_tokens=16)
     assert several == [found, found]
 
 
-def test_what_is_held_whole_lacks_nothing(lm: LongContextModel) -> None:
-    found = (
-        LongContextModel(lm.model, lm.tokenizer, lm.scorer, {"budget": 2000}).read(TEXT).ask(QUESTION, evidence=True)
-    )
+def test_passages_are_where_the_answer_looks(lm: LongContextModel) -> None:
+    """With everything held, the first passage holds the sentence that the question is about."""
+    whole = LongContextModel(lm.model, lm.tokenizer, lm.scorer, {"budget": 2000})
+    found = whole.read(TEXT, name="text").ask(QUESTION, evidence=True, max_new_tokens=16)
+    start, end = place_of(lm, TEXT, FACT)
     assert "71432" in found.text
     assert not found.evicted
     assert not found.flagged
+    assert found.passages[0].start < end
+    assert start < found.passages[0].end
 
 
-def test_what_cannot_be_said_is_refused(context: Context) -> None:
-    assert 0 <= locret.compose([context, context]).ask(QUESTION, evidence=True, max_new_tokens=4).margin <= 1
+def test_what_cannot_be_said_is_refused(lm: LongContextModel, context: Context) -> None:
+    assert locret.compose([context, context]).ask(QUESTION, evidence=True, max_new_tokens=4).passages
+    blocks = LongContextModel(lm.model, lm.tokenizer, "streaming", {"budget": 256, "recall_by": "infllm"})
+    with pytest.raises(ValueError, match="evidence=True looks at the units that are held, but infllm recalls blocks"):
+        blocks.read(TEXT).ask(QUESTION, evidence=True)
     refused: dict[str, dict[str, Any]] = {
         "measured and evidence each return something else": {"measured": True, "evidence": True},
         "2 beams are searched": {"num_beams": 2, "evidence": True},
