@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from locret.base.fields import Refusal
@@ -253,12 +254,13 @@ def _print(part: str) -> None:
 
 
 def _evidence_line(found: Any) -> str:
-    """Return what is known about the evidence for an answer, in one line."""
-    places = ", ".join(f"{one.start:,}-{one.end:,}" for one in found.passages)
-    sure = f"  evidence: the least certain token leads by {found.margin:.2f}"
-    where = f"; looked most at tokens {places}" if places else ""
-    verdict = "; evidence may be gone" if found.flagged else "; not flagged"
-    return f"{sure}{where}{verdict}"
+    """Return what is known about the evidence for an answer, and the passages that it looked at most."""
+    verdict = "evidence may be gone" if found.flagged else "not flagged"
+    lines = [f"  evidence: the least certain token leads by {found.margin:.2f}; {verdict}"]
+    for one in found.passages:
+        said = "" if one.text is None else f": {shorten(one.text, 160, placeholder=' ...')}"
+        lines.append(f"  looked at tokens {one.start:,}-{one.end:,} ({one.attention:.0%}){said}")
+    return "\n".join(lines)
 
 
 def questions_of(prompt: QuestionOptions) -> list[str]:

@@ -9,7 +9,7 @@ Where units were evicted, an unsure answer may lack evidence.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from locret.base.fields import Refusal
 from locret.cache.layer import RetentionLayer
 from locret.cache.reader import answering
 from locret.cache.store import POSITIONS
-from locret.conversation.document import encode
+from locret.conversation.document import decode, encode
 from locret.generation import check_finite_logits
 from locret.policy.policy import RetentionPolicy
 
@@ -50,6 +50,8 @@ class Passage:
     """After the last one."""
     attention: float
     """Share of the answer's attention that what is held of it got."""
+    text: str | None = None
+    """What it says; None of a context from a file, which keeps a digest of its ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,10 +161,14 @@ def answered(context: Context, question: str, max_new_tokens: int, options: dict
     if ranks is not None:  # each has watched its own heads
         found = ranks.mean(found.to(input_device(context.lm.model))).cpu()
     held = [layer.fill + (0 if layer.tier is None else layer.tier.fill) for layer in chat.cache.governed]
+    passages = watch.passages(found)
+    if context.talk.ids is not None:
+        read, tokenizer = context.talk.ids, context.lm.tokenizer
+        passages = tuple(replace(one, text=decode(tokenizer, read[one.start : one.end].tolist())) for one in passages)
     return Answered(
         text=str(chat.messages[-1]["content"]),
         margin=lead.least,
-        passages=watch.passages(found),
+        passages=passages,
         evicted=min(held) < chat.cache.seen,
     )
 

@@ -57,6 +57,7 @@ def test_passages_are_where_the_answer_looks(lm: LongContextModel) -> None:
     found = whole.read(TEXT, name="text").ask(QUESTION, evidence=True, max_new_tokens=16)
     start, end = place_of(lm, TEXT, FACT)
     assert "71432" in found.text
+    assert "71432" in str(found.passages[0].text)
     assert not found.evicted
     assert not found.flagged
     assert found.passages[0].start < end
