@@ -34,38 +34,58 @@ LONG_BODY = 1 << 16
 
 router = APIRouter(prefix="/v1", responses={"4XX": {"description": "What has to change, as one sentence."}})
 _T = TypeVar("_T")
+_Body = TypeVar("_Body", ChatRequest, CompletionRequest)
 _log = logging.getLogger(__name__)
 
 
 @router.post("/chat/completions", response_model=ChatCompletion)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation, about a context if one is named."""
-    state = state_of(request)
+    state, body = state_of(request), _of_context(request, body)
     return await _Work(request, body, ChatForm, 1, partial(state.prompts.of_chat, body)).respond()
 
 
 @router.post("/completions", response_model=Completion)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue a text, or that of a context."""
+    body = _of_context(request, body)
     read = partial(state_of(request).prompts.of_completion, body)
     return await _Work(request, body, CompletionForm, len(body.prompts), read).respond()
 
 
 @router.get("/models")
-async def models(request: Request) -> dict[str, Any]:
-    """List the models: the one that this server runs."""
-    return {"object": "list", "data": [_model(state_of(request))]}
+def models(request: Request) -> dict[str, Any]:
+    """List the model that this server runs, and that with each context behind its name."""
+    state = state_of(request)
+    contexts = [f"{state.model}:{entry.name}" for entry in state.library.entries() if entry.state == "ready"]
+    return {"object": "list", "data": [_model(state, name) for name in (state.model, *contexts)]}
 
 
 @router.get("/models/{name:path}", response_model=Model)
-async def model(request: Request, name: str) -> dict[str, Any]:
-    """Describe the model."""
-    _check_model(state_of(request), name)
-    return _model(state_of(request))
+def model(request: Request, name: str) -> dict[str, Any]:
+    """Describe the model, or the model with a context."""
+    state = state_of(request)
+    if name.startswith(f"{state.model}:"):
+        state.library.find(name.removeprefix(f"{state.model}:"))
+    else:
+        _check_model(state, name)
+    return _model(state, name)
 
 
-def _model(state: ServerState) -> dict[str, Any]:
-    return {"id": state.model, "object": "model", "created": int(state.started), "owned_by": "locret"}
+def _model(state: ServerState, name: str) -> dict[str, Any]:
+    return {"id": name, "object": "model", "created": int(state.started), "owned_by": "locret"}
+
+
+def _of_context(request: Request, body: _Body) -> _Body:
+    """Return a request of a model such as smollm2:book, for clients that can name nothing else, about that context."""
+    served = state_of(request).model
+    if body.model is None or not body.model.startswith(f"{served}:"):
+        return body
+    context = body.model.removeprefix(f"{served}:")
+    if body.context not in (None, context):
+        why = f"the model {shown(body.model)} names another context than {shown(body.context)}; leave one of them out"
+        raise Refusal(400, why, param="context")
+    return body.model_copy(update={"model": served, "context": context})
 
 
 def _check_model(state: ServerState, name: str | None) -> None:

@@ -65,6 +65,37 @@ def text_of(response: Any) -> str:
     return str(response.choices[0].message.content)
 
 
+def test_a_model_names_a_context_for_clients_that_can_name_nothing_else(client: openai.OpenAI) -> None:
+    assert [one.id for one in client.models.list()] == ["tiny", "tiny:book", "tiny:other"]
+    assert client.models.retrieve("tiny:book").id == "tiny:book"
+    for name, key in KEYS.items():
+        answer = client.chat.completions.create(model=f"tiny:{name}", messages=[user(QUESTION)])
+        assert str(key) in text_of(answer)
+        same = client.chat.completions.create(
+            model=f"tiny:{name}", messages=[user(QUESTION)], extra_body={"context": name}
+        )
+        assert text_of(same) == text_of(answer)
+    other = {"extra_body": {"context": "other"}, "messages": [user(QUESTION)]}
+    with pytest.raises(openai.BadRequestError, match="names another context than"):
+        client.chat.completions.create(model="tiny:book", **other)
+    for missing in (lambda: client.models.retrieve("tiny:none"), lambda: ask(client, QUESTION, context="none")):
+        with pytest.raises(openai.NotFoundError):
+            missing()
+
+
+@pytest.mark.engine
+def test_langchain_and_llamaindex_ask_about_a_context(server: Running) -> None:
+    """In an environment of their own: pip install langchain-openai llama-index-llms-openai-like."""
+    chat = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed").ChatOpenAI
+    likes = pytest.importorskip("llama_index.llms.openai_like", reason="llama-index-llms-openai-like is not installed")
+    how = {"model": "tiny:book", "api_key": "any", "max_tokens": 16, "temperature": 0}
+    chain = chat(base_url=f"{server.url}/v1", **how)
+    assert str(KEYS["book"]) in chain.invoke(QUESTION).content
+    assert str(KEYS["book"]) in "".join(str(part.content) for part in chain.stream(QUESTION))
+    index = likes.OpenAILike(api_base=f"{server.url}/v1", is_chat_model=True, context_window=8192, **how)
+    assert str(KEYS["book"]) in index.complete(QUESTION).text
+
+
 # -- answers are ours -------------------------------------------------------------------------------------------------
 
 
