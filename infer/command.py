@@ -36,6 +36,10 @@ OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, PromptOption
 DESCRIPTION = "Read a text of any length in a fixed amount of memory, and answer questions about it."
 
 
+_MOST_QUESTIONS = 1 << 24
+"""Characters of a file of questions, which is held as a whole."""
+
+
 @dataclass(frozen=True)
 class Options:
     """All options of the command, and the names that the user set."""
@@ -269,8 +273,13 @@ def questions_of(prompt: QuestionOptions) -> list[str]:
         return list(prompt.question)
     from locret.conversation.document import read_text
 
-    lines = "".join(read_text(prompt.questions, setting="--questions ")).splitlines()
-    found = [line.strip() for line in lines if line.strip()]
+    text = ""
+    for block in read_text(prompt.questions, setting="--questions "):
+        text += block
+        if len(text) > _MOST_QUESTIONS:
+            rule = f"has more than {_MOST_QUESTIONS:,} characters; write one question per line, and fewer of them"
+            raise Refusal("questions", prompt.questions, rule)
+    found = [line.strip() for line in text.splitlines() if line.strip()]
     if not found:
         raise Refusal("questions", prompt.questions, "holds no questions; write one per line")
     return found

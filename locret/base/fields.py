@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
@@ -284,9 +285,9 @@ def _int(value: Any, kind: Any, text: bool) -> int:
 
 def _float(value: Any, kind: Any, text: bool) -> float:
     number = float(value) if text else _plain(value)
-    if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
+    if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) <= sys.float_info.max:
         raise WrongType(rule(kind))
-    return number
+    return number if abs(number) <= _LARGEST else float(number)  # torch takes no longer whole numbers
 
 
 def _str(value: Any, kind: Any, text: bool) -> str:

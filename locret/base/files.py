@@ -20,6 +20,7 @@ from locret.base import interrupts
 from locret.base.fields import shown
 
 LOCK = ".locret.lock"
+_MOST_JSON = 1 << 28
 PARTIAL = ".*.partial"
 """Pattern of what a killed process was about to write."""
 
@@ -102,6 +103,8 @@ def read_json(file: Path, what: str) -> Any:
             values[name] = value
         return values
 
+    if (size := file.stat().st_size) > _MOST_JSON:
+        raise ValueError(f"{file} has {size:,} bytes, more than any JSON that is read here; give {what}")
     try:
         return json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=once)
     except RecursionError:

@@ -89,6 +89,10 @@ def run(
         code = _complain(prog, error, USAGE_ERROR)
     except OSError as error:
         code = FAILURE if _stdout_is_gone(error) else _complain(prog, error, FAILURE)
+    except MemoryError:
+        code = _complain(
+            prog, "there is not enough memory for what is asked; give less to read, or smaller files", FAILURE
+        )
     except KeyboardInterrupt as signal:
         code = _complain(prog, "interrupted", interrupts.code_of(signal))
     sys.exit(code or 0)

@@ -12,7 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from locret.base.files import locked, visible, write_text, written_whole
+from locret.base.files import locked, read_json, visible, write_text, written_whole
+
+
+def test_a_file_too_large_for_what_it_should_be_is_refused_by_its_size(tmp_path: Path) -> None:
+    (tmp_path / "config.json").touch()
+    os.truncate(tmp_path / "config.json", 1 << 40)  # sparse
+    with pytest.raises(ValueError, match=r"has 1,099,511,627,776 bytes, more than any JSON .*; give heads$"):
+        read_json(tmp_path / "config.json", "heads")
 
 
 def held(folder: Path) -> list[str]:

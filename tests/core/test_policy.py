@@ -33,6 +33,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"host_budget": 40, "recall": 4, "host_by": "luck"}, 'host_by="luck" is unknown'),
     ({"head_floor": 1.5}, "head_floor=1.5 is not a share; it must lie between 0 and 1"),
     ({"head_floor": float("nan")}, "head_floor=nan is not a finite number; give one such as 0.2"),
+    ({"head_floor": 10**400}, "is not a finite number; give one such as 0.2"),
     ({"head_floor": True}, "head_floor=True is not a finite number"),
     ({"when": None}, "when=None is not a text; give one such as 'chunk'"),
     ({"decremental": 1}, "decremental=1 is not true or false; give one such as False"),

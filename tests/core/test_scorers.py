@@ -192,6 +192,7 @@ def test_an_unfit_option_is_named_as_it_was_typed(spec: str, sentence: str) -> N
 
 
 def test_options_are_given_behind_the_name_or_beside_it() -> None:
+    assert type(scorers.get(f"expected_attention:epsilon={10**30}").epsilon) is float, "torch takes no such integer"
     expected = scorers.SnapKVScorer(kernel=7, pooling="max")
     assert scorers.get("snapkv:kernel=7,pooling=max") == expected
     assert scorers.get("snapkv", kernel=7, pooling="max") == expected
