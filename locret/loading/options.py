@@ -178,7 +178,8 @@ class BackboneSource(WeightOptions, _Named):
         if os.path.exists(name) and not os.path.isdir(name):
             raise ValueError(f"--model {name} is a file; give the folder of a backbone, or its Hub id")
         if not os.path.isdir(name):
-            if not _HUB_ID.fullmatch(name):
+            owner, slash, _ = name.partition("/")
+            if not _HUB_ID.fullmatch(name) or (slash and os.path.isdir(owner)):  # a misspelt folder among others
                 raise ValueError(
                     f"--model {name}: there is no such folder; give the folder of a backbone, or its Hub id"
                 )

@@ -214,7 +214,7 @@ REFUSED = {
     "--prompt-file nowhere.txt": "--prompt-file nowhere.txt: no such file",
     "--prompt-file {empty}": "empty.txt is empty; give a text",
     "--prompt-file checkpoints/tiny/model.safetensors": "not UTF-8",
-    "--model no/such/model": "--model no/such/model: there is no such folder",
+    "--model checkpoints/tinny": "--model checkpoints/tinny: there is no such folder",
     "--model setup.cfg": "--model setup.cfg is a file",
     "--model checkpoints/tiny-heads": "holds retaining heads",
     "--heads no/such/heads": "--heads no/such/heads: there is no folder",
