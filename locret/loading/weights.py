@@ -1,6 +1,7 @@
 """How a backbone's weights come into memory: in which numbers, on which devices, and how many bytes that takes.
 
-Counted on the meta device, with the quantiser's own modules, before a weight is read.
+Counted on the meta device, with the quantiser's own modules, before a weight is read. Of a backbone in few bits, or in
+parts, the count is an estimate: without scales (at most a few per cent) and without the padding of parts.
 """
 
 from __future__ import annotations
@@ -31,8 +32,6 @@ _PACKAGES = {
     **{"quanto": "optimum-quanto", "gptq": "gptqmodel", "awq": "gptqmodel"},
 }
 """What pip calls the package of a method; of others transformers itself says what is missing."""
-_BLOCK, _NESTED = 64, 256
-"""Weights that share a scale in bitsandbytes' four bits, and scales that share one where they are quantised again."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,13 @@ class WeightPlan:
     places: dict[str, int]
     """Bytes by device, such as cuda:0, and on "cpu" and "disk"."""
     gathered: int
-    """The most that is brought to the device at once of what is elsewhere, or unpacked for one product."""
+    """The most that is brought to the device at once of what is elsewhere."""
     device_map: dict[str, int | str] | None
     label: str | None
     """What the weights are quantised with."""
 
     def on(self, device: torch.device) -> int:
-        """Return the bytes on a device, with room for what is brought there and unpacked."""
+        """Return the bytes on a device, with room for what is brought there."""
         return self.places.get(name_of(device), 0) + self.gathered
 
     @property
@@ -110,9 +109,8 @@ def plan_weights(
         places[place] += count
         if device_map is not None and place in (HOST, DISK) and place != name_of(main):
             leaves[name.rpartition(".")[0]] += count
-    gathered = max(max(leaves.values(), default=0), _unpacked(sketch, quantiser, dtype))
     label = label_of(config) if wanted is None else label_of_way(wanted)
-    return WeightPlan(dict(places), gathered, device_map, label)
+    return WeightPlan(dict(places), max(leaves.values(), default=0), device_map, label)
 
 
 def _planned_place(weight: str, device_map: Mapping[str, int | str]) -> str:
@@ -122,7 +120,7 @@ def _planned_place(weight: str, device_map: Mapping[str, int | str]) -> str:
 
 
 def _sizes(sketch: nn.Module, quantiser: Any) -> Iterator[tuple[str, int]]:
-    """Yield every weight and saved buffer with its bytes, as they will be loaded."""
+    """Yield every weight and saved buffer with its bytes, as they will be loaded; scales of few bits are left out."""
     saved = sketch.state_dict(keep_vars=True)
     tensors: dict[str, Tensor] = dict(sketch.named_parameters())
     tensors |= {name: tensor for name, tensor in sketch.named_buffers() if name in saved}
@@ -130,67 +128,27 @@ def _sizes(sketch: nn.Module, quantiser: Any) -> Iterator[tuple[str, int]]:
         if quantiser is None:
             yield name, tensor.nbytes
         else:
-            size = quantiser.param_element_size(sketch, name, tensor)
-            yield name, int(tensor.numel() * size) + _scales(sketch, name, tensor, quantiser)
-
-
-def _scales(sketch: nn.Module, name: str, weight: Tensor, quantiser: Any) -> int:
-    """Return the bytes of the scales that bitsandbytes keeps beside a weight; those of others are in its rows."""
-    if not quantiser.param_needs_quantization(sketch, name):
-        return 0
-    config = quantiser.quantization_config
-    if getattr(config, "load_in_4bit", False):
-        scales = -(-weight.numel() // _BLOCK)
-        if not config.bnb_4bit_use_double_quant:
-            return 4 * scales + 16 * 4  # and the table of the sixteen values
-        return scales + 4 * (-(-scales // _NESTED)) + 16 * 4 + 256 * 4 + 4
-    rows = weight.shape[0] if weight.ndim > 1 else 0
-    return 4 * rows if getattr(config, "load_in_8bit", False) else weight.element_size() * rows
-
-
-def _unpacked(sketch: nn.Module, quantiser: Any, dtype: torch.dtype) -> int:
-    """Return the bytes of the largest weight of less than a byte, which is unpacked before it is multiplied."""
-    if quantiser is None:
-        return 0
-    sizes = ((weight, quantiser.param_element_size(sketch, name, weight)) for name, weight in sketch.named_parameters())
-    return max((weight.numel() * dtype.itemsize for weight, size in sizes if size < 1), default=0)
+            yield name, int(tensor.numel() * quantiser.param_element_size(sketch, name, tensor))
 
 
 # -- several processes ------------------------------------------------------------------------------------------------
 
 
 def _sharded(model: nn.Module, size: int, shard: str, offload: str | None, device: torch.device) -> WeightPlan:
-    """Return the plan of one process of several that hold a part each."""
-    ranks, weights = int(os.environ.get("WORLD_SIZE", "1")), list(model.parameters())
+    """Return about what one process of several takes that hold a part each."""
+    own = size * _numbers(model) // int(os.environ.get("WORLD_SIZE", "1"))
     if shard == "tp":
-        return WeightPlan({name_of(device): size * _split(model, ranks)}, 0, None, None)
-    rows = ((weight.shape[0] if weight.ndim else 1, weight.numel()) for weight in weights)
-    own = size * sum(-(-count // ranks) * (numbers // count) for count, numbers in rows)
+        return WeightPlan({name_of(device): own}, 0, None, None)
     # What comes together at once: the layer that runs, and what comes before or after it.
-    decoder, embedding = find_decoder(model), model.get_input_embeddings()  # type: ignore[operator]
-    behind = [part for part in decoder.children() if part is not decoder.layers and part is not embedding]
-    output = model.get_output_embeddings()  # type: ignore[operator]
-    layer = max(map(_numbers, decoder.layers))
-    gathered = layer + max(layer, _numbers(embedding), sum(map(_numbers, [output, *behind])))
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())  # type: ignore[operator]
+    layer = max(map(_numbers, find_decoder(model).layers))
+    gathered = layer + max(layer, *map(_numbers, ends))
     place = {None: name_of(device), "cpu": HOST, "nvme": DISK}[offload]
     return WeightPlan({place: own}, size * gathered, None, None)
 
 
 def _numbers(module: nn.Module | None) -> int:
     return 0 if module is None else sum(weight.numel() for weight in module.parameters())
-
-
-def _split(model: nn.Module, ranks: int) -> int:
-    """Return the numbers of one process of `ranks` under transformers' tensor-parallel plan."""
-    plan: dict[str, str] = getattr(model, "_tp_plan", None) or {}
-    total = 0
-    for name, weight in model.named_parameters():
-        module, _, own = re.sub(r"\.\d+\.", ".*.", name).rpartition(".")
-        style = plan.get(f"{module}.{own}", plan.get(module, ""))
-        across = any(part in style for part in ("colwise", "rowwise", "moe_tp_experts"))
-        divides = across and not ("rowwise" in style and weight.ndim == 1)
-        total += -(-weight.numel() // ranks) if divides else weight.numel()
-    return total
 
 
 # -- devices ----------------------------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,21 +177,6 @@ WAYS: dict[str, tuple[str, dict[str, Any], float]] = {
 """The package, the options, and the least share of kept units that are those of float32."""
 
 
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors that a weight is made of."""
-    if hasattr(value, "__tensor_flatten__") and type(value) not in (Tensor, torch.nn.Parameter):
-        for name in value.__tensor_flatten__()[0]:
-            yield from tensors(getattr(value, name))
-    else:
-        yield value.data
-        state = getattr(value, "quant_state", None)
-        while state is not None:
-            yield from (part for part in (state.absmax, state.code, state.offset) if torch.is_tensor(part))
-            state = state.state2
-        if torch.is_tensor(getattr(value, "SCB", None)):
-            yield value.SCB
-
-
 @pytest.mark.engine
 @pytest.mark.parametrize("way", WAYS)
 def test_a_quantised_backbone_trains_reads_and_answers(way: str) -> None:
@@ -200,8 +184,6 @@ def test_a_quantised_backbone_trains_reads_and_answers(way: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed")
     model, planned = load(**options), plan_of(**options)
     assert label_of(model) == planned.label == way
-    parts = [part for weight in model.parameters() for part in tensors(weight)]
-    assert planned.total == pytest.approx(sum({part.data_ptr(): part.nbytes for part in parts}.values()), rel=0.01)
     ids = torch.randint(5, 800, (1, 500), generator=torch.Generator().manual_seed(1))
     heads = RetainingHeads.for_model(model, 16, seed=0).requires_grad_(True)
     assert train_step(model, heads, ids[:, :-20], ids[:, -20:]).total.isfinite()
