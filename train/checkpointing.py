@@ -1,17 +1,17 @@
 """Checkpoints of a training run: weights that `from_pretrained` reads, and the state to go on bit by bit.
 
-checkpoint-<step>/  config.json and model.safetensors (heads, or the embedded backbone), state.pt (optimizer, schedule,
-                    random numbers, position in the data, resolved options; plain types and tensors, read with
-                    weights_only)
+checkpoint-<step>/  config.json and model.safetensors (heads), state.pt (optimizer, schedule, position in the data,
+                    resolved options; plain types and tensors, read with weights_only)
+
+A step draws no random numbers: the order of the rows follows from the seed and their number, fresh heads from the seed.
 """
 
 from __future__ import annotations
 
 import os
-import random
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,27 +19,26 @@ from typing import Any
 import torch
 
 from locret.heads import checkpoint
+from locret.heads.heads import RetainingHeads
 from locret.train.resumed import AUTO, NEWEST, STATE
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
-def save(folder: Path, step: int, write_weights: Callable[[Path], None], state: Mapping[str, Any], keep: int) -> Path:
+def save(folder: Path, step: int, heads: RetainingHeads, state: Mapping[str, Any], keep: int) -> None:
     """Write `checkpoint-<step>`, whole or not at all, then delete all but the newest `keep`.
 
     Raises:
         OSError: If it cannot be written; the message names it.
     """
-    target = folder / f"checkpoint-{step}"
-    with checkpoint.replacing(target) as staging:
-        write_weights(staging)
+    with checkpoint.replacing(folder / f"checkpoint-{step}") as staging:
+        checkpoint.write(staging, heads.config, heads.state_dict())
         try:
-            torch.save({"step": step, "random": _random_state(), **state}, staging / STATE)
+            torch.save({"step": step, **state}, staging / STATE)
         except RuntimeError as error:  # torch's zip writer hides the operating system's error
             raise OSError(str(error).splitlines()[0]) from error
     for old in complete(folder)[:-keep]:
         shutil.rmtree(old)
-    return target
 
 
 def complete(folder: Path) -> list[Path]:
@@ -124,20 +123,3 @@ def check_same(stored: Mapping[str, Any], current: Mapping[str, Any], path: Path
 def _step(path: Path) -> int:
     found = _NAME.fullmatch(path.name)
     return int(found[1]) if found else 0
-
-
-def _random_state() -> dict[str, Any]:
-    return {
-        "python": random.getstate(),
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-    }
-
-
-def restore_random_state(state: Mapping[str, Any]) -> None:
-    """Set the random generators back to a checkpoint's."""
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    torch.set_rng_state(state["torch"])
-    if torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])

@@ -25,38 +25,25 @@ _QUESTIONS = 6
 _SINKS = 4
 
 
-class Probe:
-    """The passage and its questions, as one backbone's tokenizer writes them."""
+def probe(model: nn.Module, tokenizer: Any, heads: RetainingHeads) -> dict[str, float]:
+    """Return the nats per token of the right answers by `SHARES`, of these heads and of scores at random.
 
-    def __init__(self, tokenizer: Any, piece: real.Piece) -> None:
-        self.tokenizer, self.piece, self._others = tokenizer, piece, dict[float, float]()
-
-    @classmethod
-    def of(cls, model: nn.Module, tokenizer: Any) -> Probe | None:
-        """Return the probe; None where the tokenizer cannot write the passage, or the backbone not hold it."""
-        if not real.readable(tokenizer) or describe(model).max_positions < _TOKENS + _ROOM:
-            return None
-        return cls(tokenizer, real.pieces("sqlite_faq", tokenizer, _TOKENS)[0])
-
-    def measure(self, model: nn.Module, heads: RetainingHeads) -> dict[str, float]:
-        """Return the nats per token of the right answers by `SHARES`, of these heads and of scores at random."""
-        record: dict[str, float] = {}
-        for share in SHARES:
-            if share not in self._others:
-                self._others[share] = self._nats(model, RandomScorer(sinks=_SINKS), share)
-            record[f"probe_nats_{share:g}"] = self._nats(model, heads, share)
-            record[f"probe_random_{share:g}"] = self._others[share]
-        return record
-
-    def _nats(self, model: nn.Module, scorer: Any, share: float) -> float:
-        lm = LongContextModel(model, self.tokenizer, scorer, policy_of_share(self.piece.tokens, share))
-        context = lm.read(self.piece.text, progress=False)
-        found = [likelihood(context, one.question, one.answer) for one in self.piece.asked[:_QUESTIONS]]
-        return sum(one.nats for one in found) / sum(one.tokens for one in found)
+    Nothing where the tokenizer cannot write the passage, or the backbone not hold it.
+    """
+    if not real.readable(tokenizer) or describe(model).max_positions < _TOKENS + _ROOM:
+        return {}
+    piece, record = real.pieces("sqlite_faq", tokenizer, _TOKENS)[0], dict[str, float]()
+    for share in SHARES:
+        for name, scorer in (("nats", heads), ("random", RandomScorer(sinks=_SINKS))):
+            lm = LongContextModel(model, tokenizer, scorer, policy_of_share(piece.tokens, share))
+            context = lm.read(piece.text, progress=False)
+            found = [likelihood(context, one.question, one.answer) for one in piece.asked[:_QUESTIONS]]
+            record[f"probe_{name}_{share:g}"] = sum(one.nats for one in found) / sum(one.tokens for one in found)
+    return record
 
 
 def verdict(record: dict[str, Any]) -> tuple[str, str | None]:
-    """Return what a run's probe says in words, and a warning if random scores do as well; both of `Probe.measure`."""
+    """Return what a run's probe says in words, and a warning if random scores do as well; both of `probe`."""
     pairs = [(share, record[f"probe_nats_{share:g}"], record[f"probe_random_{share:g}"]) for share in SHARES]
     words = ", ".join(
         f"{heads:.2f} nats at {share:.3g} of a text (random {other:.2f})" for share, heads, other in pairs

@@ -86,7 +86,6 @@ class RunLog:
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
         values = {curve: record[name] for name, curve in _CURVES.items() if name in record}
-        values |= {name.replace("_", "/", 1): record[name] for name in record if name.startswith("probe_")}
         layers = zip(self.layers, record.get("overlap_per_layer", ()), strict=False)
         values |= {f"overlap/layer_{layer:02d}": overlap for layer, overlap in layers}
         self._accelerator.log(values, step=record["step"])
@@ -100,7 +99,6 @@ class RunLog:
             parts.append(f"{record['tokens_per_second']:.0f} tokens/s, {self._left(record['step'])} left")
         if "eval_overlap" in record:
             parts.append(f"held-out overlap {record['eval_overlap']:.3f}")
-        parts += [f"probe {record[name]:.2f} nats" for name in sorted(record) if name.startswith("probe_nats")][:1]
         sys.stderr.write(f"step {record['step']}/{self.steps}: {', '.join(parts)}\n")
 
     def _left(self, step: int) -> str:

@@ -25,7 +25,6 @@ from transformers import get_linear_schedule_with_warmup
 
 from locret.backbone.passes import in_step
 from locret.distributed.ranks import Ranks
-from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
 from locret.train import checkpointing
 from locret.train.loss import chance_overlap
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
     from locret.data.training.stream import TrainingExample, TrainingStream
-    from locret.train.probe import Probe
 
 
 def head_optimizer(heads: nn.Module, o: OptimizerOptions) -> tuple[torch.optim.AdamW, LambdaLR]:
@@ -96,12 +94,9 @@ class Trainer:
     """Output folder, which exists."""
     config: Mapping[str, Any]
     """The options that must not change when the run is resumed; stored with every checkpoint."""
-    probe: Probe | None = None
-    """What to measure besides the held-out rows, where one process trains."""
 
     def __post_init__(self) -> None:
         self._ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
-        self.probe = self.probe if self.accelerator.num_processes == 1 else None
         self.step = self.rows = self.tokens = 0
         self.learning_rate = 0.0
         self.last_record: dict[str, Any] = {}
@@ -130,7 +125,6 @@ class Trainer:
             self.scheduler.load_state_dict(state["scheduler"])
             if self.accelerator.scaler is not None and state["scaler"] is not None:
                 self.accelerator.scaler.load_state_dict(state["scaler"])
-            checkpointing.restore_random_state(state["random"])
             self.step, self.rows, self.tokens = (int(state[name]) for name in ("step", "rows", "tokens"))
             self.last_record, self.before = dict(state["record"]), [float(value) for value in state["before"]]
         # The learning rate of the step to come: with more steps than before, the schedule is another one.
@@ -221,10 +215,7 @@ class Trainer:
                 result = self._read(self.held_out[row], lambda _: None)
                 values[row] = torch.stack([result.total, result.fit, result.smoothness, result.overlap.mean()])
         shared: Tensor = self.accelerator.reduce(values, reduction="sum")  # type: ignore[assignment]
-        record = eval_record(shared.tolist(), self.loss.objective)
-        if self.probe is not None:
-            record |= self.probe.measure(self.model, self.heads)
-        return record
+        return eval_record(shared.tolist(), self.loss.objective)
 
     def _chance(self, example: TrainingExample) -> float:
         return chance_overlap(min(example.prompt_ids.shape[-1], self.max_prompt_tokens))
@@ -312,10 +303,4 @@ class Trainer:
                     "record": self.last_record,
                     "before": self.before,
                 }
-                checkpointing.save(
-                    self.folder,
-                    self.step,
-                    lambda folder: checkpoint.write(folder, self.heads.config, self.heads.state_dict()),
-                    state,
-                    self.run.keep_checkpoints,
-                )
+                checkpointing.save(self.folder, self.step, self.heads, state, self.run.keep_checkpoints)

@@ -30,7 +30,7 @@ from locret.loading.weights import device_map_of, label_of, main_device, plan_we
 from locret.train import checkpointing, resumed, run_folder
 from locret.train.head_shares import head_shares, measurable
 from locret.train.plan import check_fits, checkpoint_bytes, memory_plan
-from locret.train.probe import Probe, verdict
+from locret.train.probe import probe, verdict
 from locret.train.provenance import label_notes, training_notes
 from locret.train.run_log import records_until
 from locret.train.trainer import Trainer
@@ -222,7 +222,6 @@ class TrainingRun:
                 options, processes = self.resolved_options(), accelerator.num_processes
                 record = run_folder.run_record(options, self.chosen, processes, str(accelerator.device))
                 run_folder.prepare(self.folder, record, overwrite=self.run.overwrite)
-        probe = None if self.backbone.shard is not None else Probe.of(model, self.stream.tokenizer)
         trainer = Trainer(
             model,
             heads,
@@ -236,7 +235,6 @@ class TrainingRun:
             eval_every=self.eval_every,
             folder=self.folder,
             config=fixed,
-            probe=probe,
         )
         with own.together():
             if begun is not None:
@@ -251,7 +249,7 @@ class TrainingRun:
         summary["seconds"] = time.perf_counter() - started
         if not stopped:
             if main:
-                summary |= self._outcome(trainer, probe, record)
+                summary |= self._outcome(trainer, record)
             with in_step(model):  # the first process alone measures the shares of the layers
                 if main:
                     self._annotate(heads, model, summary).save_pretrained(self.folder)
@@ -270,17 +268,16 @@ class TrainingRun:
         records_until(self.folder / run_folder.LOG, state["step"])
         return checkpoint, state
 
-    def _outcome(self, trainer: Trainer, probe: Probe | None, record: dict[str, Any]) -> dict[str, Any]:
+    def _outcome(self, trainer: Trainer, record: dict[str, Any]) -> dict[str, Any]:
         """Return what the run came to, and warn where nothing was learned."""
         start = "untrained heads" if self.backbone.init_from is None else "the heads of --init-from"
         chance = trainer.chance()
         words, warning = comparison(record, trainer.before, chance, start)
         found: dict[str, Any] = {"overlap_before": mean(trainer.before), "chance_overlap": chance, "outcome": words}
         warnings = [warning]
-        if probe is not None:
-            if trainer.probe is None or not self.held_out:
-                found |= probe.measure(trainer.model, trainer.heads)
-            words, warning = verdict({**record, **found})
+        if self.backbone.shard is None and (probed := probe(trainer.model, self.stream.tokenizer, trainer.heads)):
+            found |= probed
+            words, warning = verdict(probed)
             found["outcome"] += f"; {words}"
             warnings.append(warning)
         for warning in filter(None, warnings):

@@ -21,15 +21,9 @@ _LOOKED_AT = 4 * AUTO_ROWS
 def hold_out(stream: TrainingStream, asked: int | None, trained: int) -> list[TrainingExample]:
     """Set rows aside; by default a few that training does not reach, or none."""
     if asked is not None:
-        return stream.hold_out(asked)[0]
+        return stream.hold_out(asked)
     unread = stream.size - trained
-    if unread < AUTO_ROWS:
-        return []
-    found, looked = stream.hold_out(AUTO_ROWS, min(_LOOKED_AT, unread))
-    # Where rows are left out, training reads more of them; twice as many as it seems to need is enough.
-    if len(found) < looked and stream.size * len(found) < 2 * (trained + AUTO_ROWS) * looked:
-        return stream.hold_out(0)[0]
-    return found
+    return stream.hold_out(AUTO_ROWS, min(_LOOKED_AT, unread)) if unread >= AUTO_ROWS else []
 
 
 def steps_between(asked: int | None, steps: int, rows_per_step: int, held_out: int) -> int:

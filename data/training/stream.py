@@ -151,7 +151,7 @@ class TrainingStream(Iterator[TrainingExample]):
         """How often the rows have been read."""
         return self._epoch + self._cursor / self.size
 
-    def hold_out(self, count: int, among: int | None = None) -> tuple[list[TrainingExample], int]:
+    def hold_out(self, count: int, among: int | None = None) -> list[TrainingExample]:
         """Set rows aside that are never given out from now on: those that training would meet last.
 
         Args:
@@ -159,12 +159,10 @@ class TrainingStream(Iterator[TrainingExample]):
             among: Rows to look at; None for all.
 
         Returns:
-            The rows that were found, which may be fewer, and how many were looked at.
+            The rows that were found, which may be fewer.
         """
         found: list[TrainingExample] = []
-        looked = 0
         for index in islice(reversed(self._order(0)) if count else (), among):
-            looked += 1
             try:
                 found.append(self._tokenise(index))
             except BadRow:
@@ -172,7 +170,7 @@ class TrainingStream(Iterator[TrainingExample]):
             if len(found) == count:
                 break
         self._held_out = frozenset(example.row for example in found)
-        return found, looked
+        return found
 
     def check_first(self) -> None:
         """Tokenise the first row that can be trained on, and leave the stream where it is.
