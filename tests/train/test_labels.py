@@ -16,7 +16,6 @@ from locret.backbone.adapters import describe
 from locret.backbone.chunk import Attended
 from locret.labels.kinds import KINDS
 from locret.labels.labels import answer_labels, layer_labels, observe, prompt_scores
-from locret.labels.many_answers import labels_of_answers
 from locret.scorers import RetainingHeadScorer
 from locret.train.step import train_step
 
@@ -70,11 +69,6 @@ def test_log_attention_is_the_log_of_the_largest_attention_an_answer_token_gives
     torch.testing.assert_close(actual.exp(), expected, atol=1e-5, rtol=0)
 
 
-def test_a_label_kind_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match='label kind "attention" is unknown; did you mean log_attention'):
-        answer_labels(backbone(), token_ids(4), token_ids(2), kind="attention")
-
-
 # -- kinds of labels: one object each --------------------------------------------------------------------------------
 
 ATTENTION = labels.LabelKind(
@@ -116,11 +110,3 @@ def test_only_a_regression_on_comparable_labels_lets_heads_compete(
     heads = RetainingHeads.for_model(backbone(), hidden_dim=4, seed=0)
     heads.annotate(label={"kind": kind}, training={"objective": objective})
     assert RetainingHeadScorer(heads=heads).relative(heads) == relative
-
-
-def test_many_questions_of_one_read_label_as_each_by_itself() -> None:
-    model, document = backbone("qwen3"), token_ids(20)
-    asked = [(token_ids(4, seed=seed), token_ids(3 + seed, seed=9 + seed)) for seed in (1, 2, 3)]
-    each = [answer_labels(model, torch.cat([document, q], 1), a, "log_attention")[..., :20] for q, a in asked]
-    found = labels_of_answers(model, document, asked, "log_attention")
-    torch.testing.assert_close(found, torch.stack(each).amax(0), atol=2e-5, rtol=1e-5)

@@ -7,15 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from training_cases import CASES, backbone, golden, loss_of, token_ids
 
 from locret import RetainingHeads
 from locret.labels.labels import answer_labels, observe, prompt_scores
 from locret.train.loss import retention_loss, top_overlap
 from locret.train.step import train_step
-from locret.train.trainer import head_optimizer
-from locret.train.training_options import OptimizerOptions
 
 ROW = token_ids(37), token_ids(8, seed=1)
 
@@ -105,35 +102,6 @@ def test_a_step_learns_the_largest_labels_of_all_answers_that_are_asked_apart(fa
     assert_same_gradients(heads, naive)
 
 
-class Waits(TorchDispatchMode):
-    """Notes the operations after which the host must wait for a GPU: those whose result it has to know."""
-
-    NAMES = ("local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "unique")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.__name__.split(".")[0].lstrip("_").startswith(self.NAMES):
-            self.found.append(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("objective", ["regression", "ranking"])
-def test_a_step_waits_for_the_device_no_more_often_than_a_plain_forward(objective: str) -> None:
-    model = backbone()
-    heads, loss = heads_for(model), loss_of("log_attention", objective=objective)
-    with Waits() as plain, torch.no_grad():
-        model.get_decoder()(input_ids=torch.cat(ROW, dim=1), use_cache=False)
-    with Waits() as waits:
-        result = train_step(model, heads, *ROW, loss)
-    assert waits.found == plain.found  # transformers looks for several texts in a row, once
-    with Waits() as told:
-        float(result.total)
-    assert len(told.found) == 1
-
-
 def test_shares_given_to_backward_add_up_to_the_total_and_one_token_trains() -> None:
     model, shares = backbone(), []
     heads = heads_for(model)
@@ -143,21 +111,3 @@ def test_shares_given_to_backward_add_up_to_the_total_and_one_token_trains() -> 
     assert not gradients(heads)
     assert train_step(model, heads, token_ids(1), token_ids(1)).smoothness.item() == 0.0
     assert all(grad.isfinite().all() for grad in gradients(heads).values())
-
-
-def test_bfloat16_autocast_keeps_float32_gradients_near_those_of_float32() -> None:
-    model = backbone()
-    heads, exact = heads_for(model), heads_for(model)
-    train_step(model, exact, *ROW)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        train_step(model, heads, *ROW)
-    for name, grad in gradients(heads).items():
-        assert grad.dtype == torch.float32
-        assert not torch.equal(grad, gradients(exact)[name])
-        assert (grad - gradients(exact)[name]).norm() < 0.1 * gradients(exact)[name].norm()
-
-
-def test_the_schedule_is_the_papers() -> None:
-    heads = heads_for(backbone())
-    papers = head_optimizer(heads, OptimizerOptions())[1].lr_lambdas[0]
-    assert [papers(step) for step in (0, 1000, 2000, 2500, 3000)] == pytest.approx([0, 0.5, 1, 0.5, 0])

@@ -14,7 +14,6 @@ from training_cases import (
     equal,
     records,
     refused,
-    token_ids,
     train,
     train_arguments,
     weights,
@@ -27,7 +26,6 @@ from locret import RetainingHeads
 from locret.data.training.stream import TrainingStream
 from locret.heads.config import usual_width
 from locret.heads.fingerprint import weight_fingerprint
-from locret.labels.labels import answer_labels
 from locret.loading import load_config, load_model
 from locret.loading.options import BackboneSource
 from locret.train.command import command
@@ -38,8 +36,8 @@ REPOSITORY = Path(__file__).parents[2]
 RECIPES = sorted((REPOSITORY / "recipes" / "train").rglob("*.yaml"))
 
 
-def load_backbone(folder: Path, adapter: str | None = None) -> torch.nn.Module:
-    source = BackboneSource(model=str(folder), adapter=adapter)
+def load_backbone(folder: Path) -> torch.nn.Module:
+    source = BackboneSource(model=str(folder))
     return load_model(source, load_config(source), torch.device("cpu"), torch.float32)
 
 
@@ -104,24 +102,19 @@ def test_heads_and_output_say_how_they_were_trained(
     assert (record["config"]["label_kind"], record["versions"]["torch"]) == ("log_attention", torch.__version__)
 
 
-def test_an_adapter_changes_labels_and_training(paths: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_adapter_changes_training(paths: tuple[Path, Path], tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
 
     lora = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     get_peft_model(load_backbone(paths[0]), lora).save_pretrained(tmp_path / "adapter")
-    plain, adapted = load_backbone(paths[0]), load_backbone(paths[0], adapter=str(tmp_path / "adapter"))
-    assert not any(parameter.requires_grad for parameter in adapted.parameters())
-    row = token_ids(20), token_ids(5, seed=1)
-    labels = answer_labels(adapted, *row)
-    assert (labels - answer_labels(plain, *row)).abs().max() > 0.1
-    merged = adapted.merge_and_unload()  # type: ignore[operator]
-    torch.testing.assert_close(labels, answer_labels(merged, *row), atol=1e-4, rtol=0)
     for name, more in (("with", [f"--adapter={tmp_path / 'adapter'}"]), ("without", [])):
         assert train(paths, tmp_path / name, *more, "--steps=2", "--warmup-steps=0") == 0
     assert records(tmp_path / "with")[0]["total"] != records(tmp_path / "without")[0]["total"]
     config: Any = RetainingHeads.from_pretrained(tmp_path / "with").config
     assert config.training["adapter"] == "adapter"
-    assert RetainingHeads.from_pretrained(tmp_path / "without").config.base_weights == weight_fingerprint(plain)
+    assert RetainingHeads.from_pretrained(tmp_path / "without").config.base_weights == weight_fingerprint(
+        load_backbone(paths[0])
+    )
 
 
 def test_init_from_goes_on_with_trained_heads(

@@ -14,7 +14,6 @@ from locret.base.files import locked, visible
 
 OPTIONS = [
     (["--skip-bad-rows=false"], 'option "--skip-bad-rows" was retired; release 0.1.0'),
-    (["--streaming"], 'option "--streaming" was retired; release 0.1.0'),
     (["--label-kind=kvzip_plus"], 'label kind "kvzip_plus" was retired; release 0.1.0'),
     (["--steps=0"], "--steps 0 is too small; it must be more than 0"),
     (["--warmup-steps=6"], "--warmup-steps 6 is not below --steps 6, so the learning rate would never reach"),
@@ -25,7 +24,6 @@ OPTIONS = [
     (["--label-kind=softmax"], 'label kind "softmax" is unknown; did you mean logit or log_attention?'),
     (["--model=no/such/model"], "--model no/such/model: there is no such folder; give"),
     (["--max-tokens=10"], "no row can be trained on (6 longer than --max-tokens 10; "),
-    (["--answers=each"], "are in the LongAlpaca schema, with one answer each; write document and questions"),
     (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
     (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint or a run"),
     (["--report-to=tensorbord"], "--report-to tensorbord is unknown; choose tensorboard"),
@@ -44,13 +42,11 @@ def test_a_bad_option_is_one_sentence_and_leaves_nothing(
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
-        ({"model_type": "mamba"}, "no layer of mamba has softmax attention"),
         ({"model_type": "gpt2"}, "adds its positions to the hidden states"),
         (None, "cannot be loaded"),
         ({"hidden_size": 2**17, "intermediate_size": 2**19, "num_hidden_layers": 400}, "choose a smaller backbone or"),
     ],
-    ids=["t5", "mamba", "gpt2", "no weights", "too large"],
+    ids=["gpt2", "no weights", "too large"],
 )
 def test_a_backbone_that_cannot_be_trained_on_is_refused_from_its_config(
     paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], config: Any, expected: str
