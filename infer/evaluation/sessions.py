@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from locret import RetentionCache, generate, prefill
+from locret import RetentionCache, prefill
 from locret.backbone.adapters import input_device, unwrap
 from locret.chunked_prefill import read_turn
 from locret.conversation.document import decode, encode, leading_special_ids
@@ -71,93 +70,50 @@ def _last_logits(model: Any, cache: Any, ids_1N: Tensor) -> Tensor:
     return out.logits[0, -1].float()  # type: ignore[no-any-return]
 
 
-class _Bounded:
-    """A talk in a RetentionCache; a turn is read as the policy's `turns` says."""
-
-    def __init__(self, prompt: Prompt, cache: RetentionCache, settings: dict[str, Any]) -> None:
-        self.model, self.settings, self.cache = prompt.setup.model, settings, cache
-        prefill(self.model, prompt.ids_1N, cache, new_tokens=settings["max_new_tokens"])
-
-    @property
-    def seen(self) -> int:
-        """Tokens of the talk that were read or written."""
-        return self.cache.seen
-
-    def read(self, ids: list[int]) -> None:
-        read_turn(self.model, torch.tensor([ids]), self.cache, new_tokens=self.settings["max_new_tokens"])
-
-    def write(self, *, stands: bool) -> tuple[list[int], list[int], Any]:
-        """Return the tokens of an answer, those of them that its cache does not hold, and the cache."""
-        cache = self.cache if stands else fork(self.cache)
-        seen = cache.seen
-        new: list[int] = generate(self.model, cache=cache, **self.settings)[0].tolist()
-        return new, new[cache.seen - seen :], cache
-
-
-class _Plain:
-    """A talk in the plain cache of transformers, which keeps everything."""
-
-    def __init__(self, prompt: Prompt, cache: DynamicCache, settings: dict[str, Any]) -> None:
-        self.model, self.settings, self.ids_1N = prompt.setup.model, settings, prompt.ids_1N[:, :0]
-        self.cache = cache
-        self.read(prompt.ids_1N[0].tolist())
-
-    @property
-    def seen(self) -> int:
-        return self.ids_1N.shape[1]
-
-    def read(self, ids: list[int]) -> None:
-        """Read all but the last token, which `generate` takes."""
-        self.ids_1N = torch.cat([self.ids_1N, self.ids_1N.new_tensor([ids])], dim=1)
-        rest_1L = self.ids_1N[:, self.cache.get_seq_length() : -1]
+def _read(prompt: Prompt, cache: Any, ids_1N: Tensor, new_tokens: int) -> None:
+    """Read what a cache lacks of a talk; the last token is left to the `generate` of a cache of transformers."""
+    model: Any = prompt.setup.model
+    if not isinstance(cache, RetentionCache):
+        rest_1L = ids_1N[:, cache.get_seq_length() : -1]
         if rest_1L.shape[1]:
-            model: Any = unwrap(self.model)
-            model(input_ids=rest_1L, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
-
-    def write(self, *, stands: bool) -> tuple[list[int], list[int], Any]:
-        cache = self.cache if stands else fork(self.cache)
-        new = written(self.model, cache, self.ids_1N, self.settings)
-        read = cache.get_seq_length() - self.seen
-        if stands:
-            self.ids_1N = torch.cat([self.ids_1N, self.ids_1N.new_tensor([new[:read]])], dim=1)
-        return new, new[read:], cache
+            unwrap(model)(input_ids=rest_1L, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    elif not cache.seen:
+        prefill(model, ids_1N, cache, new_tokens=new_tokens)
+    else:  # as the policy's `turns` says
+        read_turn(model, ids_1N[:, cache.seen :], cache, new_tokens=new_tokens)
 
 
 @torch.no_grad()
 def answer_conversation(prompt: Prompt, run: Any) -> dict[str, Any]:
     """Answer all turns of a sample in one cache; return the answers as a JSON list, units, bytes and seconds.
 
-    Where the sample says what stands as the answer to a turn (`said`), the model's own answer is written on a fork.
+    The model writes each answer on a fork; what stands as the answer (`said`, else its own) is read with the next turn.
     """
     sample, tokenizer, task = prompt.sample, prompt.setup.tokenizer, prompt.text.task
-    settings = settings_of(prompt)
-    ends = settings["eos_token_id"] if isinstance(settings["eos_token_id"], list) else [settings["eos_token_id"]]
+    settings, cache, ids_1N = settings_of(prompt), cache_of(prompt, run), prompt.ids_1N
     # The first turn has been rendered with the document in it; a mark stands for it here.
     transcript = Transcript(tokenizer, prompt.text.template, sample.system or None, (Message("user", MARK),))
-    start, writing, answers, count = time.perf_counter(), 0.0, list[str](), 0
-    talk = (_Plain if run.method.plain else _Bounded)(prompt, cache_of(prompt, run), settings)
-    kept = most = talk.seen if run.method.plain else units_of(talk.cache)
-    unread: list[int] = []
+    start, writing, answers, count, units = time.perf_counter(), 0.0, list[str](), 0, list[int]()
     for number, turn in enumerate(sample.turns):
         if number:
             said = sample.said[number - 1] if sample.said else answers[-1]
             transcript.answered(said)
-            talk.read([*unread, *encode(tokenizer, f"{said if sample.said else ''}{transcript.ask(turn)}")])
-        begun = time.perf_counter()
-        new, unread, cache = talk.write(stands=not sample.said)
-        writing, most, count = writing + time.perf_counter() - begun, max(most, units_of(cache)), count + len(new)
-        if sample.said:
-            unread = []
-        elif unread and unread[-1] in ends:  # the template writes its own end of a turn
-            unread.pop()
+            more = encode(tokenizer, f"{said}{transcript.ask(turn)}")
+            ids_1N = torch.cat([ids_1N, ids_1N.new_tensor([more])], dim=1)
+        _read(prompt, cache, ids_1N, settings["max_new_tokens"])
+        begun, twin = time.perf_counter(), fork(cache)
+        new = written(prompt.setup.model, twin, ids_1N, settings)
+        writing, count = writing + time.perf_counter() - begun, count + len(new)
+        units += [] if units else [ids_1N.shape[1] if run.method.plain else units_of(cache)]
+        units.append(units_of(twin))
         answers.append(until(decode(tokenizer, new), task.stop))
     return {
         "prediction": json.dumps(answers, ensure_ascii=False),
         "generated_tokens": count,
-        "kept_units": kept,
-        "peak_units": most,
-        "prompt_tokens": talk.seen,
-        **held(talk.cache),
+        "kept_units": units[0],
+        "peak_units": max(units),
+        "prompt_tokens": ids_1N.shape[1],
+        **held(cache),
         "prefill_seconds": time.perf_counter() - start - writing,
         "decode_seconds": writing,
     }
