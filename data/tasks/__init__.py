@@ -102,6 +102,7 @@ def _check_option(task: Task, option: str, value: Any) -> None:
     """Refuse an option that a task does not have, or a value that its field cannot hold."""
     if option not in task.settable:
         check_retired("task option", option)
+        check_retired(f"{task.family} option", option)
         close = get_close_matches(option, task.settable, n=1) or list(task.settable)
         raise ValueError(f'task {task.name}: it has no option "{option}"; did you mean {" or ".join(close)}?')
     kind = get_type_hints(type(task))[option]

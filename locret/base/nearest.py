@@ -53,6 +53,7 @@ _RETIRED = (
     *("task option lookalikes", "option --density", "option --lookalikes"),
     *("task option max_row_bytes", "task option answer_room", "task option replace_mask", "task option collection"),
     *("task option max_turns", "task option no_context", "task option compensated", "task option digits"),
+    *("scbench option scorer", "loogle option scorer"),
     *("modifier +d2o", "modifier +kvmerger", "modifier +refit", "modifier +shares"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
@@ -67,6 +68,7 @@ _BY_ITSELF = {
     "option disk": "a second tier lies in host memory, and host_budget bounds it",
     "option context": "locret-context ask FILE --question TEXT asks a context",
     "option reread": "--compare-full answers once more with every unit kept",
+    "babilong option length": "--lengths chooses it, and --suite babilong-0k asks the facts alone",
     **dict.fromkeys(("option picture", "option kept"), "locret-context show FILE says and draws what a context kept"),
     "locret-context push": "hf upload org/name FILE context.safetensors publishes a context",
     **dict.fromkeys(("locret-chat /fork", "locret-chat /back"), "/save FILE and /load FILE return to a point"),

@@ -46,8 +46,11 @@ def test_every_task_is_found_by_name_and_says_what_it_measures() -> None:
         ("leval/tpo", {"prompt_style": "x"}, "task leval/tpo: prompt_style='x' is unknown; use one of fixed, official"),
         ("leval/tpo", {"max_new_tokens": "9"}, "task leval/tpo: max_new_tokens='9' must be a whole number, 1 or more"),
         ("scbench/kv", {"golden": 1}, "task scbench/kv: golden=1 must be true or false"),
-        ("babilong/qa1", {"length": "3k"}, "task babilong/qa1: length='3k' is unknown; use one of 0k, 1k, 2k"),
-        ("loogle/longdep_qa", {"scorer": "gpt4"}, "task loogle/longdep_qa: scorer='gpt4' is unknown; use one of rouge"),
+        (
+            "babilong/qa1",
+            {"length": "3k"},
+            'option "length" was retired: --lengths chooses it, and --suite babilong-0k',
+        ),
     ],
 )
 def test_an_unknown_name_or_option_lists_the_nearest(name, options, message) -> None:

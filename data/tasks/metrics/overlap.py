@@ -12,9 +12,9 @@ ROUGE:     in the variants of two packages, whose figures differ by points, so n
            LongBench and LooGLE call. rouge-score reads the letters a-z and digits only, so a Chinese text has no words
            in it; with rouge sentences end at ".", words are sets and not bags, F has 1e-8 in its denominator, case and
            punctuation count. InfiniteBench E.Sum is ROUGE-Lsum, lines as sentences, no stemmer; L-Eval ROUGE-1, -2 and
-           -L, no stemmer, their geometric mean over a task; LongBench ROUGE-L; LooGLE recall of ROUGE-1, -2 or -L.
-BLEU:      nltk's, of words that white space separates. LooGLE, Evaluation/automatic_metrics.py: BLEU-1, and 4-grams
-           alone as "BLEU-4", unsmoothed; SCBench, scbench/repo_qa_utils.py (RepoQA's): up to 4-grams, method 4.
+           -L, no stemmer, their geometric mean over a task; LongBench ROUGE-L; LooGLE recall of ROUGE-L.
+BLEU:      nltk's, of words that white space separates, up to 4-grams, smoothed by method 4: SCBench,
+           scbench/repo_qa_utils.py (RepoQA's).
 Code:      LongBench, metrics.py, which calls `fuzz.ratio` of fuzzywuzzy: difflib's ratio, rounded to whole percent.
            With python-Levenshtein installed fuzzywuzzy takes another similarity (insertions and deletions only), which
            gives other figures: 59.82 instead of the published 57.61 on LongAlpaca-7B-16k's lcc answers.
@@ -137,8 +137,8 @@ def _google_scorer(*kinds: str) -> Any:
 
 
 @lru_cache(maxsize=4)
-def _set_scorer(kind: str, part: str) -> Any:
-    return library("rouge", "ROUGE of LongBench and LooGLE").Rouge(metrics=[kind], stats=[part])
+def _set_scorer(part: str) -> Any:
+    return library("rouge", "ROUGE of LongBench and LooGLE").Rouge(metrics=["rouge-l"], stats=[part])
 
 
 def rouge_lsum(prediction: str, references: Sequence[str]) -> float:
@@ -170,19 +170,19 @@ def rouge_l(prediction: str, references: Sequence[str]) -> float:
     A text without any sentence scores 0, and so does one with sentences so long (a thousand words in prediction and
     reference together) that the package's recursion ends at Python's limit: the official code catches both.
     """
-    return max((_of_sets(prediction, reference, "rouge-l", "f") for reference in references), default=0.0)
+    return max((_of_sets(prediction, reference, "f") for reference in references), default=0.0)
 
 
-def rouge_recall(prediction: str, reference: str, kind: str) -> float:
-    """Return recall of ROUGE: LooGLE's. A text without any sentence scores 0, where the official code stops."""
-    return _of_sets(prediction, reference, kind, "r")
+def rouge_recall(prediction: str, reference: str) -> float:
+    """Return recall of ROUGE-L: LooGLE's. A text without any sentence scores 0, where the official code stops."""
+    return _of_sets(prediction, reference, "r")
 
 
-def _of_sets(prediction: str, reference: str, kind: str, part: str) -> float:
-    scorer = _set_scorer(kind, part)
+def _of_sets(prediction: str, reference: str, part: str) -> float:
+    scorer = _set_scorer(part)
     try:
         with _usual_depth():
-            return float(scorer.get_scores([prediction], [reference], avg=True)[kind][part])
+            return float(scorer.get_scores([prediction], [reference], avg=True)["rouge-l"][part])
     except (ValueError, RecursionError):
         return 0.0
 
@@ -209,17 +209,13 @@ def chinese_rouge_l(prediction: str, references: Sequence[str]) -> float:
     return rouge_l(" ".join(cut_chinese(prediction)), [" ".join(cut_chinese(text)) for text in references])
 
 
-def bleu(
-    prediction: Sequence[str], reference: Sequence[str], *, grams: int | None = None, smooth: bool = False
-) -> float:
-    """Return nltk's sentence BLEU, from 0 to 1."""
-    module = library("nltk.translate.bleu_score", "BLEU of LooGLE and of SCBench's code retrieval")
-    weights = tuple(0.25 if grams is None else float(length == grams) for length in range(1, 5))
-    smoothing = module.SmoothingFunction().method4 if smooth else None
+def bleu(prediction: Sequence[str], reference: Sequence[str]) -> float:
+    """Return nltk's smoothed sentence BLEU, from 0 to 1."""
+    module = library("nltk.translate.bleu_score", "BLEU of SCBench's code retrieval")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # no n-gram in common is a score of 0, not a fault
-        found = module.sentence_bleu([list(reference)], list(prediction), weights, smoothing_function=smoothing)
-    return float(found)
+        smoothing = module.SmoothingFunction().method4
+        return float(module.sentence_bleu([list(reference)], list(prediction), smoothing_function=smoothing))
 
 
 def first_code_line(prediction: str) -> str:
@@ -252,7 +248,7 @@ def repeated_function(prediction: str, functions: Sequence[tuple[str, str]]) -> 
     code = first_code_block(prediction).strip()
     best, most = "", 0.0
     for name, function in functions:
-        likeness = bleu(re.split(r"\s+", code), re.split(r"\s+", function.strip()), smooth=True)
+        likeness = bleu(re.split(r"\s+", code), re.split(r"\s+", function.strip()))
         if likeness > most:
             best, most = name, likeness
     return best, most

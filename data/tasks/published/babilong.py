@@ -5,7 +5,7 @@ Source:    booydar/babilong (Apache-2.0): prompts.py, metrics.py and scripts/run
            RMT-team/babilong, 100 rows for each task and length.
 Fields:    input (the text), question, target.
 Lengths:   0k, 1k, 2k, 4k ... 512k, 1M, 10M, in tokens of GPT-2, so that another tokenizer may count more or fewer. They
-           are chosen by --lengths (4096 for 4k); 0k, the facts alone, by the option `length` or the suite babilong-0k.
+           are chosen by --lengths (4096 for 4k); 0k, the facts alone, by the suite babilong-0k.
 Metrics:   metrics.py: the first sentence must name the right label and no other.
 Deviates:  never. The official runs of some backbones have "You are a helpful assistant." as their system turn.
 """
@@ -13,7 +13,7 @@ Deviates:  never. The official runs of some backbones have "You are a helpful as
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from locret.data.tasks import rows
 from locret.data.tasks.metrics.choice import only_labels
@@ -43,16 +43,8 @@ LABELS = {
 class BabilongTask(PublishedTask):
     """One task of BABILong; a file holds its rows of one length."""
 
-    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "length")
-
     task: str
     """The task's name in the published set."""
-    length: str = ""
-    """Length of the rows as the data set names it, such as 4k; empty for those of --lengths."""
-
-    def __post_init__(self) -> None:
-        if self.length and self.length not in LENGTHS:
-            raise ValueError(f"task {self.name}: length={self.length!r} is unknown; use one of {', '.join(LENGTHS)}")
 
     def read(self, row: Row) -> list[Sample]:
         """Return the sample of a row."""
@@ -67,12 +59,11 @@ class BabilongTask(PublishedTask):
 
     def select(self, wanted: Wanted) -> Selection:
         """Return the asked rows of every length; errors are those of `Task.select`."""
-        lengths = [LENGTHS[self.length]] if self.length else wanted.lengths
         task, _ = self.fitted(wanted)
         found: dict[int, SampleSet] = {
-            tokens: rows.open_rows(task.of_length(tokens), wanted.folders, wanted.samples) for tokens in lengths
+            tokens: rows.open_rows(task.of_length(tokens), wanted.folders, wanted.samples) for tokens in wanted.lengths
         }
-        return task.selection("option" if self.length else "length", found, wanted, self.max_new_tokens)
+        return task.selection("length", found, wanted, self.max_new_tokens)
 
     def of_length(self, tokens: int) -> Self:
         """Return the task of the file with rows of a length."""

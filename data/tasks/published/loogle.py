@@ -5,8 +5,8 @@ Source:    bigai-nlco/LooGLE (MIT): prompts and lengths of its config/ folder, P
            data set bigainlco/LooGLE, now bigai-nlco/LooGLE.
 Fields:    context, question, answer, also doc_id, title, type, evidence; one row a question, those of a text one after
            the other.
-Metrics:   Evaluation/automatic_metrics.py, one at a time: `scorer`. Recall of ROUGE-L unless another is chosen. METEOR,
-           BERTScore and the judgement of GPT-4 are left out: they need other data or models.
+Metrics:   Evaluation/automatic_metrics.py: recall of ROUGE-L, and of cloze tasks exact matches. Its other metrics are
+           left out: samples.jsonl has the answers for them.
 Deviates:  answers of cloze tasks are read as literals, where the official code evaluates them as Python. Greedy without
            the official runs' repetition penalty of 2. Of too long a text with several questions the text alone is cut,
            the same for all of them.
@@ -18,9 +18,9 @@ import ast
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any, ClassVar, Literal
+from typing import Any
 
-from locret.data.tasks.metrics.overlap import bleu, rouge_recall
+from locret.data.tasks.metrics.overlap import rouge_recall
 from locret.data.tasks.published.base import PublishedTask, prompts_of
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Question, Sample
@@ -42,12 +42,8 @@ def _dictionary(text: str) -> dict[str, Any]:
 class LooGLETask(PublishedTask):
     """One file of LooGLE; a text is a sample, whose own question is the first of all that are asked."""
 
-    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "scorer")
-
     task: str
     """The file's name in the published set."""
-    scorer: Literal["rouge_l", "rouge_1", "rouge_2", "bleu_1", "bleu_4"] = "rouge_l"
-    """Recall of ROUGE, BLEU-1, or 4-grams alone."""
 
     def items(self, found: Iterable[Row]) -> Iterator[Sample]:
         """Yield a sample for each text, with the questions of all rows that follow each other and share it."""
@@ -64,20 +60,13 @@ class LooGLETask(PublishedTask):
         return [self.sample_of(row, head, row.text("context"), f"\n{text}", (row.text("answer"),), question=text)]
 
     def score(self, prediction: str, sample: Sample) -> float:
-        """Return the chosen metric; an empty answer is taken for "None", as in the official code."""
-        said, right = prediction or "None", sample.targets[0]
-        kind, _, grams = self.scorer.partition("_")
-        if kind == "rouge":
-            return rouge_recall(said, right, self.scorer.replace("_", "-"))
-        return bleu(said.split(), right.split(), grams=int(grams))
+        """Return recall of ROUGE-L; an empty answer is taken for "None", as in the official code."""
+        return rouge_recall(prediction or "None", sample.targets[0])
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClozeTask(LooGLETask):
     """Entities that are to be filled in."""
-
-    scorer: Literal["exact", "partial"] = "exact"  # type: ignore[assignment]
-    """Whether an entity must be the right one, or share a word with it."""
 
     def read(self, row: Row) -> list[Sample]:
         """Return the sample of a row, whose answer says what every mask hides."""
@@ -90,13 +79,7 @@ class ClozeTask(LooGLETask):
     def _filled(self, prediction: str, reference: str) -> tuple[int, int]:
         """Return how many masks an answer fills rightly, and how many there are."""
         said, right = _dictionary(prediction or "None"), _dictionary(reference)
-
-        def fits(mask: str) -> bool:
-            if self.scorer == "exact":
-                return bool(said[mask] == right[mask])
-            return isinstance(said[mask], str) and bool(set(right[mask].split()) & set(said[mask].split()))
-
-        return sum(mask in said and fits(mask) for mask in right), len(right)
+        return sum(mask in said and said[mask] == right[mask] for mask in right), len(right)
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the share of the sample's masks that are filled rightly."""
@@ -114,9 +97,7 @@ TASKS: tuple[LooGLETask, ...] = tuple(
     (ClozeTask if name == "shortdep_cloze" else LooGLETask)(
         name=f"loogle/{name}",
         source="LooGLE, arXiv 2311.04939",
-        metric="share of the masks filled rightly"
-        if name == "shortdep_cloze"
-        else "recall of ROUGE-L, or the chosen scorer",
+        metric="share of the masks filled rightly" if name == "shortdep_cloze" else "recall of ROUGE-L",
         max_new_tokens=new,
         chat=False,
         truncation="middle",

@@ -10,12 +10,12 @@ Modes:     `scbench/kv` is multi-turn: one cache reads text and first question, 
            question follows the text alone (the official option is called scdq); --questions asks fewer or more.
 Metrics:   compute_scores.py. A mixed task's score is the mean of its two kinds' scores, which the official code prints
            side by side.
-Deviates:  scorer=official takes the text answers of qa_chn and many_shot for lists of characters, as the official code
-           does, so that any answer in brackets is right where the options are (A) to (D); scorer=fixed, the default,
-           takes them whole. In multi-turn mf every turn asks for its own number first, where the official code repeats
-           the last turn's. A text that is too long is cut before the chat template is written, not after; for requests
-           also by the tokens of its longest question. Both kinds
-           of a mixed task may take the longer one's tokens. An answer is not begun with "This paper".
+Deviates:  the text answers of qa_chn and many_shot are taken whole, where the official code takes them for lists of
+           characters, so that any answer in brackets is right if the options are (A) to (D). In multi-turn mf every
+           turn asks for its own number first, where the official code repeats the last turn's. A text that is too long
+           is cut before the chat template is written, not after; for requests also by the tokens of its longest
+           question. Both kinds of a mixed task may take the longer one's tokens. An answer is not begun with "This
+           paper".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from locret.data.tasks.metrics.choice import book_choice
 from locret.data.tasks.metrics.overlap import character_f1, repeated_function, rouge_lsum
@@ -78,7 +78,7 @@ _METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
 class SCBenchTask(PublishedTask):
     """One file of SCBench; a row is a sample: a conversation, or a text with all questions about it."""
 
-    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "golden", "scorer")
+    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "golden")
 
     task: str
     """The file's name in the published set, without "scbench_"."""
@@ -86,8 +86,6 @@ class SCBenchTask(PublishedTask):
     """Whether every question is asked of the text alone."""
     golden: bool = True
     """Whether the right answer stands in the history of a conversation, whatever the model wrote."""
-    scorer: Literal["fixed", "official"] = "fixed"
-    """How text answers of qa_chn and many_shot are compared, see the module."""
 
     def read(self, row: Row) -> list[Sample]:
         """Return the conversation of a row, or its first question with all others."""
@@ -158,11 +156,7 @@ class SCBenchTask(PublishedTask):
 
     def _one(self, prediction: str, targets: Sequence[str], functions: Functions) -> float:
         kind = self.kind_of(targets)
-        if kind == "repoqa":
-            return _repeated(prediction, targets, functions)
-        if self.scorer == "official" and self.task in ("qa_chn", "many_shot") and len(targets) == 1:
-            targets = tuple(targets[0])
-        return _METRICS[kind](prediction, targets)
+        return _repeated(prediction, targets, functions) if kind == "repoqa" else _METRICS[kind](prediction, targets)
 
     def summarise(self, scores: Sequence[float], answers: Sequence[tuple[str, tuple[str, ...]]]) -> float:
         """Return the mean over all answers; of two kinds the mean of theirs.
