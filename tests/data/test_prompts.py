@@ -32,7 +32,7 @@ def test_prompts_of_each_task_are_the_official_ones(family, form) -> None:
 
 
 @pytest.mark.parametrize("form", golden("leval"))
-def test_three_prompts_of_each_leval_task_are_the_official_ones(form) -> None:
+def test_three_prompts_of_each_leval_task_are_the_official_ones_and_so_are_their_malformed_turns(form) -> None:
     case = golden("leval")[form]
     items = {item.id: item for item in items_of(f"leval/{form}", case["records"])}
     expected = {f"{row}/{name}": rest for row, asked in enumerate(case["prompts"]) for name, rest in asked.items()}
@@ -42,15 +42,9 @@ def test_three_prompts_of_each_leval_task_are_the_official_ones(form) -> None:
         assert (item.content, item.lead) == (rest["content"], rest["lead"])
         assert item.system == rest.get("system", item.system)
         assert item.document == ("" if item.plain else case["records"][int(name[0])]["input"])
-
-
-@pytest.mark.parametrize(("family", "marker"), [("llama", "<|start_header_id|>"), ("phi", "<|assistant|>")])
-@pytest.mark.parametrize("form", golden("leval"))
-def test_the_official_style_writes_the_malformed_turns_of_the_official_runs(form, family, marker) -> None:
-    case = golden("leval")[form]
-    item = items_of(f"leval/{form}", case["records"][:1])[0]
-    built = build_prompt(tasks.get(f"leval/{form}", prompt_style="official"), item, word_tokenizer(marker))
-    assert built.text == case["prompts"][0]["0"][family]
+    for family, marker in (("llama", "<|start_header_id|>"), ("phi", "<|assistant|>")):
+        official = tasks.get(f"leval/{form}", prompt_style="official")
+        assert build_prompt(official, items["0/0"], word_tokenizer(marker)).text == expected["0/0"][family]
 
 
 @pytest.mark.parametrize("name", LOOGLE)
@@ -87,8 +81,7 @@ def test_conversations_of_scbench_have_the_official_turns(name) -> None:
 
 def test_prompts_of_longbench_v2_are_the_official_ones() -> None:
     assert [one.content for one in items_of("longbench_v2/all", V2["records"])] == V2["prompts"]["0shot"]
-    splits = {name: [one.id for one in items_of(f"longbench_v2/{name}", V2["records"])] for name in ("easy", "medium")}
-    assert splits == {"easy": ["0"], "medium": []}
+    assert [len(items_of(f"longbench_v2/{name}", V2["records"])) for name in ("easy", "medium")] == [1, 0]
 
 
 def test_questions_are_put_step_by_step_as_omnikvs_script_puts_them() -> None:
@@ -99,11 +92,7 @@ def test_questions_are_put_step_by_step_as_omnikvs_script_puts_them() -> None:
     )
     (steps,), (once,) = items_of("multistep/hotpotqa", [row]), items_of("multistep/hotpotqa", [row], cot=False)
     assert (steps.content, steps.document, steps.lead) == (asked, "w1 w2", "Evidence (step by step) then answer: 1.")
-    assert (steps.system, once.system, once.lead) == (
-        "You are a helpful assistant. ",
-        "You are a helpful assistant.",
-        "",
-    )
+    assert (steps.system, once.system, once.lead) == (f"{once.system} ", "You are a helpful assistant.", "")
     assert tasks.get("multistep/2stage", style="yi").max_new_tokens == 50
 
 
@@ -136,8 +125,8 @@ def test_the_protocols_are_the_published_ones() -> None:
     limits = {name: tasks.get(f"scbench/{name}").limit for name in ("kv", "mf", "repoqa_and_kv", "kv_requests")}
     assert limits == {"kv": 130322, "mf": 131047, "repoqa_and_kv": 128312, "kv_requests": 129322}
     if (lengths := SHARED / "longbench/config/dataset2maxlen.json").is_file():
-        for name, tokens in json.loads(lengths.read_text()).items():
-            assert tasks.get(f"longbench/{name}").max_new_tokens == tokens
+        known = json.loads(lengths.read_text())
+        assert {name: tasks.get(f"longbench/{name}").max_new_tokens for name in known} == known
 
 
 def test_a_completion_prompt_has_its_middle_cut_out_in_tokens_and_room_left_for_the_reference() -> None:
@@ -155,11 +144,7 @@ def test_a_completion_prompt_has_its_middle_cut_out_in_tokens_and_room_left_for_
 
 def test_a_longbench_prompt_is_cut_decoded_and_framed_as_a_chat_turn() -> None:
     row = {"context": " ".join(f"w{index}" for index in range(50)), "input": "w900", "answers": ["w1"]}
-    tokenizer, task, chat = (
-        word_tokenizer(),
-        tasks.get("longbench/lcc", limit=11),
-        tasks.get("longbench/qasper", limit=11),
-    )
+    tokenizer, (task, chat) = word_tokenizer(), (tasks.get(f"longbench/{name}", limit=11) for name in ("lcc", "qasper"))
     (item,) = task.items(entries([row]))
     whole = tokenizer(item.content)["input_ids"]
     # Half of 11 is 5; the bos is dropped by decoding and comes back with encoding; the halves meet without a space.

@@ -1,11 +1,8 @@
-"""Runs of `locret-eval` in processes of their own, and what they leave without the times, which differ."""
+"""What runs of `locret-eval` leave, without the times, which differ."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import build_prompt
 from locret.infer.evaluation.methods import Prompt, Setup, SharedText
 
-MODULE = "locret.infer.evaluation.command"
 RECORD: dict[str, Any] = {
     **{"task": "passkey", "version": 1, "tokens": 300, "index": 0, "method": "random"},
     **{"budget": 64, "chunk_size": 32, "stabilizers": 16, "score": 1.0, "prediction": "48213", "targets": ["48213"]},
@@ -23,30 +19,6 @@ RECORD: dict[str, Any] = {
 }
 """A line of samples.jsonl."""
 TIMES = ("prefill_seconds", "decode_seconds", "prefill_tokens_per_second", "decode_tokens_per_second")
-
-
-def environment() -> dict[str, str]:
-    """Return this process's environment for processes that run on one CPU thread, without devices or a network."""
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-
-
-def start(processes: int, *arguments: object) -> subprocess.Popen[str]:
-    """Start `locret-eval` with its arguments in so many processes."""
-    launch = [sys.executable, "-m"]
-    if processes > 1:
-        # accelerate starts several GPU processes this way; its own launcher for CPUs needs MPI.
-        launch += ["torch.distributed.run", f"--nproc_per_node={processes}", "--standalone", "-m"]
-    line = [*launch, MODULE, *map(str, arguments)]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment())
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    """Return exit code, output and errors."""
-    try:
-        out, err = process.communicate(timeout=500)
-    finally:
-        process.kill()
-    return process.returncode, out, err
 
 
 def records(folder: Path, name: str = "samples.jsonl") -> list[dict[str, Any]]:

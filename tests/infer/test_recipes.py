@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from locret import RetentionPolicy, lookups, scorers
+from locret import lookups, scorers
 from locret.cli.command import parse_options
 from locret.infer.evaluation.methods import Method
 from locret.policy.budget import units_of_share
@@ -37,37 +37,22 @@ def option_classes(job: str) -> tuple[type, ...]:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_recipe_parses_and_says_how_to_run_it(path: Path) -> None:
+def test_a_recipe_parses_says_how_to_run_it_and_names_what_exists(path: Path) -> None:
     job, name = path.relative_to(ROOT / "recipes").parts[0], str(path.relative_to(ROOT))
     # What a recipe leaves to the command line because only the user knows it.
-    missing = {"infer": {"heads": "HEADS"}, "train": {"output": "OUTPUT"}}.get(job, {})
+    missing = {"infer": {"heads": "HEADS"}, "train": {"output": "OUTPUT"}, "eval": {"heads": "HEADS"}}.get(job, {})
     content = yaml.safe_load(path.read_text())
-    extra = [part for key, value in missing.items() if key not in content for part in (f"--{key}", value)]
-    _, chosen = parse_options("test", "", option_classes(job), ["--config", str(path), *extra])
+    extra = {key: value for key, value in missing.items() if key not in content}
+    line = ["--config", str(path), *(part for key, value in extra.items() for part in (f"--{key}", value))]
+    options, chosen = parse_options("test", "", option_classes(job), line)
     assert set(content) <= chosen
     assert name in path.read_text(), "its header holds the command, ready to paste"
-
-
-@pytest.mark.parametrize(
-    ("name", "numbers"),
-    [("phi_3_mini_128k", (6000, 3072, 2500, 100)), ("llama_3.1_8b", (16384, 1024, 2500, 100))],
-)
-def test_recipes_have_the_papers_numbers(name: str, numbers: tuple[int, ...]) -> None:
-    recipe = yaml.safe_load((ROOT / "recipes" / "infer" / f"{name}.yaml").read_text())
-    assert tuple(recipe[key] for key in ("budget", "chunk_size", "stabilizers", "local_len")) == numbers
-
-
-@pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "eval").glob("*.yaml")), ids=lambda path: path.stem)
-def test_evaluation_recipes_name_tasks_methods_and_policies_that_exist(path: Path) -> None:
-    content = yaml.safe_load(path.read_text())
-    heads = [] if "heads" in content else ["--heads", "HEADS"]
-    (_, evaluation, budgets, _), chosen = parse_options(
-        "test", "", option_classes("eval"), ["--config", str(path), *heads]
-    )
-    assert evaluation.chosen_methods()
-    assert evaluation.chosen_tasks()
-    assert evaluation.token_lengths()
-    assert [one.policy(1) for one in budgets.allotments(chosen, {})]
+    if job == "eval":
+        _, evaluation, budgets, _ = options
+        assert evaluation.chosen_methods()
+        assert evaluation.chosen_tasks()
+        assert evaluation.token_lengths()
+        assert [one.policy(1) for one in budgets.allotments(chosen, {})]
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes" / "bench").glob("*.yaml")), ids=lambda path: path.stem)
@@ -78,10 +63,7 @@ def test_benchmark_recipes_plan_what_they_say(path: Path, capsys: pytest.Capture
     assert command(["--config", str(path), "--dry-run", "--quiet"]) == 0
     record = json.loads(capsys.readouterr().out)
     config = record["config"]
-    assert config["shape"] == content["shape"]
-    assert config["policy"]["budget"] == content["budget"]
-    assert config["dtype"] == content["dtype"]
-    assert config["policy"]["chunk_size"] == content["chunk_size"]
+    assert all(config["policy"][name] == content[name] for name in ("budget", "chunk_size"))
     header = path.read_text().partition("shape:")[0]
     assert all(f"{tokens // 1024}K" in header for tokens in config["lengths"])
     for row in record["plan"]:
@@ -103,21 +85,11 @@ def scorer(method: str) -> Scorer:
     return scorers.get(method.partition("+")[0])
 
 
-def test_snapkv_has_its_longbench_configuration() -> None:
-    methods, budgets = recipe("snapkv_longbench")
-    name = "snapkv:window=32,kernel=7,pooling=max+prompt_end"
-    assert scorer(name) == scorers.SnapKVScorer(window=32, kernel=7, pooling="max")
-    assert methods[name].changes == {"when": "prompt_end"}
-    assert [budget + budgets.local_len for budget in budgets.budget] == [1024, 2048, 4096]
-
-
 def test_sirllm_keeps_as_many_units_as_its_code_does_between_chunks() -> None:
-    methods, budgets = recipe("sirllm_infinitebench")
+    _, budgets = recipe("sirllm_infinitebench")
     assert budgets.budget == [4 + 1000 + 6000 - 3072, 4 + 1000 + 6000]
-    assert scorer(next(iter(methods))) == scorers.SirLLMScorer(sinks=4, keep_recent=1000)
-    (first, *_), budgets = recipe("sirllm_rock_paper_scissors")
+    _, budgets = recipe("sirllm_rock_paper_scissors")
     assert budgets.budget + budgets.local_len == 4 + 1020
-    assert scorer(first) == scorers.SirLLMScorer(sinks=4, decay=0.9)
 
 
 def test_nacl_splits_a_budget_as_its_code_and_its_table_do() -> None:
@@ -183,14 +155,3 @@ def test_omnikv_attends_to_the_share_that_leaves_30_percent_in_fast_memory(
         assert one.ratio(layers) == pytest.approx(ratio, abs=1e-3)
     if name == "omnikv_longbench":
         assert [one.selector for one in own] == ["last", "uniform", "exp"]
-
-
-def test_imdc_has_its_pruners_and_its_memory() -> None:
-    methods, budgets = recipe("imdc_passkey")
-    assert budgets.budget == 2048 + 4
-    assert len(methods) == 7
-    own = scorer("snapkv:queries=chunk,reduce=sum,sinks=4")
-    assert own == scorers.SnapKVScorer(queries="chunk", reduce="sum", sinks=4)
-    assert all(
-        method.policy(RetentionPolicy(budget=2052, stabilizers=0)).positions == "compact" for method in methods.values()
-    )

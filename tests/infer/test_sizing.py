@@ -117,9 +117,8 @@ def test_dry_run_counts_the_prompt_where_the_plan_depends_on_it(ask: Infer, tmp_
     shrinking = (*options, "--min-chunk", 8)
     plan, record = ask(*shrinking, "--dry-run"), ask(*shrinking)
     assert plan["prompt_tokens"] == record["prompt_tokens"]
-    assert (
-        sum(row["chunk"] * (row["last_step"] - row["first_step"] + 1) for row in plan["steps"]) == plan["prompt_tokens"]
-    )
+    read = [row["chunk"] * (row["last_step"] - row["first_step"] + 1) for row in plan["steps"]]
+    assert sum(read) == plan["prompt_tokens"]
     assert plan["planned_cache_bytes"] == record["peak_cache_bytes"]
     rows = ask(*options[:-1], "--layer-budgets", "pyramid", "--dry-run")["steps"]
     assert rows[-2]["kept"] == [8 + 47, 8 + 1], "8 stabilizers and a pyramid of the other 24"
@@ -131,11 +130,6 @@ def test_memory_that_grows_with_the_prompt_is_announced(call: Infer) -> None:
     bounded, grown = json.loads(call("--budget", 64, "--json").out), json.loads(outcome.out)
     assert grown["kept_units"] == bounded["kept_units"]
     assert grown["peak_cache_bytes"] > 10 * bounded["peak_cache_bytes"]
-
-
-def test_a_budget_beyond_any_memory_reads_a_short_prompt(ask: Infer) -> None:
-    record = ask("--budget", 10**15, "--chunk-size", 10**15)
-    assert record["kept_units"] == record["prompt_tokens"]
 
 
 def test_the_largest_budget_that_suits_the_free_memory_is_taken(

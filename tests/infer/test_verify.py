@@ -93,9 +93,7 @@ FAULTS = {
     ),
     "budget ignored": Fault(
         *(Limits, "after_chunk", lambda stay, *_: Stay(10**6, stay.recent, stay.sinks)),
-        {"budget"},
-        {"bytes"},
-        after=True,
+        *({"budget"}, {"bytes"}, True),
     ),
     "padding rows shifted": Fault(RetentionCache, "number", padding_shifted, {"batch"}, after=True),
     "a token dropped at a chunk's boundary": Fault(
@@ -104,10 +102,6 @@ FAULTS = {
     ),
     "planned bytes lie": Fault(budgets, "unit_bytes", lambda found, *_: found - 8, {"bytes"}, after=True),
     "memory grows": Fault(DenseStore, "keep", growing_memory, {"bytes"}),
-    "values of another head": Fault(
-        *(DenseStore, "_write", lambda own, store, span, keys, values: own(store, span, keys, values.roll(1, 1))),
-        *({"full-budget"}, EVERYTHING),
-    ),
     "query groups swapped": Fault(
         *(*ATTEND, lambda own, query, *more: own(query.roll(1, 1), *more).roll(-1, 1)),
         *({"full-budget", "eviction"}, EVERYTHING),
@@ -157,10 +151,7 @@ def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) ->
     fault.plant(monkeypatch)
     report = report_of(fault.policy, fault.found_by | GUARDS, fault.family)
     found = {row.check for row in report.failures}
-    shown = [(row.check, row.compared, row.measured, row.tolerance, row.why) for row in report.failures]
-    assert found >= fault.found_by, shown
-    assert found <= fault.found_by | set(fault.perhaps), shown
-    assert not report.ok
+    assert fault.found_by <= found <= fault.found_by | set(fault.perhaps), report.table()
     assert all(row.means for row in report.failures)
     compared = {row.check for row in report.failures if row.measured is not None}
     assert compared >= fault.found_by, "by a comparison, not by breaking"
@@ -172,11 +163,9 @@ def test_numbers_that_are_not_finite_are_said_before_anything_is_compared(where:
     module = model.lm_head if where == "logits" else model.model.norm
     module.register_forward_hook(lambda _module, _args, out: out.index_fill(-1, torch.tensor(3), torch.inf))
     report = verify(model, "snapkv", POLICY, tokens=88, only=("bytes", "determinism"))
-    assert [(row.check, row.measured) for row in report.failures] == [
-        ("backbone", f"NaN or infinite {where} in float32")
-    ]
-    assert len(report.rows) == 1
-    assert "--dtype float32 or bfloat16" in str(report)
+    (row,) = report.rows
+    assert (row.check, row.measured) == ("backbone", f"NaN or infinite {where} in float32")
+    assert "--dtype float32 or bfloat16" in row.means
 
 
 KINDS = (
@@ -218,17 +207,14 @@ def test_the_embedded_pair_passes(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.command([*TINY, "--quick", "--quiet", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["ok"]
-    assert list(shown["rows"][0]) == ["check", "status", "compared", "measured", "tolerance", "why", "means"]
     assert {row["check"] for row in shown["rows"]} == set(CHECKS)
-    facts = ["backbone", "scorer", "policy", "tokens", "seed", "dtype", "device", "versions", "model", "options"]
-    assert list(shown) == ["ok", "rows", *facts]
+    assert {"scorer", "policy", "tokens", "seed", "dtype", "device", "versions", "model", "options"} < set(shown)
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         (["--tokens", "10"], "--tokens 10 leaves nothing to cut into chunks"),
-        (["--only", "chunks"], '--only "chunks" was retired'),
         (["--output", "record"], 'locret-verify "--output" was retired'),
         (["--only", "bytess"], "--only bytess: there is no such check; did you mean bytes"),
         (["--budget", "1000", "--tokens", "512"], "--tokens 512 is too short to evict anything with --budget 1000"),
