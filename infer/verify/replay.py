@@ -60,7 +60,7 @@ class _Replay:
         return keys
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
     ) -> tuple[Tensor, None]:
         """Attend as the blocks say; called as an attention of transformers."""
         index, governed = self.layers[module], self.backbone.layers
