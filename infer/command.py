@@ -65,13 +65,13 @@ def command(argv: Sequence[str] | None = None) -> int:
     instances, chosen = parse_options("locret-infer", DESCRIPTION, OPTION_CLASSES, argv)
     options = Options(*instances, chosen=frozenset(chosen))  # type: ignore[misc]
     options.model.local_folder()  # a misspelt one is refused before torch is imported
-    with together("locret-infer", options) as options, warnings_as_lines("locret-infer", quiet=options.output.quiet):
+    with together(options) as options, warnings_as_lines("locret-infer", quiet=options.output.quiet):
         execute(options)
     return 0
 
 
 @contextmanager
-def together(prog: str, options: Options) -> Iterator[Options]:
+def together(options: Options) -> Iterator[Options]:
     """Join the processes that share a backbone, of which the first alone speaks; give the options of this one."""
     count, output = launched()[1], options.output
     if count > 1 and options.model.shard is None:
@@ -81,7 +81,7 @@ def together(prog: str, options: Options) -> Iterator[Options]:
         )
     if count > 1 and not output.dry_run and options.prompt.prompt_file in (None, "-"):
         raise ValueError("a text on standard input reaches one process alone; give it to all with --prompt-file FILE")
-    with joined(prog) as ranks:
+    with joined() as ranks:
         given = {f"--{name.replace('_', '-')}": one for part in options.parts for name, one in asdict(part).items()}
         with ranks.together():
             ranks.agree(given)  # processes that share a backbone do the same, or wait for each other for ever

@@ -57,7 +57,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     # What can be refused at once is, before torch is imported or the Hub is asked.
     _check_launcher()
     with ExitStack() as held:
-        ranks = held.enter_context(joined("locret-train", way_out=_GO_ON))
+        ranks = held.enter_context(joined(_GO_ON))
         with ranks.together():
             folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
             rows = find_local(data.dataset, data_dir=data.data_dir)

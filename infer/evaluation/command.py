@@ -44,7 +44,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         return real.command(arguments)
     from locret.distributed import ranks
 
-    with ranks.joined("locret-eval", way_out=_GO_ON) as own:
+    with ranks.joined(_GO_ON) as own:
         _command(own, arguments)
     return 0
 

@@ -1,14 +1,11 @@
 """The processes of a run, as torchrun, `accelerate launch` or `deepspeed` start them; alone, nothing changes.
 
-A process that dies takes the others with it, within a minute and with one sentence: whoever waits for it would wait for
-ever.
+Where one of them dies, the launcher ends the others.
 """
 
 from __future__ import annotations
 
 import os
-import signal
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,9 +19,7 @@ if TYPE_CHECKING:
 
 _JOINING = timedelta(minutes=10)
 _PATIENCE = timedelta(days=30)
-"""How long processes wait for each other: one may have far longer rows than the others, and who dies is noticed."""
-_NOTICING = 2.0
-"""Seconds until it is known that a process has died, once a collective has failed."""
+"""How long processes wait for each other: one may have far longer rows than the others."""
 _SAME_ROWS = ("tp",)
 """Ways of sharding in which all processes work on the same rows."""
 
@@ -32,10 +27,6 @@ _ENGINES = {"DEEPSPEED": "zero3", "FSDP": "fsdp", "MEGATRON_LM": "fsdp", "PARALL
 """What `accelerate launch` asks for by a variable ACCELERATE_USE_..., and the option that spreads the backbone here."""
 
 _T = TypeVar("_T")
-
-
-class _EndedTogether(SystemExit):
-    """This process ends because another one has failed, which all know and one has said."""
 
 
 @dataclass(frozen=True)
@@ -82,10 +73,7 @@ class Ranks:
         import torch.distributed
 
         found: list[Any] = [None] * self.size
-        try:
-            torch.distributed.all_gather_object(found, value)
-        except RuntimeError as error:
-            raise OSError("another process has ended early") from error
+        torch.distributed.all_gather_object(found, value)
         return found
 
     @contextmanager
@@ -114,7 +102,7 @@ class Ranks:
         if failure is not None and failed[0] == self.rank:
             raise failure
         if failed:
-            raise _EndedTogether(codes[failed[0]])
+            raise SystemExit(codes[failed[0]])  # one of those that failed says why
 
     def agree(self, facts: Mapping[str, Any], way_out: str = "start all processes with the same options") -> None:
         """Make sure that all processes work on the same run.
@@ -179,11 +167,10 @@ def join() -> None:
 
 
 @contextmanager
-def joined(prog: str, *, way_out: str = "see what it says, and start all of them again") -> Iterator[Ranks]:
+def joined(way_out: str = "see what it says, and start all of them again") -> Iterator[Ranks]:
     """Find the other processes that a launcher has started, and take leave of them at the end.
 
     Args:
-        prog: Name of the command.
         way_out: What to do once a process has died.
     """
     check_launcher()
@@ -194,52 +181,12 @@ def joined(prog: str, *, way_out: str = "see what it says, and start all of them
     join()
     import torch.distributed
 
-    from locret.distributed.watch import Watch
-
-    own = Ranks(rank, size, local_rank, rank, size)
-
-    def sentence(gone: int) -> str:
-        return f"process {gone} of {size} has ended early; {way_out}"
-
-    watch, orderly = Watch(rank, size, lambda value: own.gather(value)[0], sentence, prog, FAILURE), False
     try:
-        yield own
-        orderly = True
-    except SystemExit as end:
-        orderly = not end.code or isinstance(end, _EndedTogether)
+        yield Ranks(rank, size, local_rank, rank, size)
+    except RuntimeError as error:
+        # Gloo's errors have no class of their own.
+        if isinstance(error, torch.distributed.DistError) or "gloo" in str(error):
+            raise OSError(f"another of {size} processes has ended early; {way_out}") from error
         raise
-    except (Exception, KeyboardInterrupt) as error:
-        # A collective that a process is missing in fails, or a launcher interrupts the others of one that died.
-        if not _of_collectives(error):
-            raise
-        with _uninterrupted() as handlers:
-            if (gone := watch.gone(_NOTICING)) is not None:
-                handlers.clear()  # it is ending, and has yet to say why
-                raise OSError(sentence(gone)) from error
-        raise
-    finally:
-        watch.close(orderly=orderly)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[dict[int, Any]]:
-    """Take no notice of a launcher's signals; afterwards what is in the dictionary handles them again."""
-    before: dict[int, Any] = {}
-    if threading.current_thread() is threading.main_thread():
-        before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield before
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _of_collectives(error: BaseException | None) -> bool:
-    """Return whether an error may come from the exchange between processes."""
-    while error is not None:
-        if isinstance(error, RuntimeError | KeyboardInterrupt):
-            return True
-        error = error.__cause__
-    return False

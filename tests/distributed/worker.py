@@ -243,7 +243,7 @@ def main(shard: str) -> None:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.set_num_threads(1)
-    with joined("worker") as own:
+    with joined() as own:
         found = own.gather(shared_out(own) if shard == "tp" else gathered(own, shard))
         if own.is_main:
             sys.stdout.write(json.dumps({name: [one[name] for one in found] for name in found[0]}) + "\n")
