@@ -84,7 +84,7 @@ class QuestLookup(Lookup):
 
     def choose(self, ask: Ask) -> Tensor | None:
         """See `Lookup`; ranks are (B, N, 1, R)."""
-        if not ask.generating or ask.nth < self.dense:
+        if not ask.generating or ask.fed or ask.nth < self.dense:
             return None
         found: _Pages = ask.index
         batch, heads, units = len(ask.query), ask.query.shape[1], ask.keys.shape[2]
