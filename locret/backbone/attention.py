@@ -70,8 +70,8 @@ class Far:
     """Tokens that a query sees as near, its own included."""
     empty: Tensor | None
     """(B, 1 or K, S + F) bool, near slots first: those that hold nothing; None if all hold units."""
-    tell: Callable[[Tensor, Tensor], None]
-    """Called with the (B, N, S) attention of the near slots and the (B, N, F) of the far ones, summed over queries."""
+    tell: Callable[[Tensor], None]
+    """Called with the (B, N, S) attention of the near slots, summed over queries."""
 
 
 @dataclass(frozen=True)
@@ -296,7 +296,6 @@ def _attend_near_and_far(
     held_mask = memo.causal(new, far.held, None, keys)
     out = query.new_empty(*query.shape[:-1], values.shape[-1])
     near_mass = keys.new_zeros(batch, kv_heads, query.shape[2], near, dtype=torch.float32)
-    far_mass = keys.new_zeros(batch, kv_heads, query.shape[2], far.keys.shape[2], dtype=torch.float32)
     for start in range(0, new, _ROWS_CPU):
         rows = slice(start, min(start + _ROWS_CPU, new))
         # Slots that no query of the block sees are left out: those behind its window, and those that come after it.
@@ -315,12 +314,11 @@ def _attend_near_and_far(
             logits.masked_fill_(empty[:, :, None, None], -torch.inf)
         weights = attention_weights(logits, by_kv_head(sinks, kv_heads))
         near_mass[..., span] += weights[..., :width].sum(-2)
-        far_mass += weights[..., width:].sum(-2)
         weights = weights.to(values.dtype)
         out[..., rows, :] = (
             weights[..., :width] @ values[:, :, None, span] + weights[..., width:] @ far.values[:, :, None]
         )
-    far.tell(near_mass.flatten(1, 2), far_mass.flatten(1, 2))
+    far.tell(near_mass.flatten(1, 2))
     return out.flatten(1, 2)
 
 

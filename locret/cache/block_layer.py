@@ -118,7 +118,7 @@ class BlockLayer(RetentionLayer):
             held=held,
             window=self.local,
             empty=self._empty(chosen, held, near),
-            tell=lambda near_mass, _: self._note(near_mass),
+            tell=self._note,
         )
         turned = store.workspace.take((*store.keys.shape[:2], near, store.keys.shape[3]), store.capacity, store.keys)
         store.rotary.turn(store.keys[:, :, window], cos, sin, out=turned)

@@ -30,7 +30,7 @@ class RaggedStore(Store):
     `starts[b, k]` on, ascending by position.
     """
 
-    name = holds = "ragged"
+    name = "ragged"
     uncounted = ("counts", "starts")
     once = None
 
