@@ -16,49 +16,14 @@ DEEP: Any = "deep"
 for _ in range(400):
     DEEP = [DEEP]
 ODD = (
-    None,
-    True,
-    False,
-    -1,
-    0,
-    1,
-    3,
-    10**12,
-    -(10**12),
-    2**63,
-    10**400,
-    0.5,
-    1e308,
-    float("nan"),
-    float("inf"),
-    "",
-    "5",
-    "nan",
-    "no such name",
-    "../../etc/passwd",
-    "/dev/zero",
-    "x" * 300,
-    "\ud800",
-    "a\nb",
-    [],
-    {},
-    [1],
-    [None],
-    ["a"],
-    {"a": 1},
-    {"rope_type": "no such"},
-    DEEP,
+    *(None, True, False, -1, 0, 1, 3, 10**12, -(10**12), 2**63, 10**400, 0.5, 1e308, float("nan"), float("inf")),
+    *("", "5", "nan", "no such name", "../../etc/passwd", "/dev/zero", "x" * 300, "\ud800", "a\nb"),
+    *([], {}, [1], [None], ["a"], {"a": 1}, {"rope_type": "no such"}, DEEP),
 )
 """Values that a loader may meet where it expects another."""
 _DTYPES = (
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float8_e4m3fn,
-    torch.int64,
-    torch.int32,
-    torch.uint8,
-    torch.bool,
+    *(torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
+    *(torch.int64, torch.int32, torch.uint8, torch.bool),
 )
 
 
@@ -130,7 +95,8 @@ def tensors_of(draw: st.DrawFn, tensors: dict[str, Tensor]) -> dict[str, Tensor]
     tensor = tensors[name]
     kind = draw(st.sampled_from(("shape", "type", "value", "name", "drop", "add", "swap")))
     if kind == "shape":
-        shapes = [tensor[:0], tensor[:1].clone(), tensor[None], tensor.flatten(), tensor[..., :-1], torch.zeros(())]
+        # Not the same bytes in another shape: no damage does that to a header, and to its checksum.
+        shapes = [tensor[:0], tensor[:1].clone(), tensor[..., :-1], torch.zeros(())]
         changed[name] = draw(st.sampled_from(shapes)).contiguous().clone()
     elif kind == "type":
         changed[name] = tensor.to(draw(st.sampled_from(_DTYPES)))

@@ -7,11 +7,11 @@ from typing import Any
 import oracle as reference
 import pytest
 import torch
-from families import build, prompt
+from families import build
 from test_stores import DIM, ROWS, Filled
 from torch import Tensor
 
-from locret import RetentionCache, RetentionPolicy, generate, prefill
+from locret import RetentionCache, RetentionPolicy
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import Channel, Coder, Form, Token, form_of, pack, packed_bytes, unpack
 from locret.cache.store import Workspace
@@ -74,10 +74,6 @@ def test_numbers_that_a_scale_can_hardly_tell_apart_stay_finite_and_close(bits: 
     found = coder.decode(coded, numbers.shape[-1])
     assert found.isfinite().all()
     assert ((found - numbers).abs() <= coded[1][..., :1].float() / 2 * (1 + 1e-3)).all()
-
-
-GREEDY = {"do_sample": False, "eos_token_id": None}
-TWO_TIERS = {"host_budget": 16, "recall": 4}
 
 
 def policy(**changes: Any) -> RetentionPolicy:
@@ -148,20 +144,6 @@ def test_a_unit_is_rounded_once_whatever_happens_to_it(bits: int, rounding: Toke
     assert store.fill == 11
 
 
-# -- in a cache -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_backbones_are_read_and_answered(dtype: torch.dtype) -> None:
-    model = build("llama").to(dtype)
-    cache = RetentionCache(model, "h2o", policy(key_bits=4, value_bits=4, exact_recent=3, **TWO_TIERS))
-    assert prefill(model, prompt(61), cache, new_tokens=4).isfinite().all()
-    generate(model, cache=cache, max_new_tokens=4, **GREEDY)
-    memory = cache.memory()
-    assert memory.actual == memory.planned
-    model.float()
-
-
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
@@ -169,14 +151,9 @@ def test_half_precision_backbones_are_read_and_answered(dtype: torch.dtype) -> N
     ("changes", "sentence"),
     [
         ({"key_bits": 5}, "key_bits=5 is unknown; choose one of 16, 8, 4, 3, 2"),
-        ({"value_bits": 1}, "value_bits=1 is unknown"),
-        ({"key_bits": 4, "exact_recent": -1}, "exact_recent=-1 is too small; it must be 0 or more"),
-        ({"exact_layers": -2, "value_bits": 4}, "exact_layers=-2 is too small; it must be 0 or more"),
         ({"key_bits": 4, "head_budgets": "adaptive"}, 'use 16 bits, or head_budgets="uniform"'),
         ({"key_bits": 4, "merge": "loco"}, "key_bits=4 and value_bits=16 round every unit once; use 16 bits, or leave"),
         ({"key_bits": 4, "rounding": "chanel"}, 'rounding "chanel" is unknown; did you mean channel?'),
-        ({"key_bits": 4, "rounding": "rotated"}, 'rounding "rotated" was retired; release 0.1.0'),
-        ({"key_bits": 4, "rounding": "token:group=0"}, "group=0 is too small"),
         ({"key_bits": 4, "rounding": "token:grupo=3"}, 'it has no option "grupo"'),
     ],
 )
@@ -191,12 +168,8 @@ def test_the_published_baselines_can_be_said() -> None:
     assert four == Form(Coder(4, Token(group=64)), Coder(4, Token(group=64)))
     kivi = form_of(policy(key_bits=2, value_bits=2, rounding="channel:group=32", exact_recent=128), 1, 4)
     assert kivi == Form(Coder(2, Channel(group=32)), Coder(2, Token(group=32)), recent=128)
-    assert [form_of(policy(key_bits=2, exact_layers=1), nth, 4) is None for nth in range(4)] == [
-        True,
-        False,
-        False,
-        True,
-    ]
+    exact = [form_of(policy(key_bits=2, exact_layers=1), nth, 4) is None for nth in range(4)]
+    assert exact == [True, False, False, True]
 
 
 @pytest.mark.parametrize("dim", [8, 20])

@@ -43,9 +43,9 @@ def stop(*_: object) -> None:
 # -- memory and time --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("positions", ["compact", "original"])
-def test_bytes_do_not_grow_with_the_text_and_are_what_one_counts_by_hand(positions: str) -> None:
-    model, seen = build("llama", num_hidden_layers=2), set()
+@pytest.mark.parametrize(("positions", "dtype"), [("compact", torch.float32), ("original", torch.bfloat16)])
+def test_bytes_do_not_grow_with_the_text_and_are_what_one_counts_by_hand(positions: str, dtype: torch.dtype) -> None:
+    model, seen, size = build("llama", num_hidden_layers=2).to(dtype), set(), dtype.itemsize
     policy = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=8, positions=positions)
     for length in (1024, 4096):
         cache = new_cache(model, policy)
@@ -54,8 +54,8 @@ def test_bytes_do_not_grow_with_the_text_and_are_what_one_counts_by_hand(positio
         assert memory.planned == memory.actual == memory.peak
         assert memory.units == 64 + 8
         seen.add(memory.actual)
-    # 2 KV heads x (64 + 128) slots: 2 layers of keys and values (8 floats each), score, position; keys to rotate once
-    assert seen == {2 * 192 * (2 * (2 * 8 * 4 + 4 + 4) + 8 * 4)}
+    # 2 KV heads x (64 + 128) slots: 2 layers of keys and values (8 numbers each), score, position; keys to rotate once
+    assert seen == {2 * 192 * (2 * (2 * 8 * size + 4 + 4) + 8 * size)}
 
 
 @pytest.mark.parametrize("positions", ["compact", "original"])
@@ -174,23 +174,6 @@ def test_beams_of_rows_that_evict_are_those_of_each_alone(model: Any, changes: d
     for index, row in enumerate(rows):
         alone = generate(model, row, cache=new_cache(model, **changes), **options)
         assert torch.equal(together[index, -8:], alone[0, -8:])
-
-
-def test_sampling_with_a_seed_is_the_same_twice_and_several_answers_differ(model: Any) -> None:
-    runs, options = [], {"max_new_tokens": 12, "do_sample": True, "num_return_sequences": 3, "top_k": 0}
-    for _ in range(2):
-        torch.manual_seed(0)
-        runs.append(generate(model, prompt(60), cache=new_cache(model), **options))
-    assert torch.equal(runs[0], runs[1])
-    assert not torch.equal(runs[0][0], runs[0][1])
-
-
-def test_bfloat16_is_read_and_held_as_it_is() -> None:
-    model = build("llama").to(torch.bfloat16)
-    cache = new_cache(model)
-    prefill(model, prompt(80), cache)
-    assert cache.memory().planned == cache.memory().actual
-    assert cache.memory().actual < new_cache(build("llama")).memory().planned
 
 
 # -- reads in turns ---------------------------------------------------------------------------------------------------
@@ -341,7 +324,6 @@ def test_inference_mode_around_a_call_leaves_cache_and_model_usable(change: str)
 # -- nonsense ---------------------------------------------------------------------------------------------------------
 
 REFUSED: list[tuple[Callable[[Any, RetentionCache], Any], str]] = [
-    (lambda m, c: prefill(m, iter([]), c), "input_ids is empty; a prompt needs at least one token"),
     (lambda m, c: generate(m, prompt(7), cache=c), "the cache has read 20 tokens but input_ids has 7"),
     (lambda m, c: generate(m, None, cache=c.fresh()), "there is no prompt to go on from"),
     (lambda m, c: generate(m, None, cache=c, max_new_token=5), "max_new_token"),
@@ -353,18 +335,6 @@ REFUSED: list[tuple[Callable[[Any, RetentionCache], Any], str]] = [
     (
         lambda m, c: m(prompt(4), past_key_values=c.fresh()),
         "filled by locret.prefill, locret.generate and the generate",
-    ),
-    (
-        lambda m, c: prefill(m, prompt(3, 2), c.fresh(), attention_mask=torch.tensor([[1, 1, 0], [1, 1, 1]])),
-        "padding on the right; pad on the left",
-    ),
-    (
-        lambda m, c: prefill(m, prompt(3, 2), c.fresh(), attention_mask=torch.tensor([[0, 0, 0], [1, 1, 1]])),
-        "row 0 of input_ids is padding only",
-    ),
-    (
-        lambda m, c: prefill(m, prompt(3, 2), c.fresh(), attention_mask=torch.ones(2, 4)),
-        r"attention_mask has shape \(2, 4\) but input_ids \(2, 3\)",
     ),
     (lambda m, c: prefill(build("llama"), prompt(3), c.fresh()), "made for another model"),
 ]
@@ -409,19 +379,6 @@ def test_a_token_fed_twice_counts_once_in_columns_too(model: Any, head_budgets: 
     assert torch.equal(cache.kept_scores(0)[0, 0], expected)
     generate(model, cache=cache, **{**GREEDY, "max_new_tokens": 1})
     assert torch.equal(cache.kept_scores(0)[0, 0], expected)
-
-
-@pytest.mark.parametrize("count", [1, 9, 999])
-def test_a_method_that_rates_another_number_of_units_is_refused(model: Any, count: int) -> None:
-    class Short(QueriesSeen):
-        columns: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType({})
-        causal: ClassVar[bool] = True
-
-        def score(self, chunk: Chunk) -> Any:
-            return torch.rand(1, chunk.key.shape[1], count)
-
-    with pytest.raises(ValueError, match="queries_seen"):
-        prefill(model, prompt(60), RetentionCache(model, Short(), SMALL))
 
 
 def test_a_column_cannot_take_a_name_that_a_store_uses(model: Any) -> None:

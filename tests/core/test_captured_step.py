@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 from families import build, prompt
+from test_host_waits import host_reads
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GenerationConfig
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.instrument import instrumented
 from locret.cache import captured_step
-from locret.cache.captured_step import attend_slots, obstacle
+from locret.cache.captured_step import obstacle
 
 POLICY: dict[str, Any] = {"budget": 200, "chunk_size": 32, "stabilizers": 8, "local_len": 8}
 SHARES = (0.7, 1.3, 1.2, 0.8, 1.0, 1.0)
@@ -48,21 +48,15 @@ def captures(monkeypatch: pytest.MonkeyPatch) -> Captures:
 
 
 FULL = {"layer_types": ["full_attention"] * 3}
+"""Of families some of whose layers slide."""
 
 
-def made(family: str) -> Any:
-    """Return a backbone all of whose layers attend to everything, where the family has such."""
-    if family in ("gpt-oss-full", "gemma2-full"):
-        return build(family.removesuffix("-full"), **FULL)
-    return build(family)
-
-
-def read(family: str, tokens: int, new: int, batch: int = 1, heads: Any = None, **policy: Any) -> RetentionCache:
-    model = made(family)
+def read(family: str, tokens: int, new: int, batch: int = 1, **policy: Any) -> RetentionCache:
+    model = build(family.removesuffix("-full"), **FULL) if family.endswith("-full") else build(family)
     model.generation_config.eos_token_id = None
     if policy.get("head_budgets") == "shares":
         policy["head_shares"] = SHARES
-    heads = heads or RetainingHeads.for_model(model, hidden_dim=16, seed=3)
+    heads = RetainingHeads.for_model(model, hidden_dim=16, seed=3)
     cache = RetentionCache(model, heads, RetentionPolicy(**{**POLICY, **policy}))
     prefill(model, prompt(tokens, batch=batch), cache, new_tokens=new)
     return cache
@@ -86,23 +80,22 @@ def assert_same(one: RetentionCache, other: RetentionCache) -> None:
         torch.testing.assert_close(one.kept_scores(index), other.kept_scores(index), atol=1e-5, rtol=1e-5)
 
 
-def assert_same_answers(plain: RetentionCache, captured: RetentionCache, new: int, captures: Captures) -> None:
-    logits = {"return_dict_in_generate": True, "output_logits": True}
-    expected, found = as_written(plain, new, **logits), write(captured, new, **logits)
-    assert len(captures.steps) == 1
-    assert torch.equal(found.sequences, expected.sequences)
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=2e-5, rtol=1e-5)
-    assert_same(plain, captured)
-    assert captured.memory().actual <= captured.memory().planned
-
-
-@pytest.mark.parametrize(("tokens", "new", "batch"), [(61, 8, 1), (170, 37, 3)])
+@pytest.mark.parametrize("head_budgets", ["uniform", "shares"])
 @pytest.mark.parametrize("family", ["llama", "phi3-longrope", "gpt-oss-full", "gemma2-full"])
 def test_captured_steps_write_the_same_tokens_and_keep_the_same_scores(
-    family: str, tokens: int, new: int, batch: int, captures: Captures
+    family: str, head_budgets: str, captures: Captures
 ) -> None:
-    plain = read(family, tokens, new, batch)
-    assert_same_answers(plain, plain.copy(), new, captures)
+    logits = {"return_dict_in_generate": True, "output_logits": True}
+    for tokens, new, batch, budget in ((61, 8, 1, 200), (170, 37, 3, 90)):
+        captures.steps.clear()
+        plain = read(family, tokens, new, batch, budget=budget, head_budgets=head_budgets)
+        captured = plain.copy()
+        expected, found = as_written(plain, new, **logits), write(captured, new, **logits)
+        assert len(captures.steps) == 1
+        assert torch.equal(found.sequences, expected.sequences)
+        torch.testing.assert_close(torch.stack(found.logits), torch.stack(expected.logits), atol=2e-5, rtol=1e-5)
+        assert_same(plain, captured)
+        assert captured.memory().actual <= captured.memory().planned
 
 
 def test_sampling_draws_the_same_tokens_and_a_conversation_goes_on(captures: Captures) -> None:
@@ -156,21 +149,6 @@ def test_the_model_is_afterwards_what_it_was_and_a_failed_capture_loses_no_answe
         pass
 
 
-class Forbidden(TorchDispatchMode):
-    """Notes operations that CUDA captures in no graph: those for which the host waits, and copies from its memory."""
-
-    NAMES = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "item", "lift_fresh", "masked_select", "unique")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(name in str(func) for name in self.NAMES):
-            self.found.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("head_budgets", ["uniform", "shares"])
 @pytest.mark.parametrize("family", ["llama", "phi3-longrope", "qwen3", "gemma2-full"])
 def test_no_operation_of_a_step_waits_for_the_device(
@@ -180,43 +158,14 @@ def test_no_operation_of_a_step_waits_for_the_device(
 
     def watched(step: Callable[[], Any], _device: torch.device) -> Callable[[], Any]:
         step()
-        with Forbidden() as mode:
+        with host_reads("lift_fresh") as seen:  # a graph captures no copy from the host either
             step()
-        found.extend(mode.found)
+        found.extend(seen)
         return step
 
     monkeypatch.setattr(captured_step, "capture", watched)
     write(read(family, 90, 9, budget=60, head_budgets=head_budgets), 9)
     assert not found
-
-
-@pytest.mark.parametrize(("softcap", "sinks"), [(None, None), (5.0, None), (None, 6)])
-@pytest.mark.parametrize("packed", [False, True])
-def test_one_token_attends_to_the_slots_that_the_mask_leaves(
-    packed: bool, softcap: float | None, sinks: int | None
-) -> None:
-    torch.manual_seed(0)
-    query, key, value = torch.randn(2, 6, 1, 8), torch.randn(2, 3, 29, 8), torch.randn(2, 3, 29, 8)
-    ends = torch.tensor([[17, 21, 29], [3, 20, 5]]) if packed else torch.full((2, 3), 23)
-    learned = None if sinks is None else torch.randn(sinks)
-    mask = torch.zeros(2, 3, 1, 29).masked_fill_(torch.arange(29) >= ends[..., None, None], -torch.inf)
-    if packed:  # heads back to back
-        keys, values = key.reshape(2, 1, 87, 8), value.reshape(2, 1, 87, 8)
-        own = torch.full((2, 3, 1, 3, 29), -torch.inf)
-        for head in range(3):
-            own[:, head, :, head] = mask[:, head]
-        out = attend_slots(query, keys, values, own.flatten(3), 3, 0.3, softcap, learned)
-    else:
-        out = attend_slots(query, key, value, mask, 3, 0.3, softcap, learned)
-    assert out.shape == (2, 6, 1, 8)
-    for row in range(2):
-        for head in range(6):
-            end = ends[row, head // 2]
-            logits = (query[row, head] @ key[row, head // 2, :end].T) * 0.3
-            logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-            logits = logits if learned is None else torch.cat([logits, learned[head].view(1, 1)], dim=-1)
-            expected = logits.softmax(-1)[:, :end] @ value[row, head // 2, :end]
-            torch.testing.assert_close(out[row, head], expected)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ from locret import (
     save_cache,
     scorers,
 )
-from locret.cache.schema import checksum
 from locret.engines.prefix import Prefix
 from locret.loading.options import BackboneSource
 
@@ -137,8 +136,7 @@ def load_backbone(folder: Path) -> Any:
 
 KINDS: dict[str, Kind] = {
     **{f"cache, {form}": of_cache(form) for form in FORMS},
-    "prefix": Kind(lambda path: save_cache(read("dense", rows=1), path), Prefix.from_file, check_prefix),
-    "prefix of codes": Kind(lambda path: save_cache(read("codes", rows=1), path), Prefix.from_file, check_prefix),
+    "prefix": Kind(lambda path: save_cache(read("codes", rows=1), path), Prefix.from_file, check_prefix),
     "context": Kind(
         lambda path: lm().read(TEXT).save(path),
         lambda path: lm().load(path),
@@ -213,15 +211,6 @@ def test_every_kind_of_file_is_read_back_whole(saved: dict[str, Path]) -> None:
 # -- what must not pass -----------------------------------------------------------------------------------------------
 
 
-def forged(path: Path, target: Path, **tensors: Tensor) -> Path:
-    """Write a file with other tensors, and the checksum of those."""
-    metadata, held = content(path)
-    held |= tensors
-    metadata["checksum"] = checksum(metadata["state"], held)
-    target.write_bytes(save(held, metadata))
-    return target
-
-
 @settings(max_examples=25)
 @given(data=st.data())
 def test_a_changed_number_never_passes_unnoticed(saved: dict[str, Path], data: st.DataObject) -> None:
@@ -234,26 +223,6 @@ def test_a_changed_number_never_passes_unnoticed(saved: dict[str, Path], data: s
     file.write_bytes(save({**tensors, name: flat.reshape(tensors[name].shape)}, metadata))
     with pytest.raises(ValueError, match="it is damaged"):
         KINDS["cache, dense"].load(file)
-
-
-OTHER_TYPES = [
-    ("tiers", "layers.1.host.scores", torch.float64, "F64 instead of .* of F32"),
-    ("ragged", "layers.0.positions", torch.int64, "I64 instead of .* of I32"),
-    ("dense", "layers.2.keys", torch.int8, "I8 instead of .* of F64 or F32 or BF16 or F16"),
-    ("codes", "layers.2.keys", torch.float32, "F32 instead of .* of U8"),
-]
-
-
-def test_other_types_and_shapes_are_refused_by_what_is_wrong_with_them(saved: dict[str, Path], tmp_path: Path) -> None:
-    for form, name, dtype, spelt in OTHER_TYPES:
-        _, tensors = content(path := saved[f"cache, {form}"])
-        file = forged(path, tmp_path / "forged", **{name: tensors[name].to(dtype)})
-        with pytest.raises(ValueError, match=rf"it is damaged \({name} is \[.*\] of {spelt}"):
-            KINDS[f"cache, {form}"].load(file)
-    for name, shape in {"layers.0.keys": (2, 2, 20, 7), "layers.1.scores": (2, 2, 19)}.items():
-        file = forged(saved["cache, dense"], tmp_path / "forged", **{name: torch.zeros(shape)})
-        with pytest.raises(ValueError, match=rf"it is damaged \({name} is \[.*\] of F32 instead of \[2, 2, 20"):
-            KINDS["cache, dense"].load(file)
 
 
 def test_other_weights_and_another_scorer_are_refused_and_both_sides_are_shown(
@@ -302,13 +271,10 @@ def test_what_cannot_be_written_or_read_is_refused_in_a_sentence(tmp_path: Path)
     cache = read("dense")
     refused: list[tuple[Callable[[], object], str]] = [
         (lambda: save_cache(cache, tmp_path / "missing" / "a.ctx"), r"there is no folder .*missing; make it"),
-        (lambda: save_cache(cache, tmp_path), "it is a folder"),
         (lambda: save_cache(cache, "/dev/null"), "it is a device or a pipe"),
         (lambda: save_cache(cache.fresh(), tmp_path / "a.ctx"), "has read nothing yet"),
         (lambda: save_cache(cache, tmp_path / "a.ctx", notes={"a": float("nan")}), "notes cannot be saved"),
-        (lambda: save_cache(cache, tmp_path / "a.ctx", notes={"a": object()}), "notes cannot be saved"),
         (lambda: save_cache(cache, tmp_path / "a.ctx", notes={"a": (1, 2)}), "they would come back changed"),
-        (lambda: save_cache(cache, tmp_path / "a.ctx", notes={1: 2}), "they would come back changed"),  # type: ignore[dict-item]
         (lambda: load_cache(tmp_path / "none.ctx", cache.model, "key_norm"), "does not exist"),
         (lambda: load_cache(tmp_path, cache.model, "key_norm"), "is not a file"),
         (lambda: load_cache(__file__, cache.model, "key_norm"), "is not a saved cache"),

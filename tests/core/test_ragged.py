@@ -11,7 +11,7 @@ import torch
 from families import build, prompt
 
 from locret import RetentionCache, RetentionPolicy, generate, prefill, scorers
-from locret.policy.selectors import select_kept, select_over_heads
+from locret.policy.selectors import select_over_heads
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6}
 REFUSED = [scorer.name for scorer in scorers._SCORERS if not scorer.causal and not scorer.by_head]
@@ -50,16 +50,6 @@ def test_the_split_equals_the_oracle(relative: bool) -> None:
         starts = [sum(counts[:head]) for head in range(kv_heads)]
         assert kept.tolist() == [start + slot for start, slots in zip(starts, expected, strict=True) for slot in slots]
         assert numbers.tolist() == [len(slots) for slots in expected]
-
-
-@pytest.mark.parametrize("floor", [3, 11])
-def test_a_full_floor_or_equal_heads_split_uniformly(floor: int) -> None:
-    scores = torch.randn(3, 37, generator=torch.Generator().manual_seed(floor)).round(decimals=1)
-    newest, positions = torch.arange(37) >= 33, torch.arange(37).repeat(3)
-    for scores_KS, least in ((scores, 11), (scores[:1].expand(3, -1), floor)):
-        kept, numbers = select_over_heads(scores_KS.flatten(), positions, [37] * 3, 11, 4, least)
-        assert numbers.tolist() == [11] * 3
-        assert torch.equal(kept.view(3, 11) - torch.arange(3)[:, None] * 37, select_kept(scores_KS, 11, newest))
 
 
 @pytest.mark.parametrize("name", ["random", "snapkv:window=7"])

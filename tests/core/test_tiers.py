@@ -52,14 +52,6 @@ def test_an_answer_that_evicts_loses_nothing_where_everything_is_recalled(
     assert cache.memory().host_units >= tokens + 39 - 22
 
 
-def test_beams_that_recall_everything_are_those_of_full_attention(model: Any) -> None:
-    options = {"max_new_tokens": 8, "num_beams": 3, **GREEDY}
-    assert torch.equal(
-        generate(model, prompt(47), cache=new_cache(model, **EVERYTHING), **options),
-        model.generate(prompt(47), **options),
-    )
-
-
 @pytest.mark.parametrize("tokens", [30, 71, 130, 300])
 def test_a_tier_is_as_large_as_the_text_although_its_length_is_unknown(model: Any, tokens: int) -> None:
     known, streamed = read(model, tokens, host_budget=100), new_cache(model, host_budget=100)
