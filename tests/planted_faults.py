@@ -1,4 +1,4 @@
-"""Plants the faults of `tests/faults.py`, one after another: what a thinner suite is measured by.
+"""Plants the faults of `tests/planted_faults.yaml`, one after another: what a thinner suite is measured by.
 
     python -m tests.planted_faults                             # all of them, by the tests that the table names
     python -m tests.planted_faults ties stale-scores           # these alone
@@ -21,14 +21,29 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
-
-from tests.faults import FAULTS, Fault
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 CAUGHT = ROOT / "tests" / "planted_faults.json"
 _LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "runs", "*.egg-info")
+
+
+class Fault(NamedTuple):
+    """A change of one file, what goes wrong in public then, and the test files that are to catch it."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    breaks: str
+    tests: str
+
+
+_TABLE = yaml.safe_load(CAUGHT.with_suffix(".yaml").read_text(encoding="utf-8"))
+FAULTS = tuple(Fault(name, **change) for name, change in _TABLE.items())
 
 
 def plant(fault: Fault, tree: Path) -> None:
