@@ -44,9 +44,7 @@ def test_a_text_is_read_shown_and_asked(context: Run, infer: Run, pair: list, sh
     assert (made.code, made.out) == (0, "")
     assert "tokens read, 72 units per KV head" in made.err
     few = ["--question", ASKED, "--max-new-tokens", 6]
-    same = infer(*pair, "--prompt-file", short, *few).out
-    assert context("ask", tmp_path / "a.ctx", *pair, *few).out == same
-    assert context("ask", "--context", tmp_path / "a.ctx", *pair, *few).out == same
+    assert context("ask", tmp_path / "a.ctx", *pair, *few).out == infer(*pair, "--prompt-file", short, *few).out
 
 
 def test_a_file_knows_what_it_is_asked_with(
@@ -59,6 +57,10 @@ def test_a_file_knows_what_it_is_asked_with(
     assert alone["answers"][0]["answer"] == named["answers"][0]["answer"]
     assert alone["scorer"] == named["scorer"]
     assert alone["scorer"].startswith("retaining_heads (weights=")
+    other = ("ask", file, *pair[:2], "--scorer", "streaming", *few)
+    refused = context(*other)
+    assert (refused.code, "allow_other_scorer" in refused.err.replace("-", "_")) == (2, True), refused.err
+    assert context(*other, "--allow-other-scorer").code == 0
     save_cache(lm.read(short, progress=False).cache, tmp_path / "bare.ctx")
     evicting = LongContextModel(lm.model, lm.tokenizer, lm.scorer.heads, {"budget": 32, "turns": "text"})
     evicting.read(short, progress=False).save(tmp_path / "evicts.ctx")
@@ -101,7 +103,6 @@ def test_what_is_shown_is_what_the_context_holds(
     done = context("show", file)
     lines = done.out.splitlines()
     assert f"read          {held.cache.seen:,} tokens, template chat, no system message" in lines
-    assert any(line.startswith(f"other engines a prefix of {held.memory().units} tokens, digest ") for line in lines)
     bars = [line for line in lines if line.endswith("|")]
     assert [line.split()[0] for line in bars] == ["0", "1"]
     assert all(line[-2] == "█" for line in bars), "the local tokens are all there"
@@ -158,34 +159,19 @@ def test_a_context_is_exported_without_its_backbone(context: Run, file: Path, tm
     [
         ("", None),
         ("raed", "there is no command 'raed'; did you mean read?"),
-        ("--context a.ctx", "there is no command '--context'"),
-        ("show", "--context"),
         ("show no.ctx", "no.ctx does not exist; give a file written by context.save"),
-        ("show {text}", "is not a saved cache"),
         ("show {file} --context {file}", "and --context set the same; drop one of them"),
         ("show {file} --text t --model m --plot no/such/a.png", "--plot no/such/a.png: there is no folder"),
         ("ask {file} --model m", "waits for a question; give --question or --questions"),
-        ("ask no.ctx --model m --question Why?", "no.ctx does not exist"),
-        ("ask {file} {pair} --question Why? --budget 3", "--budget is unknown"),
         ("read {text} {pair}", "--output is missing: "),
-        ("read {text} {text} {pair} --output a.ctx", "belongs to no option"),
         ("read {text} {pair} --output {text}", "is there already and is not a saved cache"),
         ("read {text} {pair} --output no/such/a.ctx", "--output no/such/a.ctx: there is no folder"),
-        ("read no.txt {pair} --output a.ctx", "no.txt"),
         ("compose {file} --output a.ctx {pair}", "is one context; give two or more"),
-        (
-            "compose {file} {file} --output a.ctx {pair} --budget 9 --shares 1,2",
-            "each context has as many units",
-        ),
+        ("compose {file} {file} --output a.ctx {pair} --budget 9 --shares 1,2", "each context has as many units"),
         ("shrink {file} --output a.ctx {pair} --budget 99999", "--budget 99,999 lets nothing go of"),
-        ("shrink {file} --output a.ctx {pair} --budget 0", "budget"),
         ("export {file} --to vllm --output a.bin", "--to vllm is not one of llamacpp"),
-        ("export {file} --to llamacpp --output a.bin --cache-type q9", "is unknown"),
         ("export {file} --to llamacpp --output {text}", "is there already and is no slot file"),
-        (
-            "push {file} --repo org/book",
-            '"push" was retired: hf upload org/name FILE context.safetensors',
-        ),
+        ("push {file} --repo org/book", '"push" was retired: hf upload org/name FILE context.safetensors'),
     ],
 )
 def test_what_cannot_be_done_is_said_in_one_sentence(
@@ -211,31 +197,14 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_heads_ask_only_if_that_is_allowed(context: Run, pair: list, file: Path) -> None:
-    other = ("ask", file, *pair[:2], "--scorer", "streaming", "--question", ASKED, "--max-new-tokens", 4)
-    refused = context(*other)
-    assert (refused.code, "allow_other_scorer" in refused.err.replace("-", "_")) == (2, True), refused.err
-    assert context(*other, "--allow-other-scorer").code == 0
-
-
-@pytest.mark.parametrize(
-    ("notes", "message"),
-    [
-        ({"turns": 5}, "is damaged"),
-        ({"messages": 3}, "is damaged"),
-    ],
-)
-def test_what_a_file_says_of_its_conversation_is_checked(
-    context: Run, file: Path, tmp_path: Path, notes: dict[str, Any], message: str
-) -> None:
+def test_what_a_file_says_of_its_conversation_is_checked(context: Run, file: Path, tmp_path: Path) -> None:
     from safetensors import safe_open
     from safetensors.torch import load_file, save_file
 
     with safe_open(file, framework="pt") as saved:
         metadata = saved.metadata()
     held = json.loads(metadata["notes"])
-    held["conversation"] |= notes
+    held["conversation"] |= {"turns": 5}
     save_file(load_file(file), tmp_path / "a.ctx", metadata={**metadata, "notes": json.dumps(held)})
     done = context("show", tmp_path / "a.ctx")
-    assert (done.code, done.out) == (2, ""), done
-    assert message in done.err
+    assert (done.code, done.out, "is damaged" in done.err) == (2, "", True), done
