@@ -1,9 +1,8 @@
-"""Prompts as token streams, answers as they are written, and what importing costs."""
+"""Answers as they are written, and a question that is read with its text."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,37 +14,23 @@ from locret.conversation.chat import AnswerStreamer
 from locret.conversation.document import Document, decode
 
 
-@pytest.fixture(scope="module")
-def sentencepiece() -> Any:
-    """Return a tokenizer that drops the space before a text's first word, as Llama-2's and Phi-3's do."""
+def test_streamed_lines_keep_their_indentation_and_each_part_comes_as_soon_as_it_is_known() -> None:
+    # A tokenizer that drops the space before a text's first word, as Llama-2's and Phi-3's do.
     vocabulary = ["<unk>", "<0x0A>", "▁", "▁▁", "▁def", "▁return", "▁x", "x", ":"]
     core = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, [], byte_fallback=True))
     core.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
-
-
-def streamed(tokenizer: Any, ids: list[int]) -> list[str]:
-    """Return what has been handed out after each token, and at the end."""
-    written: list[str] = []
-    streamer, parts = AnswerStreamer(tokenizer, written.append), []
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+    ids, written, after = [4, 6, 8, 1, 3, 5, 6, 1, 1, 3, 6, 7], list[str](), list[str]()
+    streamer = AnswerStreamer(tokenizer, written.append)
     streamer.put(torch.tensor([[4, 4]]))  # the prompt
     for token in ids:
-        before = len(written)
         streamer.put(torch.tensor([token]))
-        parts.append("".join(written[before:]))
-    before = len(written)
+        after.append("".join(written))
     streamer.end()
-    return [*parts, "".join(written[before:])]
-
-
-def test_streamed_lines_keep_their_indentation(sentencepiece: Any) -> None:
-    ids = [4, 6, 8, 1, 3, 5, 6, 1, 1, 3, 6, 7]
-    parts = streamed(sentencepiece, ids)
-    assert decode(sentencepiece, ids) == "def x:\n   return x\n\n   xx"
-    assert "".join(parts) == decode(sentencepiece, ids)
-    assert parts[:5] == ["def", " x", ":", "\n", "  "], "each as soon as it is known"
+    assert after[:5] == ["def", "def x", "def x:", "def x:\n", "def x:\n  "]
+    assert "".join(written) == decode(tokenizer, ids) == "def x:\n   return x\n\n   xx"
 
 
 @pytest.fixture(scope="module")
@@ -71,17 +56,3 @@ def test_plain_text_keeps_its_white_space(backbone: Path) -> None:
     chat = context.chat()
     chat.read_turn(None, 1)
     assert chat.cache.seen == len(plain.tokenizer("\nThe tower\n").input_ids)
-
-
-def test_text_is_tokenised_as_it_is_asked_for(lm: LongContextModel) -> None:
-    pulled = []
-
-    def pieces() -> Any:
-        for index in range(1000):
-            pulled.append(index)
-            yield "The tower waits near the river. " * 1000
-
-    blocks = lm.tokens(Document("text", pieces()))
-    for _ in range(3):
-        next(blocks)
-    assert len(pulled) < 50
