@@ -6,8 +6,9 @@ import io
 import json
 import resource
 import warnings
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -61,19 +62,50 @@ def options_of(name: str) -> tuple[str, ...]:
 
 def call(name: str, arguments: list[str]) -> tuple[Any, str]:
     """Run a command as its script does, and return its code and errors; other exceptions fail the test."""
-    err, code = io.StringIO(), None
-    first, *word = name.split()
+    err, (first, *word) = io.StringIO(), name.split()
+    run = partial(cli.run, import_module(COMMANDS[first][0]).command, prog=f"locret-{name}")
     with redirect_stdout(io.StringIO()), redirect_stderr(err), warnings.catch_warnings():
-        try:
-            cli.run(import_module(COMMANDS[first][0]).command, [*word, *arguments], prog=f"locret-{name}")
-        except SystemExit as end:
-            code = end.code
-    return code, err.getvalue()
+        end = pytest.raises(SystemExit, run, [*word, *arguments])
+    return end.value.code, err.getvalue()
 
 
-def check(name: str, arguments: list[str], folder: Path) -> None:
-    """Assert what every command promises."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Return the folder where commands run, with a text and rows."""
+    folder = tmp_path_factory.mktemp("odd")
+    (folder / "text.txt").write_text("Snow fell on the long road. " * 100)
+    rows = [{"instruction": f"The number of Oslo is {n}. What is it?", "output": f"It is {n}."} for n in range(3)]
+    (folder / "rows.json").write_text(json.dumps(rows))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name in BASES:  # what is imported and cached counts for no draw
+            assert call(name, as_flags(BASES[name]))[0] == 0
+        yield folder
+
+
+def as_flags(options: dict[str, Any]) -> list[str]:
+    said = {name: str(value).lower() if value is True else value for name, value in options.items()}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in said.items()]
+
+
+@st.composite
+def flags(draw: Any, name: str) -> list[str]:
+    """Draw a command line with one to four things that are odd."""
+    options = dict(BASES[name])
+    changed = st.sampled_from([option for option in options_of(name) if option not in KEPT])
+    for _ in range(draw(st.integers(1, 3))):
+        options[draw(changed)] = draw(ODD)
+    one, odd, member = draw(changed), draw(ODD), draw(st.sampled_from(["budget", "a.b", "."]))
+    more = [[], [], [f"--{one}x=1"], [odd], [f"--{one}"], [f"--{one}.{member}={odd}"], ["--config", odd]]
+    more, line = draw(st.sampled_from(more)), as_flags(options)
+    return [*more, *line] if draw(st.booleans()) else [*line, *more]
+
+
+@pytest.mark.parametrize("name", BASES)
+@given(st.data())
+def test_any_command_line_is_answered(name: str, folder: Path, data: st.DataObject) -> None:
     before, held = sorted(folder.rglob("*")), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    arguments = data.draw(flags(name))
     code, err = call(name, arguments)
     assert code in (0, 1, 2), err
     said = [line for line in err.splitlines() if "warning: " not in line]
@@ -84,57 +116,3 @@ def check(name: str, arguments: list[str], folder: Path) -> None:
     assert sorted(folder.rglob("*")) == before, "something was left behind"
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - held
     assert grown < MEBIBYTES * 1024, f"{grown / 1024:,.0f} MiB more, for {arguments}"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a text and rows, where commands run."""
-    folder = tmp_path_factory.mktemp("odd")
-    (folder / "text.txt").write_text("Snow fell on the long road. " * 100)
-    rows = [{"instruction": f"The number of Oslo is {n}. What is it?", "output": f"It is {n}."} for n in range(3)]
-    (folder / "rows.json").write_text(json.dumps(rows))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        for name in BASES:  # what is imported and cached counts for no draw
-            assert call(name, as_flags(BASES[name]))[0] == 0
-    return folder
-
-
-@pytest.fixture(autouse=True)
-def _there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-
-
-def as_flags(options: dict[str, Any]) -> list[str]:
-    return [
-        f"--{name.replace('_', '-')}={str(value).lower() if value is True else value}"
-        for name, value in options.items()
-    ]
-
-
-@st.composite
-def flags(draw: Any, name: str) -> list[str]:
-    """Draw a command line with one to three things that are odd."""
-    options = dict(BASES[name])
-    changed = [option for option in options_of(name) if option not in KEPT]
-    for _ in range(draw(st.integers(1, 3))):
-        options[draw(st.sampled_from(changed))] = draw(ODD)
-    line = as_flags(options)
-    kind = draw(st.integers(0, 9))
-    if kind == 0:
-        line.append(f"--{draw(st.sampled_from(changed))}x=1")
-    elif kind == 1:
-        line.append(draw(ODD))
-    elif kind == 2:
-        line.insert(draw(st.integers(0, len(line))), "--" + draw(st.sampled_from(changed)))
-    elif kind == 3:
-        line.append(f"--{draw(st.sampled_from(changed))}.{draw(st.sampled_from(['budget', 'a.b', '.']))}={draw(ODD)}")
-    elif kind == 4:
-        line += ["--config", draw(ODD)]
-    return line
-
-
-@pytest.mark.parametrize("name", BASES)
-@given(st.data())
-def test_any_command_line_is_answered(name: str, folder: Path, data: st.DataObject) -> None:
-    check(name, data.draw(flags(name)), folder)
