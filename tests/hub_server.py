@@ -1,7 +1,7 @@
 """A Hugging Face Hub on the loopback interface, for the real huggingface_hub client.
 
-It speaks what the client uses to publish, to find and to load a model: creating repositories and branches, the check
-of the card's YAML, preupload, commits and pull requests, repository info, the list of models by tags, and downloads.
+It speaks what the client uses to publish and to load a model: creating repositories and branches, the check of the
+card's YAML, preupload, commits and pull requests, repository info, and downloads.
 All files are small ones. The files of a data set are those of the repository "datasets/org/name".
 """
 
@@ -30,7 +30,6 @@ class Repo:
     branches: dict[str, str] = field(default_factory=lambda: {"main": "0" * 40})
     commits: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"0" * 40: {}})
     messages: list[str] = field(default_factory=list)
-    downloads: int = 0
 
     def resolve(self, revision: str) -> str | None:
         """Return the commit of a branch, or the commit itself."""
@@ -87,7 +86,6 @@ class _Handler(BaseHTTPRequestHandler):
         ("POST", r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", "commit"),
         ("GET", r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", "info"),
         ("GET", r"/api/models/([^/]+/[^/]+)", "info"),
-        ("GET", r"/api/models", "list_models"),
         ("GET|HEAD", r"/((?:datasets/)?[^/]+/[^/]+)/resolve/([^/]+)/(.+)", "resolve"),
     )
 
@@ -219,19 +217,6 @@ class _Handler(BaseHTTPRequestHandler):
         self.answer(
             {"id": name, "modelId": name, "sha": commit, "private": repo.private, "siblings": siblings, "tags": []}
         )
-
-    def list_models(self) -> None:
-        """List public repositories that have all the tags asked for, those of `base_model` as the Hub makes them."""
-        found = []
-        for name, repo in self.hub.repos.items():
-            text = repo.files().get("README.md", b"").decode()
-            match = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
-            card = yaml.safe_load(match[1]) if match else {}
-            tags = [*(card.get("tags") or []), *([f"base_model:{card['base_model']}"] if "base_model" in card else [])]
-            if not repo.private and set(self.query.get("filter", [])) <= set(tags):
-                facts = {"id": name, "modelId": name, "tags": tags, "downloads": repo.downloads, "private": False}
-                found.append({**facts, "cardData": card, "siblings": []})
-        self.answer(found)
 
     def resolve(self, name: str, revision: str, path: str) -> None:
         repo, commit = self.find(name, revision)

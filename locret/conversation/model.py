@@ -135,8 +135,7 @@ class LongContextModel:
         Args:
             model: Folder of the backbone, its Hub id, or a GGUF file; `checkpoints/tiny` is embedded, with
                 `checkpoints/tiny-heads`; `smollm2` is a real one that a package brings.
-            heads: Retaining heads: a folder, a Hub id, loaded ones; "auto" takes those shipped for this backbone,
-                else the most downloaded on the Hub.
+            heads: Retaining heads: a folder, a Hub id, loaded ones; "auto" takes those shipped for this backbone.
             scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides.
             policy: How many units stay, as in the class.
             budget: Instead of a policy, as in the class.

@@ -200,8 +200,7 @@ class ScorerOptions:
     usual: ClassVar[tuple[str, ...]] = ("heads", "method")
 
     heads: str | None = None
-    """Folder of retaining heads, or their Hub id; `auto` takes those shipped for this backbone, else the most
-    downloaded on the Hub."""
+    """Folder of retaining heads, or their Hub id; `auto` takes those shipped for this backbone."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
     method: str | None = None

@@ -5,10 +5,9 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from locret import scorers
+from locret import scorers, shipped
 from locret.base import method_spec
 from locret.heads.heads import RetainingHeads
-from locret.heads.search import find_heads
 from locret.loading.options import LOCRET, ScorerOptions
 from locret.scorers.base import Scorer
 
@@ -20,14 +19,19 @@ WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", "
 
 
 def chosen_heads(heads: str | None, model: str | None) -> str | None:
-    """Return the heads that `--heads` means: `auto` looks for some, and a warning says which it takes and why."""
+    """Return the heads that `--heads` means: `auto` takes those that are shipped, and a warning says which."""
     if heads != AUTO_HEADS:
         return heads
     if model is None:
         raise ValueError("--heads auto looks for heads of a backbone; give it with --model")
-    found = find_heads(model)
-    warnings.warn(f"--heads auto takes {found.heads}, {found.reason}", stacklevel=2)
-    return found.heads
+    found = shipped.embedded_heads(model)
+    if found is None:
+        raise ValueError(
+            f"--heads auto: no heads are shipped for {model}; name some, train them with locret-train, or leave "
+            "--heads out for a training-free scorer"
+        )
+    warnings.warn(f"--heads auto takes {found}, which are shipped with this toolkit", stacklevel=2)
+    return found
 
 
 def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:

@@ -17,7 +17,6 @@ from locret import shipped
 from locret.heads import evaluation
 from locret.heads.heads import RetainingHeads
 from locret.heads.push import PushOptions, push
-from locret.heads.search import find_heads
 from locret.mergers.kernels import MergingKernels
 from locret.scorers.chosen import chosen_heads
 
@@ -264,28 +263,8 @@ def test_an_unreachable_hub_is_one_sentence(saved: Path, hub: HubServer, monkeyp
             assert "\n" not in str(error.value)
 
 
-# -- --heads auto ----------------------------------------------------------------------------------------------------
-
-
-def test_the_most_downloaded_heads_of_a_backbone_are_taken(hub: HubServer, tiny_llama: Any, tmp_path: Path) -> None:
-    for name, base, downloads in [("one", "org/base", 3), ("two", "org/base", 30), ("foreign", "org/another", 900)]:
-        RetainingHeads.for_model(tiny_llama, 4).annotate(base_model=base).push_to_hub(f"org/{name}")
-        hub.repos[f"org/{name}"].downloads = downloads
-    (tmp_path / "config.json").write_text('{"_name_or_path": "org/base"}')  # a folder may remember what it is
-    for model in ("org/base", str(tmp_path)):
-        found = find_heads(model)
-        assert (found.heads, found.reason) == ("org/two", "the most downloaded of 2 for org/base on the Hub")
-    with pytest.warns(UserWarning, match="--heads auto takes org/two, the most downloaded of 2"):
-        assert chosen_heads("auto", "org/base") == "org/two"
-    assert chosen_heads("org/one", "org/base") == "org/one"
-    assert find_heads("checkpoints/tiny").heads.endswith("checkpoints/tiny-heads")
-
-
-def test_a_backbone_without_heads_or_without_a_name_is_refused(hub: HubServer, tmp_path: Path) -> None:
-    for model, said in [
-        ("org/base", "--heads auto: the Hub has no retaining heads for org/base; train some"),
-        (str(tmp_path), "does not say which backbone of the Hub it is"),
-        ("./nowhere", "neither a folder nor a name on the Hub"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            find_heads(model)
+def test_auto_takes_the_shipped_heads_of_a_backbone_and_no_others() -> None:
+    with pytest.warns(UserWarning, match="--heads auto takes .*tiny-heads, which are shipped with this toolkit"):
+        assert str(chosen_heads("auto", "checkpoints/tiny")).endswith("checkpoints/tiny-heads")
+    with pytest.raises(ValueError, match="--heads auto: no heads are shipped for org/base; name some, train them"):
+        chosen_heads("auto", "org/base")
