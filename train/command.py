@@ -88,7 +88,6 @@ def _train(training: TrainingRun, process: PartialState, ranks: Ranks) -> int:
         if process.is_main_process:
             sys.stderr.write("\n".join(_plan(training)) + "\n")
         training.open_rows(process)
-        training.check_space()
     rows = {f"{name} of --dataset": value for name, value in training.stream.state().items()}
     with ranks.together():
         ranks.agree(rows, "give all processes the same rows")

@@ -38,11 +38,6 @@ def check_fits(plan: dict[str, int], device: torch.device) -> None:
         )
 
 
-def checkpoint_bytes(plan: dict[str, int], kept: int) -> int:
-    """Return what a run writes: `kept` checkpoints, one more while it is written, and the heads."""
-    return (kept + 1) * (plan["heads"] + plan["optimizer"]) + plan["heads"]
-
-
 def gibibytes(count: int) -> str:
     """Return bytes as people read them."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"

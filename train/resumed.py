@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from locret.base.nearest import check_retired, nearest
+from locret.base.nearest import check_retired
 from locret.distributed.ranks import launched
 from locret.policy import policy
 
@@ -140,9 +140,7 @@ def read_record(folder: Path, known: set[str]) -> dict[str, Any]:
     config = without_retired(config)
     for name in config:
         if name not in known:
-            near = nearest(name, known)
-            hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"--resume {folder}: {RECORD} has an unknown option {name!r}{hint}; {way_out}")
+            raise ValueError(f"--resume {folder}: {RECORD} has an unknown option {name!r}; {way_out}")
     # Before there was validation, no rows were held out.
     dropped = ONCE if launched()[1] > 1 else (*ONCE, *SPREAD)
     options = {"eval_rows": 0, **{name: value for name, value in config.items() if name not in dropped}}

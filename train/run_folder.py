@@ -25,12 +25,11 @@ _OURS = (RECORD, LOG, DROPPED, TENSORBOARD, "wandb", CHECKPOINTS, *_HEADS)
 _PACKAGES = ("accelerate", "datasets", "peft", "safetensors")
 
 
-def check(output: str, *, resume: str | None, overwrite: bool, needed_bytes: int = 0) -> Path:
-    """Return the folder, after making sure that a run may go there and that the disk has room; writes nothing.
+def check(output: str, *, resume: str | None, overwrite: bool) -> Path:
+    """Return the folder, after making sure that a run may go there; writes nothing.
 
     Raises:
         ValueError: If it is a file, or holds something that this run would disturb.
-        OSError: If it cannot be written, or the disk is too full.
     """
     folder = Path(os.path.expanduser(output)).absolute()
     if folder.exists() and not folder.is_dir():
@@ -55,17 +54,6 @@ def check(output: str, *, resume: str | None, overwrite: bool, needed_bytes: int
         begun = Path(os.path.expanduser(resume)).resolve()
         if folder.resolve() not in (begun, begun.parent):
             raise ValueError(f"--output {output} holds another run than --resume {resume}; choose another folder")
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise PermissionError(
-            f"--output {output} cannot be written: no permission for {existing}; choose another folder"
-        )
-    free = shutil.disk_usage(existing).free
-    if free < needed_bytes:
-        raise OSError(
-            f"--output {output} needs about {needed_bytes / 2**20:.0f} MiB but {existing} has {free / 2**20:.0f} MiB "
-            "free; make room or choose another folder"
-        )
     return folder
 
 

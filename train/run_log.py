@@ -50,7 +50,7 @@ class RunLog:
         self, folder: Path, first_step: int, steps: int, layers: tuple[int, ...], accelerator: Accelerator
     ) -> None:
         self.first_step, self.steps, self.layers, self._accelerator = first_step, steps, layers, accelerator
-        self.started = self._stepped = time.perf_counter()
+        self.started = time.perf_counter()
         self.enabled = accelerator.is_main_process
         if not self.enabled:
             return
@@ -69,15 +69,6 @@ class RunLog:
     ) -> None:
         if self.enabled:
             self._file.close()
-
-    def advance(self, step: int) -> None:
-        """After the second step, which nothing delays, say how long all take."""
-        now = time.perf_counter()
-        if self.enabled and step == self.first_step + 2 and step < self.steps:
-            took = now - self._stepped
-            left = tqdm.format_interval(took * (self.steps - step))
-            sys.stderr.write(f"a step takes {took:.1f} s, all {self.steps:,} about {left} more\n")
-        self._stepped = now
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Write the mean losses, overlaps, learning rate and speed since the last record."""

@@ -154,7 +154,6 @@ class Trainer:
             self.window.reset()
             while self.step < steps:
                 self._optimizer_step()
-                log.advance(self.step)
                 stopped = self._agree(received[0] if received else 0)
                 ends = bool(stopped) or self.step == steps
                 evaluates = bool(self.held_out) and (self.step % self.eval_every == 0 or self.step == steps)

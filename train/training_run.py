@@ -29,7 +29,7 @@ from locret.loading.options import WeightOptions
 from locret.loading.weights import device_map_of, label_of, main_device, plan_weights, sketch_of
 from locret.train import checkpointing, resumed, run_folder
 from locret.train.head_shares import head_shares, measurable
-from locret.train.plan import check_fits, checkpoint_bytes, memory_plan
+from locret.train.plan import check_fits, memory_plan
 from locret.train.probe import probe, verdict
 from locret.train.provenance import label_notes, training_notes
 from locret.train.run_log import records_until
@@ -179,17 +179,6 @@ class TrainingRun:
         dtype = str(self.dtype).removeprefix("torch.")
         warmup = self.optimizer.warmup
         return {**self.options, "dtype": dtype, "mixed_precision": self.precision, "warmup_steps": warmup}
-
-    def check_space(self) -> None:
-        """Make sure that checkpoints fit on the disk.
-
-        Raises:
-            OSError: If they do not.
-        """
-        run = self.run
-        kept = min(run.keep_checkpoints, -(-self.optimizer.steps // run.save_every))
-        needed = checkpoint_bytes(self.plan(), kept)
-        run_folder.check(str(run.output), resume=run.resume, overwrite=run.overwrite, needed_bytes=needed)
 
     def fixed_options(self, ranks: Ranks) -> dict[str, Any]:
         """Return the options that a resumed run must share."""
