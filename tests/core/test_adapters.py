@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from families import build, prompt
-from registry import random_model, tiny_config
 
-from locret import RetentionCache, RetentionPolicy, prefill
 from locret.backbone.adapters import attention_modules, describe
 from locret.backbone.instrument import LayerObserver, instrumented
 
@@ -40,13 +38,3 @@ def test_features_are_q_k_v_before_rotation_and_after_norms(family: str, length:
             expected = torch.cat([part.flatten(2) for part in parts], dim=-1)
         torch.testing.assert_close(features, expected, atol=1e-6, rtol=0)
     assert len(found) == len(describe(model).layers)
-
-
-@pytest.mark.parametrize("positions", ["compact", "original"])
-@torch.no_grad()
-def test_an_interleaved_rotary_embedding_is_rotated_as_the_model_does(positions: str) -> None:
-    model = random_model(tiny_config("cohere"))
-    policy = RetentionPolicy(budget=40, chunk_size=8, stabilizers=2, local_len=2, positions=positions)
-    ids = prompt(40, vocabulary=90)
-    ours = prefill(model, ids, RetentionCache(model, "random", policy))
-    torch.testing.assert_close(ours, model(ids).logits[:, -1], atol=1e-4, rtol=0)

@@ -11,7 +11,7 @@ from typing import Any
 import mutations
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig
 
 from locret import RetainingHeads
@@ -64,7 +64,6 @@ def test_saved_heads_load_identically_with_their_notes_and_can_be_trained(saved:
 CONFIGS = [
     ({"hidden_dim": None}, "is not the config of retaining heads .*give a folder written by locret-train"),
     ({"head_dim": None}, "lacks head_dim; the file is incomplete"),
-    ({"head_dim": "8"}, "config.json.head_dim='8' is not a whole number"),
     ({"layers": [1, 0]}, r"layers=\[1, 0\] must be ascending indices below num_hidden_layers=2"),
     ({"policy": {"budget": 10**15}}, "policy: budget=1000000000000000 is no bound that heads may recommend"),
     ({"policy": {"budgt": 5}}, "policy has an unknown key 'budgt'; the keys are those of RetentionPolicy: budget, "),
@@ -83,7 +82,6 @@ def test_a_config_that_is_not_exactly_right_is_refused(saved: Path, changes: Any
 
 WEIGHTS = [
     (lambda w: w.pop("heads.1.fc2.weight"), r"3 weights but its config.json says 4 \(missing: heads.1.fc2.weight;"),
-    (lambda w: w.update({"heads.0.fc1.weight": torch.zeros(12, 60)}), r"is \[12, 60\] in .* but \[12, 64\] by its"),
     (lambda w: w["heads.0.fc2.weight"].fill_(float("nan")), "heads.0.fc2.weight in .* values that are not finite"),
     (lambda w: w.update({n: v.to(torch.float8_e4m3fn) for n, v in w.items()}), "is of float8_e4m3fn; give float32"),
 ]
@@ -192,12 +190,10 @@ class Payload:
 
 OFFICIAL: list[tuple[Any, str]] = [
     (published(fc1=(4, 48)), r"heads.0.fc1.weight is \[4, 48\] in .* but \[4, 64\] by the config of a llama model"),
-    ({**published(), NAME.replace("weight", "bias"): torch.ones(4)}, "unexpected: heads.0.fc1.bias"),
     ({**published(), NAME.removeprefix("model."): torch.ones(4, 64)}, "has 0.fc1.weight of a layer twice"),
     ({name: value for name, value in published().items() if name != NAME}, "missing: heads.0.fc1.weight"),
     ({"a": torch.zeros(2)}, "has no retaining heads: no entry like model.layers.0.self_attn.fc1.weight"),
     ({NAME: Payload()}, "holds more than tensors, and loading it could run code; convert it to safetensors"),
-    ({**published(), NAME: torch.zeros(4, 64).to_sparse()}, "no plain tensor"),
     (b"just a text, no weights", "not a file that torch.save wrote"),
 ]
 
@@ -214,12 +210,6 @@ def test_published_weights_that_do_not_fit_are_refused_in_a_sentence(tmp_path: P
         assert "\n" not in str(refused.value)
 
 
-def test_places_of_published_weights_that_are_none_are_named(tmp_path: Path) -> None:
-    mutations.put(tmp_path, "a.safetensors", save(published()))
-    for place in ("../a.safetensors", 5):
-        index = {"weight_map": {**dict.fromkeys(published(), "a.safetensors"), NAME: place}}
-        mutations.put(tmp_path / "heads", "model.safetensors.index.json", json.dumps(index).encode())
-        with pytest.raises(ValueError, match="is not the name of a file of its folder"):
-            RetainingHeads.from_official(tmp_path / "heads", CONFIG)
+def test_published_weights_that_are_not_there_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="there is no file or folder '.*nowhere'; download the published heads first"):
         RetainingHeads.from_official(tmp_path / "nowhere", CONFIG)

@@ -92,14 +92,6 @@ def test_tokens_read_in_pieces_equal_those_of_the_whole_text(name, text, size):
     assert streamed(TOKENIZERS[name], pieces) == TOKENIZERS[name](text)["input_ids"]
 
 
-@pytest.mark.parametrize("piece", ["7", "日本語", " ", "\n", "word"])
-def test_text_without_word_boundaries_keeps_its_tokens_and_is_really_cut(piece):
-    text = "start " + piece * (3001 // len(piece)) + " end"
-    assert streamed(GPT2, [text]) == GPT2(text)["input_ids"]
-    lists = list(token_stream(GPT2, [sample_text(9, words=2000)], window=WINDOW, margin=MARGIN))
-    assert len(lists) > 30
-
-
 def test_where_no_cut_can_be_proven_memory_stays_bounded_and_no_character_is_lost():
     # The merges learnt from "🙂🙃" join the end of one character to the start of the next: every cut splits a token.
     text = "start " + "🙂" * 5000

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,29 +90,21 @@ def test_two_processes_do_what_one_does_with_accumulation(paths: tuple[Path, Pat
     assert [r["tokens"] for r in records(tmp_path / "one")] == [r["tokens"] for r in records(tmp_path / "two")]
 
 
-@pytest.fixture(scope="module")
-def stopped(paths: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Start two endless runs side by side, and stop one with SIGINT and one with SIGTERM once they have made a step."""
-    folder = tmp_path_factory.mktemp("stopped")
-    runs = {}
-    for name in ("SIGINT", "SIGTERM"):
-        arguments = train_arguments(paths, folder / name, "--steps=100000", "--warmup-steps=10", "--save-every=99999")
-        command = [sys.executable, "-m", "locret.train.command", *arguments]
-        runs[name] = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=cpu_environment())
-    try:
-        for name, process in runs.items():
-            wait_for_records(folder / name / "log.jsonl", process)
-            process.send_signal(getattr(signal, name))
-        yield {name: (process.wait(60), folder / name, process.stderr.read()) for name, process in runs.items()}
-    finally:
-        for process in runs.values():
-            process.kill()
-
-
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
 @pytest.mark.slow
-def test_a_signal_saves_a_checkpoint_to_go_on_from(stopped: dict[str, Any], name: str, code: int) -> None:
-    exit_code, output, messages = stopped[name]
+def test_a_signal_saves_a_checkpoint_to_go_on_from(
+    paths: tuple[Path, Path], tmp_path: Path, name: str, code: int
+) -> None:
+    output = tmp_path / "run"
+    arguments = train_arguments(paths, output, "--steps=100000", "--warmup-steps=10", "--save-every=99999")
+    command = [sys.executable, "-m", "locret.train.command", *arguments]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=cpu_environment())
+    try:
+        wait_for_records(output / "log.jsonl", process)
+        process.send_signal(getattr(signal, name))
+        exit_code, messages = process.wait(60), process.stderr.read()  # type: ignore[union-attr]
+    finally:
+        process.kill()
     assert exit_code == code, messages[-2000:]
     (saved,) = checkpointing.complete(output)
     step = checkpointing.read(saved)["step"]
