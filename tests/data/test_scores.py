@@ -7,76 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from bench_cases import SHARED, entries, golden
+import yaml
+from bench_cases import HERE, SHARED, entries, golden
 
 from locret.data import tasks
 from locret.data.tasks import Sample
 from locret.data.tasks.metrics import overlap, retrieval
 from locret.data.tasks.metrics.overlap import edit_similarity, first_code_line
 from locret.data.tasks.published.leval import exact_match, rouge_parts
-
-CITY = ("City", "Other location")
-# Task, answer, references, score; of classifications also the classes.
-ANSWERS: list[tuple[Any, ...]] = [
-    ("infinitebench/passkey", " 71432.", ["71432"], 1),
-    ("infinitebench/passkey", "is 7 71432", ["71432"], 0),  # the first integer alone
-    ("infinitebench/passkey", "714321", ["71432"], 0),  # a longer number is another number
-    ("infinitebench/passkey", "x71432x", ["71432"], 1),  # letters end an integer as InfiniteBench splits it
-    ("infinitebench/passkey", "٧١٤٣٢ 71432", ["71432"], 1),  # other scripts' digits are no integer of the benchmark
-    ("infinitebench/kv_retrieval", '{"a": "b-1"}', ["b-1"], 1),
-    ("infinitebench/kv_retrieval", "b-1</s>", ["b-1"], 0),
-    ("locret/kv_retrieval", "b-1</s>", ["b-1"], 1),  # the Locret release's copy ends a value there
-    ("infinitebench/longdialogue_qa_eng", "to be Ace's.", ["ACE", "ROTHSTEIN"], 1),
-    ("infinitebench/longdialogue_qa_eng", "Rothstein", ["ACE", "ROTHSTEIN"], 0),  # the first name alone counts
-    ("infinitebench/code_run", "The value is `-4`", ["-4"], 1),
-    ("infinitebench/code_run", "4 is the value", ["4"], 0),
-    ("infinitebench/math_find", "-94.", ["94"], 1),
-    ("infinitebench/math_find", "94.9", ["94"], 1),
-    ("infinitebench/math_calc", "[1, 4, 9]", ["1", "4", "8", "8"], 0.5),
-    ("infinitebench/math_calc", "9, 1, 4", ["1", "4"], 0),
-    ("infinitebench/longbook_choice_eng", " C. Snowfield", ["Snowfield", "C"], 1),
-    ("infinitebench/longbook_choice_eng", "Because it snows", ["Snowfield", "C"], 0),  # begins with a B
-    ("infinitebench/longbook_choice_eng", "The answer is: C", ["Snowfield", "C"], 1),
-    ("infinitebench/longbook_choice_eng", "The answer is:C", ["Snowfield", "C"], 0),  # a character is skipped unseen
-    ("infinitebench/longbook_choice_eng", "In my view C, not D", ["Snowfield", "C"], 1),
-    ("infinitebench/longbook_choice_eng", "In my view D, not C", ["Snowfield", "C"], 0),
-    *((f"{who}/code_debug", " B. pack", ["pack", "B"], 1) for who in ("infinitebench", "locret")),
-    *((f"{who}/code_debug", "B: pack", ["pack", "B"], 1) for who in ("infinitebench", "locret")),
-    *((f"{who}/code_debug", "B", ["pack", "B"], 0) for who in ("infinitebench", "locret")),  # a bare letter
-    ("infinitebench/code_debug", "B\nC. unpack", ["pack", "B"], 0),
-    ("locret/code_debug", "B\nC. unpack", ["pack", "B"], 1),
-    ("infinitebench/code_debug", "The correct option is: B", ["pack", "B"], 1),
-    ("longbench/trec", "Other location\nType: City", ["Other location"], 1, CITY),  # the first line alone
-    ("longbench/trec", "\n\nOther location", ["Other location"], 1, CITY),  # after empty ones
-    ("longbench/trec", "City or Other location", ["Other location"], 1 / 2, CITY),
-    # A part of the right name does not count, unless it follows a removed one.
-    ("longbench/trec", "Other location", ["Other location"], 1, ("location", "Other location")),
-    ("longbench/trec", "Other location", ["Other location"], 1 / 2, ("Other", "location", "Other location")),
-    ("longbench/passage_retrieval_en", "Paragraph 15", ["Paragraph 15"], 1),
-    ("longbench/passage_retrieval_en", "15 or 16", ["Paragraph 15"], 1 / 2),
-    ("longbench/passage_retrieval_zh", "段落3", ["段落3"], 1),
-    ("longbench/passage_count", "There are 08 paragraphs", ["8"], 0),
-    ("longbench/passage_count", "8 unique. Paragraph 1, 2, 3", ["8"], 1 / 4),
-    ("longbench/hotpotqa", "Paris\nRome", ["Paris"], 2 / 3),  # all lines count but in the four few-shot tasks
-    ("leval/coursera", "AC", ["ABC"], 0.25),  # a part of the right options
-    ("leval/coursera", "A. first\nC. third", ["AC"], 1),
-    ("leval/coursera", "B) it is. Question: A.", ["B"], 1),  # what follows "Question" is cut off
-    ("leval/coursera", "no idea", ["A"], 1),  # the official guess
-    ("leval/quality", "The answer is C", ["(C) the third"], 1),
-    ("leval/quality", "Because of C", ["(C) the third"], 0),  # the first capital of A to D
-    ("leval/gsm100", "so 3 + 4 = 7. The answer is $1,018.00", ["1018"], 1),
-    ("leval/gsm100", "7 apples and -18 pears\n\n5", ["18"], 1),
-    ("leval/topic_retrieval_longchat", "the role of ART in society", ["The role of art in society"], 1),
-    ("leval/topic_retrieval_longchat", "-\nArt\nSociety", ["Society"], 1),  # any line
-    ("leval/sci_fi", "This is not False/true.", ["True"], 1),
-    ("leval/sci_fi", "False, not true", ["True"], 0),
-    ("leval/narrative_qa", "Mary was in love.", ["Mary was in love with Ann."], 0.8),
-    # codeU compares the final output with its punctuation dropped.
-    ("leval/codeU", "So, the final output of the code is:\n\n```\narray([6, 15])\n```", ["[6 15]"], 1),
-    ("leval/codeU", "the value of the code is 3.0", ["3"], 1),
-    ("leval/codeU", "the final output is 4 because of one two three five 3", ["3"], 0),  # too far behind the phrase
-    ("leval/codeU", "[[1, 2], [3, 4]]", ["[[1 2]\n [3 4]]"], 1),
-]
 
 
 def score(task: str, said: str, targets: Any, classes: tuple[str, ...] = (), **options: str) -> float:
@@ -89,7 +27,7 @@ def score(task: str, said: str, targets: Any, classes: tuple[str, ...] = (), **o
 
 
 def test_short_answers_get_their_official_scores() -> None:
-    for task, said, right, wanted, *classes in ANSWERS:
+    for task, said, right, wanted, *classes in yaml.safe_load((HERE / "answers.yaml").read_text(encoding="utf-8")):
         assert score(task, said, right, *classes) == pytest.approx(wanted), (task, said)
 
 

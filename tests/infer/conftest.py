@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,28 +103,6 @@ def evaluate_with(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callabl
         return call
 
     return usual
-
-
-@pytest.fixture
-def stopped_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Any]:
-    """Return a context in which `locret-eval` is interrupted after so many answers."""
-    from locret.infer.evaluation import runner
-
-    @contextmanager
-    def after(count: int) -> Iterator[None]:
-        answer, left = runner.answer, [count]
-
-        def interrupted(*given: Any) -> dict[str, Any]:
-            left[0] -= 1
-            if left[0] < 0:
-                raise KeyboardInterrupt
-            return answer(*given)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(runner, "answer", interrupted)
-            yield
-
-    return after
 
 
 def _call(command: Callable[..., int], arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> Outcome:

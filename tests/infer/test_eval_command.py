@@ -16,7 +16,7 @@ from published_cases import published
 
 from locret.base.files import locked
 from locret.data import tasks
-from locret.infer.evaluation import figures, output_folder, report
+from locret.infer.evaluation import figures, output_folder, report, runner
 from locret.infer.evaluation.records import PART, SampleLog, key
 
 SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--threads", 1, "--figures", "none")
@@ -57,11 +57,20 @@ def test_every_method_holds_the_same_budget_and_everything_is_on_record(evaluate
 
 
 def test_an_interrupted_run_goes_on_with_more_methods_and_equals_an_uninterrupted_one(
-    evaluate: Any, tmp_path: Path, stopped_after: Any, monkeypatch: pytest.MonkeyPatch
+    evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, whole = tmp_path / "halves", tmp_path / "whole"
     assert evaluate(*TWO, "--methods", "full,random,locret", "--output", whole)[0] == 0
-    with stopped_after(3):
+    answer, left = runner.answer, [3]
+
+    def interrupted(*given: Any) -> dict[str, Any]:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return answer(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "answer", interrupted)
         code, _, err = evaluate(*TWO, "--methods", "full,random", "--output", out)
     assert (code, len(records(out)), results(out)["complete"]) == (130, 3, False)
     assert "--resume goes on" in err

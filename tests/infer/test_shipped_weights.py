@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from locret.infer.command import command as infer
 from locret.infer.evaluation.command import command
 
 CHECKPOINTS = Path(__file__).resolve().parents[2] / "checkpoints"
@@ -28,15 +27,3 @@ def test_shipped_heads_answer_what_the_full_cache_answers_and_other_methods_do_n
     assert right["full"] >= SAMPLES - 2
     assert right["locret"] >= SAMPLES - 2
     assert max(right["untrained"], right["random"], right["streaming"]) <= 1
-
-
-def test_the_first_example_answers_from_any_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    pair = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
-    text = ["--prompt-file", "recipes/infer/pass_key.txt", "--question", "What is the pass key?"]
-    assert infer([*pair, *text]) == 0
-    shown = capsys.readouterr()
-    assert shown.out == "The pass key is 43600.\n"
-    assert "knows only texts that locret generates" not in shown.err  # it is such a text
