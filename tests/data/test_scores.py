@@ -16,6 +16,8 @@ from locret.data.tasks.metrics import overlap, retrieval
 from locret.data.tasks.metrics.overlap import edit_similarity, first_code_line
 from locret.data.tasks.published.leval import exact_match, rouge_parts
 
+ANSWERS = yaml.safe_load((HERE / "answers.yaml").read_text(encoding="utf-8"))
+
 
 def score(task: str, said: str, targets: Any, classes: tuple[str, ...] = (), **options: str) -> float:
     family, _, name = task.partition("/")
@@ -27,38 +29,14 @@ def score(task: str, said: str, targets: Any, classes: tuple[str, ...] = (), **o
 
 
 def test_short_answers_get_their_official_scores() -> None:
-    for task, said, right, wanted, *classes in yaml.safe_load((HERE / "answers.yaml").read_text(encoding="utf-8")):
+    for task, said, right, wanted, *classes in ANSWERS["tasks"]:
         assert score(task, said, right, *classes) == pytest.approx(wanted), (task, said)
 
 
-WORDS: list[tuple[Any, str, list[str], float]] = [
-    (overlap.word_f1, "The well-known CAT.", ["wellknown cat"], 1.0),  # no space behind punctuation, articles go
-    (overlap.word_f1, "cat cat dog", ["cat dog dog"], 2 / 3),  # bags: one cat and one dog are shared
-    (overlap.word_f1, "cat", ["dog", "cat and dog"], 0.5),  # the best reference: precision 1, recall 1/3
-    (overlap.word_f1, "cat。", ["cat"], 0.0),  # Chinese punctuation is part of a word
-    (overlap.character_f1, "《田》", ["田"], 2 / 3),  # the opening mark stays
-    (overlap.chinese_word_f1, "商家堡", ["田立帆在商家堡。"], 0.5),  # precision 1, recall 1/3
-    # LongBench's ROUGE-L: case counts, words are a set, sentences end at full stops.
-    (overlap.rouge_l, "A b.", ["a b."], 0.5),
-    (overlap.rouge_l, "a a a b", ["a b"], 1.0),
-    (overlap.rouge_l, "b. a", ["a b"], 1.0),
-    (overlap.rouge_l, "商家堡", ["田立帆在商家堡"], 0.0),
-    # InfiniteBench's ROUGE-Lsum: lines are sentences, no stems, the best reference.
-    (overlap.rouge_lsum, "the cat\nsat down", ["sat down\nthe cat"], 1.0),
-    (overlap.rouge_lsum, "the cat sat down", ["sat down the cat"], 0.5),
-    (retrieval.all_contained, "it is 12 and Blue", ["12", "blue", "34", "red"], 0.5),
-    (retrieval.all_contained, "12345678", ["1234567"], 1),  # RULER looks for the string, wherever it is
-    (retrieval.all_contained, "a", ["a", "b", "c"], 1 / 3),
-    (retrieval.any_contained, "it is 12 and Blue", ["34", "BLUE"], 1),
-    (lambda said, right: exact_match(said, right[0]), "18", ["18.0"], 1),  # numbers before texts
-    (lambda said, right: exact_match(said, right[0]), "118", ["18"], 0),
-    (lambda said, right: exact_match(said, right[0]), "it is 118", ["18"], 1),
-]
-
-
 def test_overlaps_by_hand() -> None:
-    for metric, said, right, wanted in WORDS:
-        assert metric(said, right) == pytest.approx(wanted, abs=1e-6), (said, right)
+    metrics = {**vars(overlap), **vars(retrieval), "exact_match": lambda said, right: exact_match(said, right[0])}
+    for metric, said, right, wanted in ANSWERS["metrics"]:
+        assert metrics[metric](said, right) == pytest.approx(wanted, abs=1e-6), (said, right)
     assert overlap.segmented_words("田立帆在商家堡。") == ["田立帆", "在", "商家堡"]
     assert overlap.rouge_l("a b", ["a b"]) == pytest.approx(1 - 5e-9, abs=1e-12)  # 1e-8 in the denominator
     assert overlap.chinese_rouge_l("商家堡", ["田立帆 在 商家堡", "没有"]) > 0.4

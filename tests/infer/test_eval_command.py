@@ -293,47 +293,7 @@ def test_errors_are_over_texts_not_over_questions() -> None:
 
 # --- what is refused, or said ---
 
-PUBLISHED = "--methods full --data-dir DATA --tasks"
-REFUSED = [
-    # Names.
-    ("--methods locret", "--methods locret needs trained heads; give --heads, or leave it out"),
-    ('--tasks passkey --task-options \'{"number": {"chat": false}}\'', "speaks of number, which is not among --tasks"),
-    # Numbers.
-    ("--budget many", "--budget many is not possible"),
-    ("--samples 0", "--samples 0 is not possible; give 1 to 1000000"),
-    ("--tasks multikey --lengths 100", "tokens=100 cannot hold a row of ruler/niah_multikey_1"),
-    ("--budget-share 0.1,2", "--budget-share 0.1,2 is not possible"),
-    # Options that contradict each other, or change nothing.
-    ("--resume --overwrite", "--resume and --overwrite exclude each other"),
-    ("--suite leval-locret --tasks passkey", "--suite leval-locret and --tasks exclude each other"),
-    ("--suite ruler-4k --lengths 64", "--suite ruler-4k reads 4,096 tokens; drop --lengths, or choose another suite"),
-    ("--budget-share 0.1 --budget 64", "--budget 64 and --budget-share 0.1 exclude each other; drop one"),
-    ("--allow-other-base", "--allow-other-base is about --heads, which are not given; add them, or drop it"),
-    ("--max-prompt 100", "--max-prompt 100 cannot cut prompts of niah/passkey, which are made to --lengths 2048"),
-    ("--tasks longbench/qasper --template chatty", "--template chatty is unknown; choose one of chat"),
-    ("--tasks sirllm/rock --budget 64 --lengths 64", "--lengths is for prompts that are made here, but those of sir"),
-    ("--pyramid-beta 10", "--pyramid-beta 10 changes nothing without --layer-budgets pyramid; add that, or"),
-    # Methods that cannot work.
-    ("--methods random,snapkv --decode-budget 80 --decode-interval 4 --budget 64", "method snapkv: decode_budget=80 "),
-    ("--methods snapkv+shares --budget 64", 'modifier "+shares" was retired'),
-    ("--methods random_answer", "without --decode-budget none are; give it, or take random"),
-    ("--methods full --decode-budget 60 --budget 48", "--decode-budget 60 means nothing to full, so it would change"),
-    # Sessions and questions.
-    ("--tasks sirllm/rock --methods random,oracle", "method oracle knows the answer to one prompt, and sirllm/rock is"),
-    ("--tasks sirllm/rock --budget-share 0.1", "is a share of a whole prompt, and sirllm/rock is a session, whose"),
-    ("--tasks scbench/kv --protocol agnostic", "scbench/kv is a session, whose turns follow each other"),
-    ("--tasks infinitebench/math_find --protocol aware,agnostic", "math_find asks before its document; leave one out"),
-    ("--protocol blind", "--protocol blind is unknown; choose aware or agnostic, or aware,agnostic"),
-    ("--questions 5", "--questions 5 asks several questions of a text, but no text of niah/passkey"),
-    ("--tasks ruler/vt --lengths 1000 --methods oracle_agnostic", "ruler/vt does not say which there are; leave one"),
-    ("--tasks ruler/vt --lengths 1000 --protocol agnostic", "ruler/vt does not say where its questions begin"),
-    # Rows that are not there.
-    (f"{PUBLISHED} leval/codeU", "holds no rows of leval/codeU; looked for leval/LEval-data"),
-    ("--methods full --data-dir DATA/none --tasks leval/codeU", "is not a folder; give the folder of a local copy"),
-    ("--data-dir DATA/leval --suite longbench", "no rows of any task of --suite longbench"),
-    (f"{PUBLISHED} leval/review_summ", "review_summ.jsonl holds no row that leval/review_summ could ask"),
-    (f"{PUBLISHED} infinitebench/passkey --max-prompt 9 --protocol agnostic", "raise --max-prompt"),
-]
+REFUSED = yaml.safe_load(Path(__file__).with_name("refused_evaluations.yaml").read_text(encoding="utf-8"))
 
 
 @pytest.fixture(scope="module")
