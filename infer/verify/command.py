@@ -26,8 +26,6 @@ Names = str | list[str]
 class VerifyOptions:
     """What is read, and which checks run."""
 
-    text_file: str | None = None
-    """Text file, UTF-8, to take the tokens from, by the backbone's tokenizer; without it token ids are drawn."""
     tokens: int | None = None
     """Tokens of the text; by default 1,024, with --quick 256, and no more than the backbone's positions."""
     seed: int = 0
@@ -87,10 +85,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     """Resolve what the backbone's config shows; then verify, print and write, and return the exit code."""
-    import torch
-
     from locret import RetentionPolicy, loading
-    from locret.conversation.document import read_text
     from locret.infer import sizing
     from locret.infer.verify import subject, suite
     from locret.policy.resolve import resolve_options
@@ -118,17 +113,8 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
         memory = {"weight_bytes": planned.weight_bytes, **planned.plan(policy), "working_bytes": working}
         print_json({**setup, "policy": policy.to_dict(), "tokens": tokens, "checks": names, **memory})
         return 0
-    ids = None
-    if options.text_file is not None:
-        text = "".join(read_text(options.text_file, setting="--text-file "))
-        ids = torch.tensor(loading.load_tokenizer(source)(text).input_ids[:tokens])
-        if len(ids) < tokens:
-            raise ValueError(
-                f"--text-file {options.text_file} has {len(ids):,} tokens, but --tokens {tokens:,} are read; give a "
-                "longer one, or lower --tokens"
-            )
     model, shown = loading.load_model(source, config, device, dtype), not output.quiet
-    found = suite.verify(model, scorer, policy, ids=ids, tokens=tokens, seed=options.seed, only=names, progress=shown)
+    found = suite.verify(model, scorer, policy, tokens=tokens, seed=options.seed, only=names, progress=shown)
     report = replace(found, facts={**found.facts, **setup})
     if output.json:
         print_json(report.to_dict())

@@ -65,6 +65,7 @@ _BY_ITSELF = {
     "option save_context": "locret-context read TEXT --output FILE writes a context",
     "option shares": "each context has as many units; locret-context shrink FILE gives one fewer, or all the best",
     "option progress": "LongContextModel.read shows a bar, and prefill calls on_chunk after every chunk",
+    "option text_file": "verify(model, ids=...) of locret.infer.verify takes the tokens of a text",
     "option disk": "a second tier lies in host memory, and host_budget bounds it",
     "option context": "locret-context ask FILE --question TEXT asks a context",
     "option reread": "--compare-full answers once more with every unit kept",
