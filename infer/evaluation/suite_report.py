@@ -8,7 +8,7 @@ from typing import Any
 
 from locret.base.tables import markdown
 from locret.data.tasks.published.suites import PublishedRow, Suite
-from locret.infer.evaluation.records import amount, size, with_error
+from locret.infer.evaluation.records import amount, with_error
 
 _READING = ("method", "budget", "budget_share", "chunk_size", "stabilizers")
 
@@ -56,8 +56,6 @@ def _row(suite: Suite, reading: tuple[Any, ...], cells: list[dict[str, Any]]) ->
         "standard_errors": {task: errors.get(task) for task in suite.tasks},
         "average": None if average is None else round(average, 4),
         "average_standard_error": _average_error(suite, scores, errors),
-        "fast_bytes": max(cell["peak_bytes"] for cell in cells),
-        "host_bytes": max(cell.get("host_bytes", 0) for cell in cells),
         "partial": len(scores) < len(suite.tasks) or any("of" in c and c["set"] != c["task"] for c in cells),
     }
 
@@ -83,14 +81,12 @@ def _printed(suite: Suite, row: PublishedRow, settings: dict[str, Any]) -> dict[
         "average": row.average,
         "note": f"As printed in {row.source}, not measured here. Differs: model {row.model}, {precision}, their "
         f"software and hardware; ours is {settings['model']} in {settings['dtype']}{'; ' * bool(row.note)}{row.note}.",
-        "memory": list(row.memory),
     }
 
 
 def table(found: dict[str, Any]) -> str:
     """Return the suite as Markdown: a row per method and policy, then the published ones, marked as such."""
     tasks, printed = found["tasks"], found.get("published", ())
-    tiers = any(row["host_bytes"] for row in found["rows"]) or any(row["memory"] for row in printed)
     short = [found["labels"][task].partition("/")[2] for task in tasks]
     rows = []
     for row in found["rows"]:
@@ -99,24 +95,20 @@ def table(found: dict[str, Any]) -> str:
             for task in tasks
         ]
         average = with_error(row["average"], row["average_standard_error"], 2) + " (partial)" * row["partial"]
-        held = [size(row["fast_bytes"]), size(row["host_bytes"])] if tiers else []
-        rows.append([_reading(row, found["rows"]), amount(row), *scores, average, *held])
+        rows.append([_reading(row, found["rows"]), amount(row), *scores, average])
     notes = list(dict.fromkeys(row["note"] for row in printed))
     for row in printed:
         average = with_error(row["average"], None, 2) or "none"
-        held = [f"{part:.2f} GB" for part in row["memory"]] or ["", ""]
         name = f"published: {row['method']}, {row['model']} [{notes.index(row['note']) + 1}]"
         scores = [with_error(row["scores"][task], None, 2) for task in tasks]
-        rows.append([name, "", *scores, average, *(held if tiers else [])])
-    titles = ["method", "budget", *short, "average", *(["fast", "second tier"] if tiers else [])]
+        rows.append([name, "", *scores, average])
     below = [f"Missing: {name} ({reason})." for name, reason in found["missing"].items()]
     if any(row["partial"] for row in found["rows"]):
         below.append("A partial average, of some tasks or rows, is not comparable with a published one.")
-    if any(row["memory"] for row in printed):
-        below.append("Memory: ours are the bytes of the cache, counted; published are whole processes, with weights.")
     below += found["remarks"] + [f"[{index}] {note}" for index, note in enumerate(notes, start=1)]
     head = f"**{found['name']}**: {found['title']}; average = {found['average_rule']}"
-    return "\n".join([head, "", *markdown(titles, rows), *(part for line in below for part in ("", line))]) + "\n"
+    lines = [head, "", *markdown(["method", "budget", *short, "average"], rows)]
+    return "\n".join([*lines, *(part for line in below for part in ("", line))]) + "\n"
 
 
 def remarks(settings: dict[str, Any]) -> list[str]:

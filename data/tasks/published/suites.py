@@ -32,8 +32,6 @@ class PublishedRow:
     average: float | None
     """As printed; None where the paper prints none."""
     note: str
-    memory: tuple[float, ...]
-    """Most gigabytes on the GPU and in the CPU's memory, weights included; empty where the paper has none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +93,10 @@ def _suite(name: str, facts: Mapping[str, Any]) -> Suite:
 
 
 def _rows(table: str, model: str, rows: str) -> Iterator[PublishedRow]:
-    """Read lines of `method: cell ... | average | precision | note | memory`; a cell that is not there is a dash."""
+    """Read lines of `method: cell ... | average | precision | note`; a cell that is not there is a dash."""
     for line in rows.strip().splitlines():
         method, _, rest = line.partition(":")
-        cells, average, precision, note, memory, *_ = [*(part.strip() for part in rest.split("|")), "", "", "", ""]
+        cells, average, precision, note, *_ = [*(part.strip() for part in rest.split("|")), "", "", ""]
         yield PublishedRow(
             source=table,
             model=model,
@@ -107,7 +105,6 @@ def _rows(table: str, model: str, rows: str) -> Iterator[PublishedRow]:
             scores=tuple(None if cell == "-" else float(cell) for cell in cells.split()),
             average=None if average == "-" else float(average),
             note=note,
-            memory=tuple(map(float, memory.split())),
         )
 
 
