@@ -35,19 +35,6 @@ def test_attention_equals_the_oracle(new: int, slots: int, kv_heads: int, sinks:
 
 
 @LEARNED
-def test_heads_with_different_numbers_of_units_attend_to_their_own(sinks: torch.Tensor | None) -> None:
-    query, key, value = tensors(3, 20)
-    segments = [[slice(0, 12), slice(12, 20)]]
-    view = View(key[:, :1], value[:, :1], segments=segments)
-    out = attend(query, view, scaling=0.3, memo=MaskMemo(), sinks=sinks)
-    for head, span in enumerate(segments[0]):
-        own = slice(2 * head, 2 * head + 2)
-        its = None if sinks is None else sinks[own]
-        alone = reference.attend(query[0, own], key[0, :1, span], value[0, :1, span], 0.3, its)
-        torch.testing.assert_close(out[0, own], alone, atol=1e-5, rtol=0)
-
-
-@LEARNED
 @pytest.mark.parametrize("shared", [True, False])
 def test_recalled_units_share_one_softmax_with_the_others(shared: bool, sinks: torch.Tensor | None) -> None:
     query, key, value = tensors(5, 20)
@@ -76,50 +63,6 @@ def test_labels_of_gpt_oss_equal_the_oracle() -> None:
     observe(model, ids, on_layer)
     assert list(found) == [1]
     assert max(found.values()) < 1e-4
-
-
-@pytest.mark.parametrize(("new", "slots", "window"), [(1, 9, 4), (6, 20, 4), (6, 6, 3), (3, 5, 50)])
-def test_a_window_hides_everything_further_back(new: int, slots: int, window: int) -> None:
-    query, key, value = tensors(new, slots)
-    out = attend(query, View(key, value), scaling=0.3, memo=MaskMemo(), window=window)
-    for i in range(new):
-        end = slots - new + i + 1
-        start = max(end - window, 0)
-        alone = reference.attend(query[0, :, i : i + 1], key[0, :, start:end], value[0, :, start:end], 0.3)
-        torch.testing.assert_close(out[0, :, i : i + 1], alone, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("softcap", [None, 5.0])
-def test_slots_in_front_of_a_short_row_are_never_attended(softcap: float | None) -> None:
-    query, key, value = (t.expand(2, -1, -1, -1).clone() for t in tensors(1, 20))
-    key[1, :, :6], value[1, :, :6] = 1e4, 1e4
-    out = attend(query, View(key, value, torch.tensor([0, 6])), scaling=0.3, memo=MaskMemo(), softcap=softcap)
-    alone = attend(query[1:], View(key[1:, :, 6:], value[1:, :, 6:]), scaling=0.3, memo=MaskMemo(), softcap=softcap)
-    torch.testing.assert_close(out[1:], alone, atol=1e-5, rtol=0)
-
-
-def test_capped_logits_equal_the_formula() -> None:
-    query, key, value = tensors(300, 310)
-    out = attend(query, View(key, value), scaling=2.0, memo=MaskMemo(), softcap=3.0)
-    logits = query.unflatten(1, (2, 2)) @ key[:, :, None].transpose(-1, -2) * 2.0
-    hidden = torch.ones(300, 310, dtype=torch.bool).triu(11)
-    weights = (3.0 * torch.tanh(logits / 3.0)).masked_fill(hidden, -torch.inf).softmax(-1)
-    torch.testing.assert_close(out, (weights @ value[:, :, None]).flatten(1, 2), atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize(
-    ("first", "second"), [((3, 9), (2, 7)), ((3, 9), (5, 300)), ((5, 300), (1, 301)), ((1, 8), (4, 5))]
-)
-def test_masks_cut_from_a_larger_one_equal_those_made_for_their_size(
-    window: int | None, first: tuple[int, int], second: tuple[int, int]
-) -> None:
-    memo, like = MaskMemo(), torch.zeros(1)
-    for new, slots in (first, second):
-        mask = memo.causal(new, slots, window, like)
-        ago = torch.arange(slots - new, slots)[:, None] - torch.arange(slots)
-        hidden = (ago < 0) | (ago >= (window or slots))
-        torch.testing.assert_close(mask, torch.zeros(new, slots).masked_fill(hidden, -torch.inf), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("row_start", [None, torch.tensor([0, 20])])

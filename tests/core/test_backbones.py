@@ -58,12 +58,6 @@ def test_what_would_not_work_is_refused_before_anything_is_read(model_type: str,
         assert "\n" not in str(refused.value)
 
 
-def test_attention_of_another_kind_is_refused_while_it_is_read() -> None:
-    model = random_model("doge")
-    with pytest.raises(ValueError, match="masks what it attends to itself, or attends more than once"):
-        prefill(model, IDS, RetentionCache(model, "snapkv", POLICY))
-
-
 # -- rotary embeddings whose frequencies change -----------------------------------------------------------------------
 
 

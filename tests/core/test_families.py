@@ -64,20 +64,6 @@ def test_eviction_equals_the_slow_oracle(family: str, positions: str) -> None:
     torch.testing.assert_close(ours[0], logits, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
-def test_sliding_layers_keep_true_positions_while_the_others_are_compacted(family: str) -> None:
-    """Where nothing of the middle is worth keeping, both position modes see the same distances and must agree."""
-    model, ids = build(family), prompt(120)
-    logits = {}
-    for positions in ("compact", "original"):
-        # The newest 40 units stay, contiguous, so their distances are the same in both modes.
-        policy = RetentionPolicy(budget=40, chunk_size=10, stabilizers=39, local_len=1, positions=positions)
-        cache = RetentionCache(model, scorers.get("streaming", sinks=0), policy)
-        logits[positions] = prefill(model, ids, cache)
-        assert cache.kept_positions(1)[0, 0].tolist() == list(range(79, 120))
-    torch.testing.assert_close(logits["compact"], logits["original"], atol=1e-4, rtol=0)
-
-
 def test_longrope_uses_long_factors_below_the_original_length_and_is_put_back_afterwards() -> None:
     model, ids = build("phi3-longrope"), prompt(40)
     with torch.no_grad():
@@ -168,7 +154,7 @@ def shaped(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", SHAPES)
-def test_heads_are_as_wide_as_their_layer_and_keep_what_they_choose(family: str, tmp_path: Path) -> None:
+def test_heads_are_as_wide_as_their_layer_and_answer_alike_from_files(family: str, tmp_path: Path) -> None:
     model, ids = shaped(family), prompt(60, vocabulary=90)
     heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
     backbone = describe(model)
@@ -177,13 +163,8 @@ def test_heads_are_as_wide_as_their_layer_and_keep_what_they_choose(family: str,
     kv_heads = max(backbone.shape(i).num_kv_heads for i in backbone.layers)
     assert labels.shape == (len(backbone.layers), kv_heads, 50)
     assert bool(labels[0].isfinite().any())
-    cache, history = RetentionCache(model, heads, POLICY), []
-    prefill(model, ids, cache, on_chunk=lambda c: history.append(c.kept_positions(backbone.layers[0])[0].tolist()))
-    whole = RetentionCache(model, heads, RetentionPolicy(**{**POLICY.to_dict(), "budget": 64}))
-    prefill(model, ids, whole)
-    # The first layer with a budget sees the same whatever was evicted there, if nothing before it was.
-    if backbone.layers[0] == 0:
-        assert history == reference.kept_after_chunks(whole.kept_scores(0)[0].tolist(), 9, 20, 6, 5)
+    cache = RetentionCache(model, heads, POLICY)
+    prefill(model, ids, cache)
     heads.save_pretrained(tmp_path / "heads")
     again = RetainingHeads.from_pretrained(tmp_path / "heads")
     assert again.config == heads.config

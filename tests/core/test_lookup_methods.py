@@ -67,12 +67,10 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_dense_layers_and_memory_are_the_published_ones(name: str) -> None:
     filters, layers, dense = PUBLISHED[name]
-    assert tuple(reference.dense_layers(filters, layers)) == dense
     assert tuple(dense_layers(filters, layers)) == dense
-    assert reference.memory_share(filters, layers, 0.0) == len(dense) / layers
-    for ratio in (0.0, 0.0667, 0.5, 1.0):
-        share = reference.memory_share(filters, layers, ratio)
-        assert math.isclose(share, memory_share(filters, layers, ratio))
+    for ratio in (0.0, 0.0667, 1.0):  # d + |T| / |p| (1 - d)
+        share = len(dense) / layers
+        assert math.isclose(memory_share(filters, layers, ratio), share + ratio * (1 - share))
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3"])

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import oracle as reference
 import pytest
 import torch
-from families import build, merger, prompt
-from test_scorers import CAUSAL, NUMBERS, make
+from families import build, prompt
+from test_scorers import NUMBERS
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
+from locret import RetainingHeads, RetentionCache, RetentionPolicy
 from locret.mergers.base import Units
 from locret.mergers.kernels import MergingKernel, MergingKernels
 from locret.mergers.loco import WORST, fold
@@ -38,29 +37,11 @@ def units_of(held: int, kept: int) -> Units:
 # -- in a cache -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{}, {"head_budgets": "adaptive", "positions": "original"}])
-@pytest.mark.parametrize("name", CAUSAL)
-def test_merging_works_with_every_causal_scorer_in_the_same_bytes(name: str, changes: dict[str, Any]) -> None:
-    model, ids = build("llama"), prompt(60)
-    memory, logits = [], []
-    for merge in ("none", merger("llama")):
-        policy = RetentionPolicy(**{**NUMBERS, **changes, "merge": merge})
-        cache = RetentionCache(model, make(name, model), policy)
-        logits.append(prefill(model, ids, cache))
-        assert cache.memory().planned == cache.memory().actual
-        memory.append(cache.memory())
-        positions = cache.kept_positions(0)
-        assert all((head[head >= 0].diff() > 0).all() for row in positions for head in row)
-    assert memory[0] == memory[1]
-    assert not torch.allclose(*logits)
-
-
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
         ("lococo", 'merge "lococo" is unknown; did you mean loco?'),
         ("d2o:threshold=0.5", 'merge "d2o" was retired; release 0.1.0'),
-        ("loco:kernel=a", 'merge loco: it has no option "kernel"; did you mean kernels?'),
         ("loco", "merge loco needs its option kernels; write loco:kernels=VALUE"),
         ("loco:kernels=nowhere/at/all", "merge loco: there is no folder 'nowhere/at/all'"),
     ],

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from locret.base.method_spec import Change, parse, split
+from locret.base.method_spec import parse, split
 
 
 @pytest.mark.parametrize(
@@ -21,6 +21,7 @@ from locret.base.method_spec import Change, parse, split
         ("nacl:proxy_share=1e-2,random_share=.5", "nacl", {"proxy_share": 0.01, "random_share": 0.5}, ()),
         ("sage_kv:k=none", "sage_kv", {"k": None}, ()),
         ("some.package:Scorer:power=2+pyramid", "some.package:Scorer", {"power": 2}, ("pyramid",)),
+        ("locret+recall:recall_by=quest,page=4", "locret", {}, ("recall:recall_by=quest,page=4",)),
         ("locret+pyramid:pyramid_beta=10+linear", "locret", {}, ("pyramid:pyramid_beta=10", "linear")),
         (
             "h2o:normalise=true+adaptive_heads:head_floor=1e-1",
@@ -77,20 +78,6 @@ def test_what_is_written_otherwise_is_refused(method: Any, sentence: str) -> Non
     with pytest.raises(ValueError, match=re.escape(sentence)) as caught:
         parse(method)
     assert "\n" not in str(caught.value)
-
-
-def test_a_modifier_passes_options_on_to_what_it_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = Change({"memory": "linear"}, ("memory", "positions"), of="positions")
-    monkeypatch.setattr("locret.base.method_spec.MODIFIERS", {"4named": named, "2kept": Change({"when": "prompt_end"})})
-    spec = parse("a:x=1e+3+4named:positions=pages,page=16,memory=sqrt+2kept")
-    assert spec.options == {"x": 1000.0}
-    assert spec.changes == {"memory": "sqrt", "positions": "pages:page=16", "when": "prompt_end"}
-    # What it names may be written with its own colon, and has one spelling.
-    for text in ("a+4named:positions=pages,page=16", "a+4named:positions=pages:page=16"):
-        assert str(parse(text)) == "a+4named:positions=pages,page=16"
-        assert split(f"{text},top=3,full") == [f"{text},top=3", "full"]
-    with pytest.raises(ValueError, match="has the option page twice"):
-        parse("a+4named:positions=pages:page=16,page=8")
 
 
 @given(text=st.text(alphabet="snapkv:=,+.pymid1 -_\n{é", max_size=25) | st.text(max_size=10))

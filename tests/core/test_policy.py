@@ -265,32 +265,6 @@ def test_adaptive_layers_share_by_what_they_retained_up_to_the_cap() -> None:
 # -- whole plans ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("memory", ["fixed", "linear", "sqrt", "square", "square_sqrt", "adaptive"])
-@pytest.mark.parametrize("layer_budgets", ["uniform", "pyramid"])
-@settings(deadline=None)
-@given(tokens=st.integers(0, 600), held=st.integers(0, 60), layers=st.integers(1, 6), stabilizers=st.integers(0, 23))
-def test_every_plan_is_consistent(
-    memory: str, layer_budgets: str, tokens: int, held: int, layers: int, stabilizers: int
-) -> None:
-    rules = policy(memory=memory, layer_budgets=layer_budgets, stabilizers=stabilizers)
-    schedule = plan(rules, layers, tokens, held=[held] * layers)
-    assert sum(step.tokens for step in schedule.steps) + schedule.last.tokens == tokens
-    before = schedule.held
-    for number, step in enumerate(schedule.steps, start=1):
-        assert all(1 <= units <= most for units, most in zip(step.kept, schedule.budgets, strict=True))
-        if memory != "adaptive":
-            assert all(k == min(h + step.tokens, m) for k, h, m in zip(step.kept, before, step.budgets, strict=True))
-        assert all(p <= m for p, m in zip(step.protected, step.budgets, strict=True))
-        assert all(h + step.tokens <= most for h, most in zip(before, schedule.peak, strict=True))
-        if number == len(schedule.steps):
-            assert set(step.protected) == {0}
-            assert step.budgets == schedule.budgets
-        before = step.kept
-    if memory == "fixed" and layer_budgets == "uniform":
-        assert all(set(step.protected) == {stabilizers} for step in schedule.steps[:-1])
-        assert max(schedule.peak) <= max(rules.prefill_units, held + tokens)
-
-
 def test_a_second_text_starts_from_what_is_held() -> None:
     schedule = plan(policy(memory="linear"), 2, 86, held=[30, 12])
     assert schedule.held == (24, 12)

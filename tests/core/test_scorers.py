@@ -94,17 +94,6 @@ def test_rows_of_a_batch_equal_single_runs(name: str, when: str) -> None:
 
 
 @pytest.mark.parametrize("when", MOMENTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_a_budget_as_large_as_the_prompt_equals_full_attention(name: str, when: str) -> None:
-    model, ids = build("llama"), prompt(61)
-    with torch.no_grad():
-        expected = model(ids).logits[:, -1]
-    cache = RetentionCache(model, make(name, model), policy_of(name, budget=61, when=when))
-    torch.testing.assert_close(prefill(model, ids, cache), expected, atol=1e-4, rtol=0)
-    assert (cache.kept_positions(2) == torch.arange(61)).all()
-
-
-@pytest.mark.parametrize("when", MOMENTS)
 @pytest.mark.parametrize("name", RATES_ANSWERS)
 def test_answers_evict_alike_however_their_prompt_was_read(name: str, when: str) -> None:
     # In a padded batch, or by `prefill` first, the last token is read with the prompt; by `generate`, with the answer.
@@ -127,23 +116,6 @@ def test_an_answer_is_not_evicted_by_a_scorer_that_cannot_rate_it(name: str) -> 
     model = build("llama")
     with pytest.raises(ValueError, match=f"decode_budget=36 .* scorer {name} is not defined for generated tokens"):
         RetentionCache(model, make(name, model), policy_of(name, decode_budget=36, decode_interval=7))
-
-
-@pytest.mark.parametrize("when", MOMENTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_protected_units_survive_where_scores_tie(name: str, when: str) -> None:
-    model, kept = build("llama"), []
-    for layer in model.model.layers:  # nothing tells one token from another, so attention is uniform
-        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj):
-            torch.nn.init.zeros_(projection.weight)
-    cache = RetentionCache(model, make(name, model), policy_of(name, when=when))
-    logits = prefill(model, prompt(86), cache, on_chunk=lambda c: kept.append(c.kept_positions(0)[0]))
-    assert logits.isfinite().all()
-    assert not cache.kept_scores(0).isnan().any()
-    assert (cache.kept_positions(0)[0, :, -6:] == torch.arange(80, 86)).all()
-    for index, positions in enumerate(kept[:-1]):
-        end = 10 * (index + 1)
-        assert (positions[:, -5:] == torch.arange(end - 5, end)).all()
 
 
 @pytest.mark.parametrize("name", CAUSAL)
@@ -169,15 +141,11 @@ def test_scores_do_not_depend_on_chunks_or_neighbours_in_the_batch(name: str) ->
     [
         ("snapkv:kernel=1.5", "scorer snapkv: kernel=1.5 is not a whole number; give one such as 5"),
         ("snapkv:kernel=4", "scorer snapkv: kernel=4 has no middle slot; choose an odd number"),
-        ("snapkv:kernel=1000000000001", "scorer snapkv: kernel=1000000000001 is too large"),
         ("snapkv:pooling=median", 'scorer snapkv: pooling="median" is unknown; choose one of avg, max'),
         ("snapkv:kernle=7", 'scorer snapkv: it has no option "kernle"; did you mean kernel?'),
         ("streaming:sinks=-1", "scorer streaming: sinks=-1 is too small; it must be 0 or more"),
         ("h2o:normalise=abc", "scorer h2o: normalise='abc' is not true or false"),
-        ("h2o:recent_share=2", "scorer h2o: recent_share=2 is not a share"),
-        ("nacl:proxy_share=nan", "scorer nacl: proxy_share=nan is not a finite number"),
         ("nacl:random_share=0,seed=3", "scorer nacl: seed=3 has no effect without a random_share above 0"),
-        ("snapkv:kernel=1,pooling=max", "scorer snapkv: pooling=max has no effect without a kernel above 1; set that"),
         ("sirllm:decay=0", "scorer sirllm: decay=0 is not above 0 and at most 1"),
         ("sage_kv:sink_share=0.9,recent_share=0.2", "are more than the budget; lower one of them"),
         ("oracle", "scorer oracle needs the labels of the true answer, which only locret-eval knows"),

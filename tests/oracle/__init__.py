@@ -20,17 +20,12 @@ from oracle.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyra
 from oracle.head_split import select_over_heads
 from oracle.infllm import infllm
 from oracle.merging import loco
-from oracle.omnikv import (
-    dense_layers,
-    memory_share,
-    omnikv_visible,
-)
+from oracle.omnikv import omnikv_visible
 from oracle.protected import kept_with_protection
 from oracle.quest import quest_visible
 from oracle.recall import answer_with_recall, best_units
 from oracle.retaining import (
     attend,
-    kept_after_chunks,
     labels,
     loss,
     ranking_loss,
@@ -55,8 +50,8 @@ from oracle.token_and_key_scorers import (
 
 __all__ = [
     "adaptive_sizes", "answer_with_recall", "attend", "attention", "best_units", "decremental_chunks",
-    "dense_layers", "expected_attention", "h2o", "infllm", "kept_after_chunks", "kept_with_protection",
-    "key_difference", "key_norm", "labels", "loco", "loss", "low_events", "mean_rotation", "memory_share",
+    "expected_attention", "h2o", "infllm", "kept_with_protection",
+    "key_difference", "key_norm", "labels", "loco", "loss", "low_events", "mean_rotation",
     "memory_sizes", "nacl_kept", "omnikv_visible", "packed", "pyramid_budgets", "quest_visible", "ranking_loss",
     "read_by_choice", "read_prompt", "reduce_group", "rotate", "rounded_by_channel", "rounded_by_token",
     "sage_kept", "select_kept", "select_over_heads", "snapkv", "snapkv_of_imdc", "surprisal",

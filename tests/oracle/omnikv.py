@@ -22,12 +22,6 @@ def dense_layers(filter_layers: tuple[int, ...], layers: int) -> list[int]:
     ]
 
 
-def memory_share(filter_layers: tuple[int, ...], layers: int, token_ratio: float) -> float:
-    """Return Mem %, as a share of the full cache: d + |T| / |p| (1 - d) with d = (2 |L| + L_0) / layers."""
-    dense = (2 * len(filter_layers) + filter_layers[0]) / layers
-    return dense + token_ratio * (1 - dense)
-
-
 def window_weights(selector: str, window: int) -> list[float]:
     """Return alpha of the window's queries, oldest first (Section 4.2)."""
     if selector == "uniform":

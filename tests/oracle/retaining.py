@@ -19,35 +19,6 @@ def select_kept(scores_S: list[float], budget: int, protected: set[int]) -> list
     return sorted(ranked[len(scores_S) - min(budget, len(scores_S)) :])
 
 
-def kept_after_chunks(
-    chunk_scores: list[list[float]], chunk_size: int, budget: int, stabilizers: int, local_len: int
-) -> list[list[list[int]]]:
-    """Replay the evictions of one layer (Locret, Algorithm 1) from the scores its tokens got.
-
-    Args:
-        chunk_scores: per KV head, the score of every prompt token.
-        chunk_size: B.
-        budget: b.
-        stabilizers: n_s.
-        local_len: n_loc.
-
-    Returns:
-        Per chunk, per KV head: the kept text positions, ascending.
-    """
-    length = len(chunk_scores[0]) - local_len
-    pools: list[list[int]] = [[] for _ in chunk_scores]
-    history = []
-    for start in range(0, max(length, 0), chunk_size):
-        end = min(start + chunk_size, length)
-        final = end == length
-        for head, scores in enumerate(chunk_scores):
-            pool = pools[head] + list(range(start, end))
-            newest = set() if final else set(range(len(pool) - min(stabilizers, len(pool)), len(pool)))
-            pools[head] = [pool[slot] for slot in select_kept([scores[p] for p in pool], budget, newest)]
-        history.append([list(pool) for pool in pools])
-    return history
-
-
 def rotate(vector_D: Tensor, position: float, inv_freq: Tensor, magnitude: float = 1.0) -> Tensor:
     """Rotate one vector's pairs (d, d + D/2) by position * inv_freq[d]; LongRoPE and YaRN scale by `magnitude`."""
     half = len(inv_freq)
