@@ -9,7 +9,7 @@ from families import build
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import Rotary, long_factors, rotate, unrotate
 
-SCALED = ["llama", "llama-3.1-rope", "llama-yarn", "phi3-longrope", "phi3-partial", "gemma3"]
+SCALED = ["phi3-longrope", "llama-yarn", "phi3-partial", "gemma3"]
 
 
 def table(family: str, start: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
