@@ -168,13 +168,6 @@ class Conversation:
         turns = None if chat.protection.turns is None else chat.kept_by_message()
         print(kept_page.as_text(retention_of(chat.cache, ""), turns), flush=True)
 
-    def _do_protect(self, given: str) -> None:
-        """/protect NAME ...: say what stays from now on, such as question or user=0.1; nothing, without a name."""
-        chat = self._current()
-        chat.protect(*given.split())
-        names = ", ".join(map(str, chat.protection.rules))
-        self._tell(f"protected: {names}" if names else "nothing is protected any more")
-
     def _do_help(self, _: str) -> None:
         """/help: list what can be said."""
         texts = [str(one.__doc__).strip().splitlines()[0] for one in self._commands.values()]

@@ -108,8 +108,7 @@ class Prompts:
         with _refused("messages"):
             messages = [_as_template_takes(one) for one in request.messages]
             given = [one.model_dump(exclude_none=True) for one in tools]
-            how = {"places": False, "raw": self.lm.parse_special}
-            return written(self.lm.tokenizer, self.lm.template, messages, given, **how).ids
+            return written(self.lm.tokenizer, self.lm.template, messages, given, raw=self.lm.parse_special)
 
     # -- after a context ----------------------------------------------------------------------------------------------
 

@@ -73,6 +73,7 @@ _BY_ITSELF = {
     **dict.fromkeys(("option picture", "option kept"), "locret-context show FILE says and draws what a context kept"),
     "locret-context push": "hf upload org/name FILE context.safetensors publishes a context",
     **dict.fromkeys(("locret-chat /fork", "locret-chat /back"), "/save FILE and /load FILE return to a point"),
+    "locret-chat /protect": "--protect, given where the text is read, holds for the turns that follow",
     "locret-context pull": "hf download org/name fetches a context, and org/name may stand for its file",
 }
 """What is needed no more, and what does the same, or what happens without it."""

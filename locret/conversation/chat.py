@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
@@ -32,11 +32,10 @@ from locret.cache.cache_file import save_cache
 from locret.cache.memory import CacheMemory
 from locret.chunked_prefill import read_turn
 from locret.conversation.document import Decoder, decode, is_text
-from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, check_rules, kept_of, rules_of
+from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, kept_of
 from locret.conversation.turns import Talk
 from locret.generation import checked_options, generate
 from locret.policy.budget import full_bytes
-from locret.policy.protection import Span
 
 if TYPE_CHECKING:
     from locret.conversation.model import LongContextModel
@@ -448,26 +447,6 @@ class Chat(Reading):
         """Return a copy that goes its own way."""
         self._check()
         return Chat(self.lm, self.cache.copy(), self.talk.copy())
-
-    def protect(self, *what: str | Span) -> None:
-        """Say what stays from now on, instead of what was said before; see `LongContextModel.read`.
-
-        Raises:
-            ValueError: If the budget cannot hold it, it is gone already, or it names nothing.
-        """
-        self._check()
-        rules, read = rules_of(what), self.cache.seen + self.cache.held_back + len(self.talk.unread)
-        for rule in rules:
-            if rule.what == "tokens" and max(rule.start or 0, (rule.end or 0) - 1) >= read:
-                beyond = f"names tokens that have not been read, for the conversation has {read:,}"
-                raise Refusal("protect", rule, f"{beyond}; name some of those, or message:N for a turn that is to come")
-        if self.protection.turns is not None:
-            check_rules(rules, {*(turn.role for turn in self.protection.turns), USER, ASSISTANT})
-        protection = replace(self.protection, rules=rules)
-        if not rules:
-            self.cache.protect()
-        protection.apply(self.cache, read)
-        self.talk.protection = protection
 
     def save(self, path: str | Path) -> None:
         """Write the conversation to one file; see `Reading.save`."""

@@ -25,8 +25,7 @@ def compose(contexts: Sequence[Context], budget: int | None = None, *, name: str
     The documents follow each other in the user's first turn, with an empty line between two of them. Of every context
     but the first, the units of what comes before its document (the begin of text, the user's tag, a system message)
     are dropped, and what waits at the end of every context but the last is read now; nothing else is read again. The
-    contexts do not change. What was protected stays; what is to be protected of the turns that follow is said to the
-    chat.
+    contexts do not change. What was protected stays.
 
     Args:
         contexts: Contexts of one model, read with one policy but for how many units stay, and one system message.

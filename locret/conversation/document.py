@@ -17,8 +17,7 @@ import os
 import re
 import sys
 from array import array
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -295,16 +294,6 @@ def _encode_after(tokenizer: PreTrainedTokenizerBase, context: str, text: str) -
     context_ids = encode(tokenizer, context) if context else []
     ids = encode(tokenizer, context + text)
     return ids[len(context_ids) :] if ids[: len(context_ids)] == context_ids else encode(tokenizer, text)
-
-
-def places_of(tokenizer: PreTrainedTokenizerBase, text: str, characters: Sequence[int]) -> list[int]:
-    """Return for characters of a text the first of its tokens that does not end before it."""
-    if not tokenizer.is_fast or _BREAK in text:  # no offsets: what is the same without what follows
-        ids = encode(tokenizer, text)
-        return [shared(encode(tokenizer, text[:one]), ids) for one in characters]
-    arguments: dict[str, Any] = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
-    ends = [end for _, end in tokenizer(text, **arguments)["offset_mapping"]]
-    return [bisect_right(ends, one) for one in characters]
 
 
 def shared(ids: Iterable[int], others: Iterable[int]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -46,7 +46,7 @@ from locret.conversation.protect import (
     check_rules,
     rules_of,
 )
-from locret.conversation.turns import Conversation, Talk, Transcript, saved_talk, written
+from locret.conversation.turns import Talk, Transcript, saved_talk
 from locret.heads.heads import RetainingHeads
 from locret.loading.options import BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy, policy_of, usual_budget
@@ -226,20 +226,6 @@ class LongContextModel:
                 raise ValueError(f"name={name!r} names one context, but {len(source)} texts are given; leave it out")
             return [self.read_into(self.new_cache(), one, **how) for one in map(open_document, source)]
         return self.read_into(self.new_cache(), open_document(source, name), **how)
-
-    def prompt(
-        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
-    ) -> Conversation:
-        """Return a whole conversation as token ids, and where its messages are, to be read by `locret.prefill`.
-
-        Args:
-            messages: As transformers' chat templates take them.
-            tools: Definitions of tools, likewise.
-
-        Raises:
-            ValueError: If the template refuses them, or rewrites messages so that they are not found.
-        """
-        return written(self.tokenizer, self.template, messages, tools, raw=self.parse_special)
 
     def new_cache(self) -> RetentionCache:
         """Return an empty cache."""

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
     from locret.cache.cache import RetentionCache
 
-SYSTEM, DOCUMENT, USER, ASSISTANT, TOOL = "system", "document", "user", "assistant", "tool"
-ROLES = (SYSTEM, DOCUMENT, USER, ASSISTANT, TOOL)
+SYSTEM, DOCUMENT, USER, ASSISTANT = "system", "document", "user", "assistant"
+ROLES = (SYSTEM, DOCUMENT, USER, ASSISTANT)
 QUESTION, EACH = "question", "each"
 TEMPLATES = ("chat", "original", "none")
 """How turns become text; see `locret.conversation.turns`."""

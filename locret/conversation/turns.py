@@ -18,7 +18,7 @@ import json
 import warnings
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,32 +33,19 @@ from locret.conversation.document import (
     encode,
     is_text,
     leading_special_ids,
-    places_of,
     shared,
 )
 from locret.conversation.protect import (
-    EACH,
     NOTHING,
     SYSTEM,
     TEMPLATES,
-    TOOL,
-    USER,
-    KeptTurn,
     Protection,
-    Rule,
-    Turn,
-    check_named,
-    kept_of,
     protection_from,
-    rules_of,
-    spans_of,
 )
-from locret.policy.protection import Span
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from locret.cache.cache import RetentionCache
 
 ORIGINAL_SYSTEM = (
     "A chat between a curious human and an artificial intelligence assistant. "
@@ -68,9 +55,6 @@ ORIGINAL_ROLES = {"user": "Human", "assistant": "Assistant"}
 _NEXT = "\n### "
 # Letters and digits only, so that no template trims, escapes or rewrites them.
 MARK, ANSWER = "LocretDocument7f3a9c", "LocretAnswer7f3a9c"
-MOST_MESSAGES = 512
-"""Messages whose places can be found: the template is asked once for each."""
-_ROLES = {"developer": SYSTEM, "function": TOOL}
 
 
 class Message(NamedTuple):
@@ -171,11 +155,18 @@ class Transcript:
         """Return how many tokens come before the document as the system turn; 0 where nothing is written of one."""
         if self.system is None:
             return 0
-        opening, template = self.opening(), self.template
-        messages = [{"role": SYSTEM, "content": self.text(self.system)}, {"role": USER, "content": MARK}]
-        try:
-            _, end = _starts(opening + MARK, messages, lambda nth: _begun(self.tokenizer, template, messages[:nth]))
-        except ValueError:  # the template writes nothing of it
+        opening, said, before = self.opening(), self.text(self.system), None
+        with suppress(Exception):  # whatever a stranger's template does
+            one = Message(SYSTEM, said)
+            if self.template == "chat":
+                before = str(self.tokenizer.apply_chat_template([one._asdict()], tokenize=False))
+            else:
+                before = beginning([one], self.template)
+        if before is not None and opening.startswith(before):
+            end = len(before) if said.strip() in before else 0
+        elif (found := opening.find(said.strip())) >= 0 and said.strip():
+            end = found + len(said.strip())
+        else:  # the template writes nothing of it
             return 0
         # The document's first word may be joined with what is in front of it.
         ids = encode(self.tokenizer, opening + "A")
@@ -317,49 +308,21 @@ def checked_notes(notes: Any, path: str | Path, vocabulary: int) -> Protection:
 # -- whole conversations ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Conversation:
-    """Token ids of a conversation, and where its messages are."""
-
-    ids: list[int]
-    turns: tuple[Turn, ...]
-    """One for each message, in their order; what the template writes between two belongs to one of them."""
-
-    def spans(self, *protect: str | Span | Rule) -> list[Span]:
-        """Return what is to be protected, for `RetentionCache.protect`; see `LongContextModel.read`."""
-        rules = rules_of(protect)
-        for rule in rules:
-            if rule.what == "tokens" and max(rule.start or 0, (rule.end or 1) - 1) >= len(self.ids):
-                raise Refusal("protect", rule, f"is outside of the prompt, which has {len(self.ids):,} tokens")
-        check_named(rules, [turn.role for turn in self.turns])
-        for rule in rules:
-            named = spans_of([rule], [turn._replace(end=None) for turn in self.turns])
-            if rule.what != EACH and named and not spans_of([rule], self.turns):
-                raise Refusal("protect", rule, "names a message of which the template writes nothing; leave it out")
-        return spans_of(rules, self.turns)
-
-    def kept(self, cache: RetentionCache) -> list[KeptTurn]:
-        """Return what a cache that has read the prompt, and no other text, holds of each message."""
-        return kept_of(cache, self.turns)
-
-
 def written(
     tokenizer: PreTrainedTokenizerBase,
     template: str,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
     *,
-    places: bool = True,
     raw: bool = False,
-) -> Conversation:
-    """Return a conversation as a template writes it, up to where the assistant answers.
+) -> list[int]:
+    """Return the token ids of a conversation as a template writes it, up to where the assistant answers.
 
     Args:
         tokenizer: The backbone's.
         template: One of `TEMPLATES`.
         messages: As transformers' chat templates take them.
         tools: Definitions of tools, likewise.
-        places: Find where the messages are; without it any messages do, and there are no turns.
         raw: As for `Transcript`.
     """
     if not messages or not all(isinstance(one, Mapping) and "role" in one for one in messages):
@@ -370,20 +333,14 @@ def written(
     try:
         if not raw:
             messages, tools = _as_text(tokenizer, list(messages)), _as_text(tokenizer, tools)
-        whole = _begun(tokenizer, template, messages, tools, answers=True)
-        without = _begun(tokenizer, template, messages, answers=True) if tools else None
+        whole = _begun(tokenizer, template, messages, tools)
+        without = _begun(tokenizer, template, messages) if tools else None
     except Exception as error:  # whatever a stranger's template does
         raise ValueError(f"the tokenizer's chat template refuses these messages ({error}); change them") from error
     if whole == without:
         raise ValueError("tools have no effect, for this tokenizer's chat template does not write them; leave them out")
     special = leading_special_ids(tokenizer) if template != "chat" else []
-    ids = [*special, *TokenStream(tokenizer).rest(whole)]
-    if not places:
-        return Conversation(ids, ())
-    characters = _starts(whole, messages, lambda nth: _begun(tokenizer, template, messages[:nth], tools))
-    starts = [0, *(len(special) + place for place in places_of(tokenizer, whole, characters[1:])), len(ids)]
-    roles = [_ROLES.get(message["role"], message["role"]) for message in messages]
-    return Conversation(ids, tuple(map(Turn, roles, starts, starts[1:])))
+    return [*special, *TokenStream(tokenizer).rest(whole)]
 
 
 def _begun(
@@ -391,17 +348,12 @@ def _begun(
     template: str,
     messages: Sequence[Mapping[str, Any]],
     tools: Any = None,
-    *,
-    answers: bool = False,
 ) -> str:
-    """Return what a template writes of the first messages of a conversation, or up to where the assistant answers."""
+    """Return what a template writes of a conversation, up to where the assistant answers."""
     if template == "chat":
-        made = tokenizer.apply_chat_template(
-            list(messages), tools=tools or None, tokenize=False, add_generation_prompt=answers
-        )
-        return str(made)
-    turns = [Message(_ROLES.get(one["role"], one["role"]), str(one.get("content") or "")) for one in messages]
-    return render(tokenizer, turns, template) if answers else beginning(turns, template)
+        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+        return str(tokenizer.apply_chat_template(list(messages), tools=tools or None, **how))
+    return render(tokenizer, [Message(one["role"], str(one.get("content") or "")) for one in messages], template)
 
 
 def _as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
@@ -411,28 +363,3 @@ def _as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
     if isinstance(value, Mapping):
         return {_as_text(tokenizer, name): _as_text(tokenizer, one) for name, one in value.items()}
     return [_as_text(tokenizer, one) for one in value] if isinstance(value, (list, tuple)) else value
-
-
-def _starts(text: str, messages: Sequence[Mapping[str, Any]], beginning: Callable[[int], str]) -> list[int]:
-    """Return at which character each message begins: where the template would end the ones before it."""
-    lost = "so its place is not known; give neither protect nor kept"
-    if len(messages) > MOST_MESSAGES:
-        raise ValueError(f"{len(messages):,} messages are more than {MOST_MESSAGES}, {lost}")
-    starts = [0]
-    for nth in range(1, len(messages)):
-        before = None
-        with suppress(Exception):  # whatever a stranger's template does
-            before = beginning(nth)
-        if before is not None and text.startswith(before) and len(before) >= starts[-1]:
-            starts.append(len(before))
-            continue
-        said = str(messages[nth - 1].get("content") or "").strip()
-        found = text.find(said, starts[-1])
-        if not said or found < 0:
-            raise ValueError(f"the chat template rewrites message {nth - 1}, or it is empty, {lost}")
-        starts.append(found + len(said))
-    for nth, (message, start, end) in enumerate(zip(messages, starts, [*starts[1:], len(text)], strict=True)):
-        said = str(message.get("content") or "").strip()
-        if said not in text[start:end] and said in text:
-            raise ValueError(f"the template moves message {nth}, {message['role']}, to another place, {lost}")
-    return starts

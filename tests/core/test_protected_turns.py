@@ -130,29 +130,9 @@ def test_a_turn_begins_where_its_text_does(parts: Any, system: str | None) -> No
     assert fewest(asked, whole.start, asked.cache.seen) == asked.cache.seen - whole.start
 
 
-def test_a_chat_can_change_its_mind(parts: Any) -> None:
-    chat = model(parts, "random", turns="text").read(FILLER, system="Be brief.").chat()
-    with pytest.raises(ValueError, match="message 0, system .* cannot be protected any more"):
-        chat.protect("system")
-    with pytest.raises(ValueError, match="protect=tool finds no turn of that role here; name another one"):
-        chat.protect("tool")
-    for unread in ("tokens:1000-1005", "tokens:900-99999=0.1", Span(5000, None)):
-        with pytest.raises(ValueError, match="have not been read, for the conversation has [0-9,]+; name some of"):
-            chat.protect(unread)
-    chat.protect("tokens:0-4=0.05", "question")
-    chat.say("What is green? " * 5, max_new_tokens=2)
-    with pytest.raises(ValueError, match=r"need \d+ units per KV head, most of them for message 4, user"):
-        chat.say("What is green? " * 60, max_new_tokens=2)
-    assert len(chat.messages) == 3
-    chat.protect()
-    chat.say("What is green? " * 60, max_new_tokens=2)
-    assert chat.cache.protected == ()
-
-
 def test_an_answer_that_could_outgrow_its_protection_is_refused_before_it_is_written(parts: Any) -> None:
     lm = model(parts, "random", decode_budget=96, decode_interval=16)
-    chat = lm.read(FILLER, system="Be brief.").chat()
-    chat.protect("assistant")
+    chat = lm.read(FILLER, system="Be brief.", protect="assistant").chat()
     held, turns = chat.cache.seen, chat.messages
     with pytest.raises(ValueError, match=r"max_new_tokens=120 may find no room: .* 120 units .* or lower max_new_tok"):
         chat.say("What is green?", max_new_tokens=120)
@@ -179,7 +159,6 @@ def _last(chat: Chat) -> tuple[int, int]:
         ("tokens:9-3", "is empty"),
         ("message:x", "names nothing"),
         (3, "protect=3 names nothing"),
-        ("tool", "finds no turn of that role here; name another one"),
         ({"system": 0.01}, "is a mapping; give a list of rules, as"),
         ("system", "give a system message"),
     ],
@@ -187,31 +166,6 @@ def _last(chat: Chat) -> tuple[int, int]:
 def test_what_names_nothing_is_refused_before_anything_is_read(parts: Any, given: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         model(parts, "random").read(FILLER, protect=given)
-
-
-def test_messages_that_a_template_moves_or_rewrites_are_refused(parts: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm = model(parts, "random", template="original")
-    said = [("user", FILLER), ("system", "Be brief."), ("user", "And what is green?")]
-    with pytest.raises(ValueError, match="the template moves message 1, system, to another place"):
-        lm.prompt([{"role": role, "content": text} for role, text in said])
-    last = "{% for m in messages %}{% if loop.last %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
-    monkeypatch.setattr(lm.tokenizer, "chat_template", last)
-    lm.template = "chat"
-    with pytest.raises(ValueError, match="rewrites message 0, or it is empty, so its place is not known"):
-        lm.prompt([{"role": "user", "content": "gone"}, {"role": "user", "content": "here"}])
-
-
-@pytest.mark.parametrize("template", ["original", "none", "chat"])
-def test_messages_are_found_whatever_they_say(parts: Any, template: str) -> None:
-    lm = model(parts, "random", template=template)
-    said = ["s", "a", "an", "Human"]
-    messages = [{"role": ("user", "assistant")[nth % 2], "content": text} for nth, text in enumerate(said)]
-    prompt = lm.prompt([*messages, {"role": "user", "content": "Why?"}])
-    marks = {"original": ("Human:", "Assistant:"), "none": ("", ""), "chat": ("<user>", "<assistant>")}[template]
-    for nth, (turn, text) in enumerate(zip(prompt.turns, said, strict=False)):
-        part = str(lm.tokenizer.decode(prompt.ids[turn.start : turn.end]))
-        assert f"{marks[nth % 2]} {text}".strip() in part
-        assert all(part.count(other) == (other == marks[nth % 2]) for other in marks if other)
 
 
 def test_rules_and_their_texts_are_one() -> None:
