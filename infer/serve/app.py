@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Request
+import psutil
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from torch import nn
 
 from locret._version import __version__
 from locret.base.fields import shown
-from locret.infer.serve import context_routes, openai_routes, page, watching
+from locret.infer.serve import context_routes, openai_routes, page
 from locret.infer.serve.gate import Gate
 from locret.infer.serve.refusal import Refusal, fault_of, one_line
-from locret.infer.serve.state import ServerState
+from locret.infer.serve.state import ServerState, state_of
+
+watched = APIRouter()
 
 
 def make_app(state: ServerState) -> FastAPI:
@@ -24,8 +28,8 @@ def make_app(state: ServerState) -> FastAPI:
     """
     app = FastAPI(title="Locret", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = state
-    for part in (openai_routes, context_routes, page, watching):
-        app.include_router(part.router)
+    for router in (openai_routes.router, context_routes.router, page.router, watched):
+        app.include_router(router)
     for kind in (Refusal, RequestValidationError, HTTPException, OSError, Exception):
         app.add_exception_handler(kind, _refused)
     app.add_middleware(Gate, state=state)
@@ -66,3 +70,36 @@ def _sentence(error: dict[str, Any]) -> tuple[str, str | None]:
 
 
 _ALTERNATIVES = ("str", "int", "float", "bool")
+
+
+# -- for those who watch the server ------------------------------------------------------------------------------------
+
+
+@watched.get("/healthz", summary="Whether the server takes requests")
+def health(request: Request) -> JSONResponse:
+    """Return 200 with "ready", or 503: "draining" while the server ends, "stopped" where nothing writes answers."""
+    state = state_of(request)
+    status = "draining" if state.draining else "ready" if state.engine.running else "stopped"
+    return JSONResponse({"status": status}, 200 if status == "ready" else 503)
+
+
+@watched.get("/v1/memory", summary="The memory that was promised, and what is in use")
+def memory(request: Request) -> dict[str, Any]:
+    """Return the bytes planned and used of each part, those of the whole process, and the answers there are."""
+    state = state_of(request)
+    library, engine, plan = state.library, state.engine, state.library.plan
+    parts = (part for part in (library.lm.model, library.lm.scorer) if isinstance(part, nn.Module))
+    weights = sum(weight.nbytes for part in parts for weight in (*part.parameters(), *part.buffers()))
+    aside = plan.working + plan.moving
+    planned_and_used = {
+        "weights": (weights, weights),
+        "answers": (engine.planned_bytes, engine.used_bytes),
+        "reading": (plan.reading, library.room.used),
+        "working": (aside, aside),  # what chunks and files work with
+    }
+    return {
+        "object": "memory",
+        "parts": {name: {"planned": planned, "used": used} for name, (planned, used) in planned_and_used.items()},
+        "resident": psutil.Process().memory_info().rss,
+        "answers": {"waiting": state.answers.waiting, "running": state.answers.running},
+    }

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
 import re
 import time
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-import h11
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from locret.base.fields import shown
 from locret.infer.serve.refusal import Refusal
@@ -156,19 +153,6 @@ def _from_own_page(headers: Headers) -> bool:
         return site in ("same-origin", "none")
     origin = headers.get("origin")
     return origin is None or origin.partition("://")[2].lower() == headers.get("host", "").lower()
-
-
-class Protocol(H11Protocol):
-    """HTTP as uvicorn reads it, which refuses what is none in the shape of all refusals."""
-
-    def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be parsed, and hang up."""
-        why = "this is no HTTP request, or its head is too long; send a shorter address and fewer headers"
-        body = json.dumps(Refusal(400, why).body()).encode()
-        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
-        events = h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()
-        self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
-        self.transport.close()
 
 
 def _host(header: str) -> str:

@@ -13,7 +13,7 @@ ROOT = Path(locret.__file__).resolve().parent.parent
 NAMES = {"yaml": "pyyaml", "flash_attn": "flash-attn"}
 """Distributions whose name is not that of their module."""
 WITH = {"numpy": "transformers", "tokenizers": "transformers", "pydantic": "fastapi"}
-WITH |= {"starlette": "fastapi", "h11": "uvicorn"}
+WITH |= {"starlette": "fastapi"}
 """Modules that a requirement brings, and cannot do without."""
 COMPARED = {"kvpress"}
 """Peers that are compared with where somebody has installed them."""

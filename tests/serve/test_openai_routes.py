@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -387,16 +386,6 @@ def test_names_of_the_server_are_its_own_where_others_may_ask_too(
     if api_key == "sesame":  # which no page of strangers has
         shown = {"Host": name, "Authorization": "Bearer sesame"}
         assert httpx.get(f"{server.url}/v1/models", headers=shown).status_code == 200
-
-
-def test_what_is_no_http_is_refused_in_the_same_shape(server: Running) -> None:
-    for head in (b"no http\r\n\r\n", b"GET / HTTP/1.1\r\nHost: x\r\nx: " + b"y" * 100_000):
-        with socket.create_connection(("127.0.0.1", httpx.URL(server.url).port or 0)) as connection:
-            connection.sendall(head)
-            answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-        told, _, body = answer.partition(b"\r\n\r\n")
-        assert told.startswith(b"HTTP/1.1 400")
-        assert json.loads(body)["error"]["message"].startswith("this is no HTTP request, or its head is too long;")
 
 
 def test_a_body_is_bounded_while_it_arrives(serving: LongContextModel, tmp_path: Path) -> None:

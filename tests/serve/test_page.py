@@ -15,7 +15,7 @@ import pytest
 from running import ROOT, text_with
 
 from locret import LongContextModel
-from locret.infer.serve import command, context_routes, openai_routes, page, watching
+from locret.infer.serve import app, command, context_routes, openai_routes, page
 
 FOLDER = Path(page.__file__).parent
 DOCUMENTED = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
@@ -77,8 +77,8 @@ def test_the_examples_answer(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_options_and_routes_of_the_documentation_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = (context_routes, openai_routes, page, watching)
-    routes = {(method, one.path) for part in parts for one in part.router.routes for method in one.methods}
+    routers = (context_routes.router, openai_routes.router, page.router, app.watched)
+    routes = {(method, one.path) for router in routers for one in router.routes for method in one.methods}
     with pytest.raises(SystemExit):
         command.command(["--help", "all"])
     told = capsys.readouterr().out
