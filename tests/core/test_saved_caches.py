@@ -1,4 +1,4 @@
-"""Caches saved by earlier versions (commit f146390) load and answer as they did then."""
+"""Caches (commit f146390) and a context (024abd6) of earlier versions load and answer as they did then."""
 
 from __future__ import annotations
 
@@ -11,8 +11,19 @@ from families import build
 from safetensors.torch import save_file
 from test_damaged_files import content
 
-from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, read_notes, save_cache
+from locret import (
+    LongContextModel,
+    RetentionCache,
+    RetentionPolicy,
+    compose,
+    generate,
+    load_cache,
+    prefill,
+    read_notes,
+    save_cache,
+)
 from locret.cache.schema import checksum
+from locret.engines.prefix import Prefix
 
 FOLDER = Path(__file__).with_name("saved_caches")
 ANSWERS = json.loads((FOLDER / "answers.json").read_text())
@@ -27,6 +38,22 @@ def test_a_cache_saved_by_an_earlier_version_answers_as_it_did(name: str) -> Non
     answer = generate(model, cache=cache, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert answer.tolist() == saved["answer"]
     assert cache.kept_scores(cache.backbone.layers[0]).shape[:2] == (2, cache.backbone.num_kv_heads)
+
+
+def test_a_context_of_an_earlier_version_does_what_every_context_does(tmp_path: Path) -> None:
+    policy = RetentionPolicy(budget=32, chunk_size=64, stabilizers=8, local_len=8)
+    lm = LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=policy)
+    context, asked = lm.load(FOLDER / "context.ctx"), "What is the pass key?"
+    answer, then = context.ask(asked, max_new_tokens=8), context.fork()
+    then.cache.policy = then.cache.policy.changed(turns="text")  # as it was then
+    assert then.ask(asked, max_new_tokens=8) == "712."
+    assert context.shrink(6).memory().units == 6
+    assert compose([context, lm.read("The grass is green. " * 20)]).ask(asked, max_new_tokens=8)
+    context.save(tmp_path / "a.ctx")
+    assert lm.load(tmp_path / "a.ctx").ask(asked, max_new_tokens=8) == answer
+    with pytest.raises(ValueError, match="it was written by an earlier version; load it with its backbone, and save"):
+        Prefix.from_file(FOLDER / "context.ctx")
+    assert Prefix.from_file(tmp_path / "a.ctx").digest == Prefix.of(context).digest
 
 
 def test_notes_come_back_without_the_units(tmp_path: Path) -> None:

@@ -43,20 +43,6 @@ def test_ids_may_come_as_people_have_them(model: Any, form: str) -> None:
     assert torch.equal(prefill(model, GIVEN[form], new_cache(model)), prefill(model, ids, new_cache(model)))
 
 
-@pytest.mark.parametrize("form", ["list", "bool", "float", "array", "dict"])
-def test_masks_may_come_as_people_have_them(model: Any, form: str) -> None:
-    ids, mask = prompt(45, batch=2), torch.ones(2, 45, dtype=torch.long)
-    mask[1, :9] = 0
-    given: dict[str, Any] = {"list": mask.tolist(), "bool": mask.bool(), "float": mask.float(), "array": mask.numpy()}
-    expected = generate(model, ids, attention_mask=mask, cache=new_cache(model), **GREEDY)
-    if form == "dict":
-        inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
-        ours = generate(model, inputs, cache=new_cache(model), **GREEDY)
-    else:
-        ours = generate(model, ids, attention_mask=given[form], cache=new_cache(model), **GREEDY)
-    assert torch.equal(ours, expected)
-
-
 @pytest.mark.parametrize(
     ("ids", "message"),
     [
@@ -87,22 +73,26 @@ def test_what_cannot_be_read_is_refused_before_anything_changes(model: Any, ids:
             generate(model, ids, cache=new_cache(model), **GREEDY)
 
 
-@pytest.mark.parametrize(
-    ("mask", "message"),
-    [
-        (torch.full((1, 45), 2), "attention_mask holds 2; give 1 for a token and 0 for padding"),
-        (torch.full((1, 45), torch.nan), "attention_mask holds nan"),
+def test_masks_may_come_as_people_have_them_and_hold_0_and_1(model: Any) -> None:
+    ids, mask = prompt(45, batch=2), torch.ones(2, 45, dtype=torch.long)
+    mask[1, :9] = 0
+    expected = generate(model, ids, attention_mask=mask, cache=new_cache(model), **GREEDY)
+    for given in (mask.tolist(), mask.bool(), mask.float(), mask.numpy()):
+        assert torch.equal(generate(model, ids, attention_mask=given, cache=new_cache(model), **GREEDY), expected)
+    inputs = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
+    assert torch.equal(generate(model, inputs, cache=new_cache(model), **GREEDY), expected)
+    for wrong, message in (
+        (mask * 2, "attention_mask holds 2; give 1 for a token and 0 for padding"),
+        (mask * torch.nan, "attention_mask holds nan"),
         ("ones", r"attention_mask is not a table of numbers \(str\)"),
-        (torch.ones(1, 44), r"attention_mask has shape \(1, 44\) but input_ids \(1, 45\)"),
-        (torch.arange(45)[None] < 44, "padding on the right; pad on the left"),
-        (torch.zeros(1, 45), "row 0 of input_ids is padding only"),
-    ],
-)
-def test_masks_that_say_nothing_are_refused(model: Any, mask: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        prefill(model, IDS, new_cache(model), mask)
-    with pytest.raises(ValueError, match=message):
-        generate(model, IDS, cache=new_cache(model), attention_mask=mask, **GREEDY)
+        (mask[:, 1:], r"attention_mask has shape \(2, 44\) but input_ids \(2, 45\)"),
+        (mask.flip(1), "padding on the right; pad on the left"),
+        (mask * torch.tensor([[0], [1]]), "row 0 of input_ids is padding only"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            prefill(model, ids, new_cache(model), wrong)
+        with pytest.raises(ValueError, match=message):
+            generate(model, ids, cache=new_cache(model), attention_mask=wrong, **GREEDY)
 
 
 # -- the same text ----------------------------------------------------------------------------------------------------
@@ -139,60 +129,44 @@ def test_a_cache_of_another_kind_is_refused(model: Any) -> None:
         prefill(model, IDS, DynamicCache())
 
 
-# -- scores -----------------------------------------------------------------------------------------------------------
+# -- scores and options -----------------------------------------------------------------------------------------------
 
-
-class Returns(KeyNormScorer):
-    """Returns what it is told to, from a certain position on."""
-
-    what: Any = None
-    start = 0
-
-    def score(self, chunk: Chunk) -> Any:
-        scores = super().score(chunk)
-        return type(self).what(scores) if int(chunk.positions.max()) >= self.start else scores
-
-
-WRONG = {
-    "none": (lambda _: None, "returned scores of type NoneType, not a tensor"),
-    "shape": (lambda s: s[:, :1], r"returned scores of shape \(1, 1, 10\)"),
-    "nan": (lambda s: s * torch.nan, "returned scores that are NaN or infinite"),
+WRONG: dict[str, Any] = {
+    "returned scores of type NoneType, not a tensor": lambda _: None,
+    r"returned scores of shape \(1, 1, 10\)": lambda scores: scores[:, :1],
+    "returned scores that are NaN or infinite": lambda scores: scores * torch.nan,
 }
 
 
 @pytest.mark.parametrize("head_budgets", ["uniform", "adaptive"])
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_scorer_that_returns_no_numbers_is_noticed_at_once(model: Any, wrong: str, head_budgets: str) -> None:
-    what, message = WRONG[wrong]
-    scorer = type("Wrong", (Returns,), {"what": staticmethod(what)})()
-    cache = new_cache(model, scorer, head_budgets=head_budgets)
+@pytest.mark.parametrize("message", WRONG)
+def test_a_scorer_that_returns_no_numbers_is_noticed_at_once(model: Any, message: str, head_budgets: str) -> None:
+    class Wrong(KeyNormScorer):
+        def score(self, chunk: Chunk) -> Any:
+            return WRONG[message](super().score(chunk))
+
+    cache = new_cache(model, Wrong(), head_budgets=head_budgets)
     with pytest.raises(ValueError, match=message):
         prefill(model, IDS, cache)
     with pytest.raises(ValueError, match="interrupted"):
         generate(model, cache=cache, **GREEDY)
 
 
-# -- options of generate ----------------------------------------------------------------------------------------------
-
-REFUSED: dict[str, tuple[Any, str]] = {
-    "inputs": (IDS, "inputs has no effect here: give them as input_ids"),
-    "past_key_values": (DynamicCache(), "past_key_values has no effect here: the cache is given as cache"),
-    "assistant_model": (object(), "assistant_model has no effect here"),
-    "use_cache": (False, "use_cache=False has no effect here"),
-    "generation_config": ({}, ""),
-    "penalty_alpha": (0.6, "decoding by contrastive_search is not supported"),
-}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"inputs": IDS}, "inputs has no effect here: give them as input_ids"),
+    ({"past_key_values": DynamicCache()}, "past_key_values has no effect here: the cache is given as cache"),
+    ({"assistant_model": object()}, "assistant_model has no effect here"),
+    ({"use_cache": False}, "use_cache=False has no effect here"),
+    ({"generation_config": "greedy"}, "generation_config is a str; give a transformers.GenerationConfig"),
+    ({"penalty_alpha": 0.6, "top_k": 4}, "decoding by contrastive_search is not supported"),
+]
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_options_without_effect_are_refused_before_anything_is_read(model: Any, name: str) -> None:
-    value, message = REFUSED[name]
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[next(iter(options)) for options, _ in REFUSED])
+def test_options_without_effect_are_refused_before_anything_is_read(
+    model: Any, options: dict[str, Any], message: str
+) -> None:
     cache = new_cache(model)
-    options = {**GREEDY, name: value, **({"top_k": 4} if name == "penalty_alpha" else {})}
-    if name == "generation_config":
-        options[name], message = "greedy", "generation_config is a str; give a transformers.GenerationConfig"
     with pytest.raises(ValueError, match=message):
-        generate(model, IDS, cache=cache, **options)
+        generate(model, IDS, cache=cache, **{**GREEDY, **options})
     assert not cache.seen
-    assert len(model.model.layers) == 3
-    assert model.config.num_hidden_layers == 3

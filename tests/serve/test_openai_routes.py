@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import threading
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ from running import FILLER, QUESTION, Running, refused, running, text_with, unti
 
 from locret import Context, LongContextModel, generate, prefill
 from locret.conversation.document import decode
+from locret.infer.serve.prompts import Prompts
+from locret.infer.serve.schemas import ChatRequest
 from locret.infer.serve.serve_options import ServeOptions
 
 KEYS = {"book": 43600, "other": 71432}
@@ -404,3 +407,37 @@ def test_a_body_is_bounded_while_it_arrives(serving: LongContextModel, tmp_path:
         declared = client.post("/completions", content=b" " * 20_000, headers=headers)
         message = "the body has 20000 bytes or more, but --max-body allows 10000; upload a long text as a context"
         assert message in refused(declared, 413)
+
+
+# -- what a chat template is handed ------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}tool {{ tool.function.name }}. {% endfor %}"
+    "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% for call in m.tool_calls or [] %}"
+    "calls {{ call.function.name }} {{ call.function.arguments.items() | list if call.function.arguments is mapping "
+    "else call.function.arguments }}{% endfor %} .\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_tools_calls_and_developers_are_handed_to_the_template(server: Running) -> None:
+    tokenizer, lm = copy.deepcopy(server.state.lm.tokenizer), server.state.lm
+    write, texts, tokenizer.chat_template = tokenizer.apply_chat_template, list[str](), TEMPLATE
+    tokenizer.apply_chat_template = lambda *given, **more: texts.append(write(*given, **more)) or texts[-1]
+    prompts = Prompts(LongContextModel(lm.model, tokenizer, lm.scorer, lm.policy), server.state.library)
+
+    def rendered(*messages: Any, **fields: Any) -> str:
+        texts.clear()
+        assert prompts.of_chat(ChatRequest.model_validate({"messages": messages, **fields}))[0].ids
+        return texts[0]
+
+    turns, tools = [{"role": "developer", "content": "be kind"}, user("hi")], {"tools": TOOLS}
+    assert rendered(*turns, **tools).startswith("tool f. system: be kind .\nuser: hi")
+    assert rendered(*turns, **tools, tool_choice="none").startswith("system: be kind")
+    asked = {"role": "user", "content": [{"type": "text", "text": "how "}, {"type": "text", "text": "is it"}]}
+    for given, expected in (('{"city": "Oslo"}', "[('city', 'Oslo')]"), ("no json", "no json"), ("[" * 9999, "[[[")):
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
+        called = {"role": "assistant", "content": None, "tool_calls": [call]}
+        text = rendered(asked, called, {"role": "tool", "tool_call_id": "1", "content": "rain"})
+        assert text.startswith("user: how is it")
+        assert f"calls f {expected}" in text
+        assert "tool: rain" in text
