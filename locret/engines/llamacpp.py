@@ -2,7 +2,6 @@
 
 The state, little endian and without padding (llama.cpp's src/llama-context.cpp and src/llama-kv-cache.cpp):
 
-    a blob of version 3 begins with  u32 0xAF143CD8, i32 sequence (not looked at)
     a file begins with               u32 "ggsq", u32 version, u32 count, i32 token ids
     u32 1 stream (--kv-unified)      u32 cells
       each cell                      i32 position, u32 1, i32 sequence (not looked at)
@@ -54,7 +53,7 @@ From `llama_model_rope_type` (src/llama-model.cpp) for the architecture that lla
 re-orders the rows of q and k of those that it rotates as neighbours. All of them were run once with random weights that
 llama.cpp's own script had converted.
 """
-_IO_MAGIC, _FILE_MAGIC = 0xAF143CD8, 0x67677371
+_FILE_MAGIC = 0x67677371
 _ANY_QUESTION = "LocretQuestion7f3a9c"
 _ROOM = 4096
 """Tokens of question and answer that the suggested context size leaves room for."""
@@ -101,26 +100,6 @@ def export(
         text = json.dumps(facts, indent=1)
         (fresh / record.name).write_text(text + "\n", encoding="utf-8")
     return slot, record
-
-
-def sequence_state(prefix: Prefix, cache_type: str = "f16") -> bytes:
-    """Return the units of a prefix as `llama_state_seq_set_data` takes them.
-
-    The call returns the length of the blob; 0 means that the context holds its cache in another way.
-
-    Raises:
-        ValueError: If llama.cpp could not hold these units.
-    """
-    return b"".join([struct.pack("<Ii", _IO_MAGIC, 0), *_state(prefix, cache_type)])
-
-
-def slot_file(prefix: Prefix, cache_type: str = "f16") -> bytes:
-    """Return the slot file of a prefix, which `llama_state_seq_load_file` and llama-server read.
-
-    Raises:
-        ValueError: If llama.cpp could not hold these units.
-    """
-    return b"".join([_file_head(prefix), *_state(prefix, cache_type)])
 
 
 def _prefix(source: Prefix | Context | RetentionCache | str | Path) -> Prefix:

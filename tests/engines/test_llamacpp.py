@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from locret import LongContextModel, RetentionPolicy
-from locret.engines.llamacpp import export, sequence_state, slot_file
+from locret.engines.llamacpp import export
 from locret.engines.prefix import Prefix
 
 RECORDED = dict(np.load(Path(__file__).parent / "llamacpp_states.npz"))
@@ -68,27 +68,24 @@ def prefix_of(model_type: str, /, **changes: Any) -> Prefix:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2"])
-def test_float32_units_are_written_as_the_library_wrote_them(model_type: str) -> None:
-    assert sequence_state(prefix_of(model_type), "f32") == recorded(f"{model_type} f32")
+def test_float32_units_are_written_as_the_library_wrote_them(model_type: str, tmp_path: Path) -> None:
+    slot, _ = export(prefix_of(model_type), tmp_path / "a.bin", "f32")
+    head, blob_head = struct.calcsize("<3I5i"), struct.calcsize("<Ii")
+    assert slot.read_bytes()[head:] == recorded(f"{model_type} f32")[blob_head:]
 
 
-def test_the_first_layer_is_written_as_the_library_wrote_it() -> None:
+def test_a_slot_file_is_the_librarys_but_for_the_ids(tmp_path: Path) -> None:
     """The second layer of a library with such a cache is another: it has read what the first one lost."""
-    name, blob = "llama f16", sequence_state(prefix_of("llama"))
-    ours, theirs = parsed(blob), parsed(recorded(name))
-    assert len(blob) == len(recorded(name))
+    slot, _ = export(prefix_of("llama"), tmp_path / "a.bin")
+    file, theirs = slot.read_bytes(), recorded("llama f16 file")
+    assert file[:12] == theirs[:12]
+    assert list(struct.unpack_from("<5i", file, 12)) == prefix_of("llama").placeholders
+    assert len(file) == len(theirs)
+    ours, wanted = parsed(file, "<3I5i"), parsed(theirs, "<3I5i")
     for field in ("streams", "places", "transposed"):
-        assert ours[field] == theirs[field]
+        assert ours[field] == wanted[field]
     for part in ("keys", "values"):
-        assert ours[part][0] == theirs[part][0]
-
-
-def test_a_slot_file_is_the_librarys_but_for_the_ids() -> None:
-    ours, theirs = slot_file(prefix_of("llama")), recorded("llama f16 file")
-    assert ours[:12] == theirs[:12]
-    assert list(struct.unpack_from("<5i", ours, 12)) == prefix_of("llama").placeholders
-    assert parsed(ours, "<3I5i")["keys"][0] == parsed(theirs, "<3I5i")["keys"][0]
-    assert len(ours) == len(theirs)
+        assert ours[part][0] == wanted[part][0]
 
 
 POLICY = RetentionPolicy(budget=64, chunk_size=96, stabilizers=16, local_len=16)
@@ -112,7 +109,6 @@ def test_an_export_says_all_that_a_client_and_the_server_need(saved: Path, tmp_p
     assert (slot, record) == (tmp_path / "book.bin", tmp_path / "book.json")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["book.bin", "book.json"]
     facts, prefix = json.loads(record.read_text()), Prefix.from_file(saved)
-    assert slot.read_bytes() == slot_file(prefix, "bf16")
     assert facts["bytes"] == slot.stat().st_size
     assert facts["placeholders"] == prefix.placeholders
     assert (facts["units"], facts["tokens"], facts["digest"]) == (80, prefix.tokens, prefix.digest.hex())
@@ -160,11 +156,7 @@ def filled(value: float, dim: int = 32) -> tuple[torch.Tensor]:
 
 DYNAMIC, PARTIAL = {"rope_type": "dynamic", "factor": 4.0}, {"rope_type": "default", "partial_rotary_factor": 0.5}
 HELD = [
-    (
-        {"model_type": "qwen2_vl"},
-        "f16",
-        "in which order llama.cpp holds the keys of 'qwen2_vl' is not known",
-    ),
+    ({"model_type": "qwen2_vl"}, "f16", "in which order llama.cpp holds the keys of 'qwen2_vl' is not known"),
     ({"rotary": PARTIAL}, "f16", "llama.cpp rotates whole heads and unscaled where this backbone"),
     ({}, "q6_k", 'cache_type="q6_k" is unknown; choose one of f32, f16, bf16'),
     ({"keys": filled(1e5)}, "f16", "beyond the range of float16; give cache_type=bf16 or f32"),
