@@ -29,7 +29,7 @@ from starlette.concurrency import run_in_threadpool
 from locret.base.fields import shown
 from locret.infer.serve.gate import STALL
 from locret.infer.serve.index import Entry
-from locret.infer.serve.jobs import mean_shares, positions_of
+from locret.infer.serve.jobs import retention_in, shares_of
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.state import state_of
@@ -57,7 +57,7 @@ def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
         done = {"bytes": progress.bytes, "total": progress.total, "seconds": round(progress.seconds, 3)}
     elif look and entry.state == "ready":
         with suppress(OSError, SafetensorError):  # it was deleted meanwhile
-            share = list(mean_shares(positions_of(entry.path), entry.tokens))
+            share = list(shares_of(retention_in(entry.path, entry.tokens)))
     return {
         "object": "context",
         "name": entry.name,

@@ -5,19 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import safe_open
-from torch import Tensor
 
-from locret.conversation.document import Document, read_text
+from locret.conversation.document import Document, ReadingBar, read_text
 from locret.infer.serve.refusal import fault_of, one_line
 from locret.infer.serve.turns import LOOK, Turns
+from locret.pictures import Retention, kept_shares, retention_of
 
 if TYPE_CHECKING:
     from locret import RetentionCache
@@ -139,65 +138,39 @@ class Job:
 
 def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, source: str, **about: Any) -> Context:
     """Read a text; the job holds the memory of a reader."""
-    size = file.stat().st_size
+    size, shown, kept, cache = file.stat().st_size, 0.0, tuple[float, ...](), lm.new_cache()
     job.progress = Progress(total=size)
-    watch, cache = _Watch(job, size), lm.new_cache()
-    document = Document(source, watch.counted(read_text(file, setting="")), size=size, unit="bytes")
+    document = Document(source, read_text(file, setting=""), size=size, unit="bytes")
+    bar = ReadingBar(document, show=False)
+
+    def tell(read: int, *, last: bool = False) -> None:
+        """Let the job know how far the cache has got."""
+        nonlocal shown, kept
+        now, units = time.monotonic(), max(layer.fill for layer in cache.governed)
+        if last or now - shown >= _SHOWN:
+            kept, shown = shares_of(retention_of(cache, "")), now
+        job.progress = Progress(cache.seen, read, size, units, now - job.began, kept)
+
     with turns.turn(job.check) as turn:
 
-        def feed(blocks: Iterator[list[int]]) -> Iterable[list[int]]:
-            for block in blocks:
-                watch.tokens += len(block)
-                yield block
-
         def on_chunk(cache: RetentionCache) -> None:
-            watch(cache)
+            tell(bar.done(cache))
             turn.chunk()
 
-        context = lm.read_into(cache, document, progress=False, feed=feed, on_chunk=on_chunk, **about)
-    watch(cache, last=True)
+        context = lm.read_into(cache, document, bar=bar, on_chunk=on_chunk, **about)
+    tell(size, last=True)
     return context
 
 
-class _Watch:
-    """Tells a job how far a cache has got."""
-
-    def __init__(self, job: Job, size: int) -> None:
-        self._job, self._size, self._last = job, size, 0.0
-        self.tokens = self._taken = 0
-        """Tokens and bytes of the text that were taken, read or not."""
-
-    def counted(self, pieces: Iterator[str]) -> Iterator[str]:
-        """Pass a text on."""
-        for piece in pieces:
-            self._taken += len(piece.encode())
-            yield piece
-
-    def __call__(self, cache: RetentionCache, *, last: bool = False) -> None:
-        kept, now = self._job.progress.kept, time.monotonic()
-        if last or now - self._last >= _SHOWN:
-            positions = [cache.kept_positions(layer)[0].cpu() for layer in cache.backbone.layers]
-            kept, self._last = mean_shares(positions, cache.seen), now
-        read = self._size if last else int(self._taken * min(1.0, cache.seen / max(1, self.tokens)))
-        units, seconds = max(layer.fill for layer in cache.governed), now - self._job.began
-        self._job.progress = Progress(cache.seen, read, self._size, units, seconds, kept)
-
-
-def positions_of(path: Path) -> list[Tensor]:
-    """Return for each layer the (K, U) positions in the text of the units that a saved context holds."""
-    with safe_open(path, framework="pt") as file:
-        names = sorted(
-            (name for name in file.keys() if name.endswith(".positions")),  # noqa: SIM118
-            key=lambda name: int(name.split(".")[1]),
-        )
-        return [file.get_tensor(name)[0] for name in names]
-
-
-def mean_shares(positions: list[Tensor], tokens: int) -> tuple[float, ...]:
+def shares_of(kept: Retention) -> tuple[float, ...]:
     """Return for equal stretches of a text which share of each is kept, 0 to 1, as the mean over all heads."""
-    columns, found = min(COLUMNS, tokens), []
-    for head in (head for layer in positions for head in layer):
-        held = head[(head >= 0) & (head < tokens)].long()
-        found.append(torch.bincount(held * columns // tokens, minlength=columns))
-    shares = (torch.stack(found) * (columns / tokens)).clamp(max=1).mean(0)
-    return tuple(round(share, 4) for share in shares.tolist())
+    means = kept_shares(kept, min(COLUMNS, kept.prompt_tokens)).mean(0)
+    return tuple(round(share, 4) for share in means.tolist())
+
+
+def retention_in(path: Path, tokens: int) -> Retention:
+    """Return what a saved context holds of a text of so many tokens, from the file's positions alone."""
+    with safe_open(path, framework="pt") as file:
+        layers = {name: file.get_tensor(name)[0] for name in file.keys() if name.endswith(".positions")}  # noqa: SIM118
+    kept = {nth: [head[head >= 0] for head in layer] for nth, layer in enumerate(layers.values())}
+    return Retention("", kept, tokens)

@@ -469,10 +469,14 @@ class ReadingBar:
                 self.given += len(part.encode("utf-8", "surrogatepass")) if self.unit == "bytes" else len(part)
                 yield part
 
+    def done(self, cache: RetentionCache) -> int:
+        """Return how much a cache has read, in what the text's size is known in."""
+        given = self.tokens if self.unit == "tokens" else self.given
+        return int(given * min(1.0, cache.seen / max(self.tokens, 1)))
+
     def __call__(self, cache: RetentionCache) -> None:
         """Show how far a cache has got."""
-        done = self.tokens if self.unit == "tokens" else self.given
-        done = int(done * min(1.0, cache.seen / max(self.tokens, 1)))
+        done = self.done(cache)
         self.bar.update(max(0, min(done, self.bar.total or done) - self.bar.n))
 
     def close(self, *, whole: bool) -> None:

@@ -243,7 +243,7 @@ class LongContextModel:
         system: str | None = None,
         progress: bool = True,
         new_tokens: int = 0,
-        feed: Callable[[Iterator[list[int]]], Iterable[list[int]]] | None = None,
+        bar: ReadingBar | None = None,
         on_chunk: Callable[[RetentionCache], None] | None = None,
         protect: Protect = None,
     ) -> Context:
@@ -255,14 +255,14 @@ class LongContextModel:
             system: As in `read`.
             progress: As in `read`.
             new_tokens: As for `prefill`.
-            feed: Takes the token ids as they are made, and hands them on.
+            bar: Counts what has been read; if None, one that shows it.
             on_chunk: Called with the cache after every chunk.
             protect: As in `read`.
         """
-        talk, bar = self._opened(document, system, rules_of(protect)), ReadingBar(document, progress)
+        talk, bar = self._opened(document, system, rules_of(protect)), bar or ReadingBar(document, progress)
         talk.protection.apply(cache)
         ids = self._ids(document, talk.transcript, talk.stream, bar)
-        self._read(cache, talk, ids if feed is None else feed(ids), bar, new_tokens, on_chunk)
+        self._read(cache, talk, ids, bar, new_tokens, on_chunk)
         return Context(self, cache, talk)
 
     def converse(
