@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import build, prompt
+from safetensors.torch import save_file
+from test_damaged_files import content
 from transformers import DynamicCache
 
-from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, prefill
-from locret.shipped import find
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
+from locret.cache.schema import checksum
+from locret.engines.prefix import Prefix
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
 NUMBERS = {"budget": 16, "chunk_size": 12, "stabilizers": 4, "local_len": 5}
@@ -75,17 +80,44 @@ def test_what_is_no_ordinary_prefix_is_refused(family: str, changes: dict[str, A
         cache.to_dynamic_cache()
 
 
-def test_a_context_is_asked_through_a_plain_cache() -> None:
-    lm = LongContextModel.from_pretrained(
-        find("checkpoints/tiny"), heads=find("checkpoints/tiny-heads"), policy={"budget": 48, "chunk_size": 128}
-    )
-    context = lm.read(
-        "The grass is green. " * 60 + "The pass key is 71432. " + "The sky is blue. " * 60, progress=False
-    )
-    exported, question = context.to_dynamic_cache(), context.question_ids("What is the pass key?")
-    ids = torch.cat([torch.full((1, exported.get_seq_length()), 3), question], dim=1)
-    out = lm.model.generate(ids, past_key_values=exported, max_new_tokens=24, do_sample=False)
-    assert "71432" in lm.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-    assert "71432" in context.ask("What is the pass key?")
-    with pytest.raises(ValueError, match="is nothing to answer"):
-        context.question_ids(" ")
+# -- from its file alone, without the backbone ------------------------------------------------------------------------
+
+FORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "long answer": {"decode_budget": 25, "decode_interval": 6},
+    "codes": {"key_bits": 4, "value_bits": 8, "exact_recent": 4},
+    "codes by token": {"key_bits": 8, "rounding": "token", "exact_layers": 1},
+    "second tier": {"host_budget": 9, "recall": 3},
+    "codes in two tiers": {"host_budget": 9, "recall": 3, "key_bits": 8, "value_bits": 8},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("family", ["llama", "phi3-partial", "llama-yarn", "llama-3.1-rope", "qwen3"])
+def test_a_file_is_the_prefix_that_its_cache_is(family: str, form: str, tmp_path: Path) -> None:
+    model, cache = read(family, 45, **FORMS[form])
+    if form == "long answer":  # which evicts, so that units do not begin at position 0
+        generate(model, cache=cache, max_new_tokens=40, do_sample=False, eos_token_id=None)
+        assert cache.next_position > cache.memory().units
+    save_cache(cache, tmp_path / "a.ctx")
+    ours, theirs = Prefix.of(cache), Prefix.from_file(tmp_path / "a.ctx")
+    for mine, other in zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True):
+        torch.testing.assert_close(mine, other, atol=1e-6, rtol=0)
+    assert (ours.tokens, ours.vocab_size, ours.model_type) == (theirs.tokens, theirs.vocab_size, theirs.model_type)
+    assert ours.digest == theirs.digest
+
+
+def test_another_rotation_than_the_backbones_is_refused(tmp_path: Path) -> None:
+    save_cache(read(tokens=45)[1], path := tmp_path / "a.ctx")
+    metadata, tensors = content(path)
+    state = json.loads(metadata["state"])
+
+    def load(rotary: dict[str, Any]) -> RetentionCache:
+        text = json.dumps({**state, "rotary": rotary})
+        save_file(tensors, path, metadata={**metadata, "state": text, "checksum": checksum(text, tensors)})
+        return load_cache(path, build("llama"), "key_norm")
+
+    with pytest.raises(ValueError, match=r"in another way \(rope_theta 5\.0 in the file, 10000\.0 in the model"):
+        load({**state["rotary"], "rope_theta": 5.0})
+    older = {name: value for name, value in state["rotary"].items() if name != "rope_theta"}
+    assert load(older).seen == 45

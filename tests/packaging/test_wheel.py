@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
-from email import message_from_bytes
 from pathlib import Path
 
 import pytest
@@ -51,20 +49,3 @@ def test_the_source_archive_makes_the_same_wheel(
         inside = {name.partition("/")[2] for name in held.getnames()}
     assert {"tests/conftest.py", "docs/heads.md", "constraints.txt", "Makefile"} <= inside
     assert names(build(archive)) == names(wheel)
-
-
-def test_the_page_on_a_package_index_has_links_that_lead_somewhere(wheel: Path, clone: Path) -> None:
-    with zipfile.ZipFile(wheel) as held:
-        (name,) = [name for name in held.namelist() if name.endswith("/METADATA")]
-        page = message_from_bytes(held.read(name))
-    assert page["Description-Content-Type"] == "text/markdown"
-    urls = dict(value.split(", ", 1) for value in page.get_all("Project-URL", []))
-    repository = urls["Homepage"]
-    assert {"Documentation", "Source", "Changelog", "Issues"} <= set(urls)
-    links = re.findall(r"\]\(([^)]+)\)", page.get_payload())
-    assert [link for link in (*links, *urls.values()) if not link.startswith("https://")] == []
-    raw = repository.replace("github.com", "raw.githubusercontent.com")
-    ours = re.compile(rf"(?:{repository}/(?:blob|tree)|{raw})/main/([^#]*)")
-    paths = [match[1] for link in (*links, *urls.values()) if (match := ours.match(link))]
-    assert len(paths) > 5
-    assert [path for path in paths if not (clone / path).exists()] == []

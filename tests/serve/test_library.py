@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,13 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from running import KV_MEMORY, ROOT, ids, never, refusal
+from running import ids, never, refusal
 
-from locret import LongContextModel, RetentionCache, RetentionPolicy, prefill, save_cache
+from locret import RetentionCache, RetentionPolicy, prefill, save_cache
 from locret.engines.prefix import Prefix
 from locret.infer.serve.index import AUTO, UPLOADS
 from locret.infer.serve.library import Library
-from locret.infer.serve.plan import MemoryPlan
 
 Read = Callable[..., Any]
 
@@ -47,11 +44,19 @@ def test_a_context_of_the_library_is_the_one_that_python_reads(library: Library,
     assert entry.notes["seconds"] >= 0
 
 
-def test_contexts_are_there_after_a_restart(library: Library, read: Read, book: str) -> None:
+def test_contexts_are_there_after_a_restart_and_what_a_kill_left_is_not(
+    library: Library, read: Read, book: str
+) -> None:
     entry = read(library, "a", book[:1500])
     read(library, "b", book)
     read(library, "c.2_x-y", book[:1500])
     before = {entry.name: (entry.tokens, entry.key) for entry in library.entries()}
+    with pytest.raises(ValueError, match=f"--contexts .* is being written by process {os.getpid()} on "):
+        Library(library.folder, library.lm, library.plan)
+    library.close()
+    for name in (UPLOADS, AUTO, ".written.0a1b2c3d.partial"):
+        (library.folder / name).mkdir()
+        (library.folder / name / "half.ctx").write_text("half")
     library = again(library)
     after = {entry.name: (entry.tokens, entry.key) for entry in library.entries()}
     assert list(after) == ["a", "b", "c.2_x-y"]
@@ -60,8 +65,8 @@ def test_contexts_are_there_after_a_restart(library: Library, read: Read, book: 
     library.delete("a")
     library.delete("b")
     assert library.prefix(library.get("c.2_x-y")).tokens == entry.tokens
-    assert [path.name for path in library.folder.rglob("[!.]*") if path.is_file()] == ["c.2_x-y.ctx"]
     library.close()
+    assert [path.name for path in library.folder.rglob("*") if path.is_file()] == ["c.2_x-y.ctx"]
 
 
 # -- names and files --------------------------------------------------------------------------------------------------
@@ -192,58 +197,6 @@ def test_what_nobody_waits_for_any_more_is_dropped(library: Library) -> None:
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
-
-_SERVER = """
-import sys, time
-import torch
-torch.set_num_threads(1)
-from running import KV_MEMORY, ROOT, load
-from locret.infer.serve.library import Library
-from locret.infer.serve.plan import MemoryPlan
-import locret.base.files
-lm = load()
-library = Library(sys.argv[1], lm, MemoryPlan.of(lm, KV_MEMORY))
-text = (ROOT / "recipes/infer/pass_key.txt").read_bytes()
-def read(name, data, end=True):
-    file = library.upload(name)
-    file.write_bytes(data)
-    entry = library.read(name, file)
-    if end:
-        entry.job and entry.job.done.wait()
-    return entry
-read("whole", text[:2000])
-entry = read("half", text * 200, end=False)
-while not entry.progress.tokens: time.sleep(0.01)
-def stop(*_):
-    print("now", flush=True)
-    time.sleep(60)
-locret.base.files._finish = stop
-read("written", text[:2000])
-"""
-
-
-def test_a_kill_during_an_upload_and_a_save_loses_no_context(serving: LongContextModel, tmp_path: Path) -> None:
-    """A process of its own reads one text and writes another context when it is killed."""
-    paths, plan = [str(ROOT), str(Path(__file__).parent)], MemoryPlan.of(serving, KV_MEMORY)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-c", _SERVER, str(tmp_path)]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "now\n"
-            with pytest.raises(
-                ValueError, match=f"--contexts {tmp_path} is being written by process {process.pid} on "
-            ):
-                Library(tmp_path, serving, plan)
-        finally:
-            process.kill()
-    assert len(list((tmp_path / UPLOADS).iterdir())) == 2
-    assert list(tmp_path.glob(".*.partial/written.ctx"))
-    library = Library(tmp_path, serving, plan)
-    assert [(entry.name, entry.state) for entry in library.entries()] == [("whole", "ready")]
-    library.prefix(library.get("whole"))
-    library.close()
-    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["whole.ctx"]
 
 
 def test_a_disk_that_takes_no_more_is_one_sentence_and_nothing_half_written(

@@ -49,10 +49,6 @@ def test_many_clients_lose_nothing_and_leave_nothing(process: tuple[str, Path, p
         assert events[-2] == "data: [DONE]"
         return str(len(events))
 
-    def completed(name: str) -> str:
-        given = {"context": name, "prompt": QUESTION, "max_tokens": 16}
-        return str(client.post("/v1/completions", json=given).json()["choices"][0])
-
     def come_and_go(name: str) -> str:
         own = f"short{random.random()}"
         made = client.post("/v1/contexts", params={"name": own, "wait": "true"}, content=text_with(KEYS[name], 4))
@@ -76,7 +72,7 @@ def test_many_clients_lose_nothing_and_leave_nothing(process: tuple[str, Path, p
     def held() -> tuple[int, int]:
         return child.num_fds(), child.num_threads()
 
-    kinds: list[Callable[[str], object]] = [chat, streamed, completed, come_and_go, broken_off, left, refused]
+    kinds: list[Callable[[str], object]] = [chat, streamed, come_and_go, broken_off, left, refused]
     kinds.append(lambda name: chat(name, temperature=1.0, seed=5))
     for name, key in KEYS.items():
         made = client.post("/v1/contexts", params={"name": name, "wait": "true"}, content=text_with(key, 40))

@@ -299,18 +299,15 @@ def test_what_cannot_be_is_one_sentence(server: Running, path: str, body: Any, s
     assert refused(response, status).startswith(message)
 
 
-BODIES = [
-    (b"", "application/json", "the body is missing; give it, and a body as a JSON object"),
-    (b"{", "application/json", "1 "),
-    (b"[" * 100_000, "application/json", "POST '/v1/chat/completions': the body cannot be read; send a JSON object"),
-    (b'{"messages": []}', "text/plain", "the body "),
-]
-
-
-@pytest.mark.parametrize(("content", "kind", "message"), BODIES)
-def test_a_body_that_is_no_json_is_one_sentence(server: Running, content: bytes, kind: str, message: str) -> None:
-    response = httpx.post(f"{server.url}/v1/chat/completions", content=content, headers={"Content-Type": kind})
-    assert refused(response, 400).startswith(message)
+def test_a_body_that_is_no_json_is_one_sentence(server: Running) -> None:
+    for content, kind, message in (
+        (b"", "application/json", "the body is missing; give it, and a body as a JSON object"),
+        (b"{", "application/json", "1 "),
+        (b"[" * 100_000, "application/json", "POST '/v1/chat/completions': the body cannot be read; send a JSON obj"),
+        (b'{"messages": []}', "text/plain", "the body "),
+    ):
+        response = httpx.post(f"{server.url}/v1/chat/completions", content=content, headers={"Content-Type": kind})
+        assert refused(response, 400).startswith(message)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -427,7 +424,7 @@ def test_tools_calls_and_developers_are_handed_to_the_template(server: Running) 
 
     def rendered(*messages: Any, **fields: Any) -> str:
         texts.clear()
-        assert prompts.of_chat(ChatRequest.model_validate({"messages": messages, **fields}))[0].ids
+        assert prompts.of_chat(ChatRequest.model_validate({"messages": [*messages], **fields}))[0].ids
         return texts[0]
 
     turns, tools = [{"role": "developer", "content": "be kind"}, user("hi")], {"tools": TOOLS}

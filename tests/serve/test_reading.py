@@ -13,7 +13,6 @@ from running import until
 from locret import LongContextModel, RetentionPolicy
 from locret.engines.transformers import PagedContexts, Written
 from locret.infer.serve.jobs import Room
-from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.turns import Turns
 
@@ -153,23 +152,3 @@ def test_what_cannot_be_served_is_refused_before_anything_is_read(
     lm = LongContextModel(serving.model, serving.tokenizer, serving.scorer, policy)
     with pytest.raises(ValueError, match=message):
         MemoryPlan.of(lm, "1GiB")
-
-
-def test_texts_side_by_side_stay_within_the_plan_and_go_on_together(library: Library, book: str) -> None:
-    entries = []
-    with library.turns.turn(wait):  # until all are there
-        for name in "abc":
-            (file := library.upload(name)).write_text(book * 3)
-            entries.append(library.read(name, file))
-    seen: list[tuple[int, ...]] = []
-    while any(entry.state in ("waiting", "reading") for entry in entries):
-        assert library.room.used <= library.plan.reading
-        if (now := tuple(entry.progress.tokens for entry in entries)) not in seen:
-            seen.append(now)
-        time.sleep(0.005)
-    assert [entry.state for entry in entries] == ["ready"] * 3
-    both = [now for now in seen if all(0 < tokens < entries[0].tokens for tokens in sorted(now)[1:])]
-    assert len(both) > 3
-    assert all(abs(one - other) <= 2 * 128 for now in both for one, other in [sorted(now)[1:]])
-    assert all(min(now) == 0 for now in both)  # two caches at once, the third waits
-    assert len({library.prefix(entry).digest for entry in entries}) == 1
