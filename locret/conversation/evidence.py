@@ -36,6 +36,8 @@ PASSAGES = 3
 """Passages that are named."""
 LEAST_WIDTH = 32
 """Tokens of a segment as long as the text is short."""
+_SINKS = 4
+"""First tokens, where attention rests that looks at nothing (StreamingLLM)."""
 _SEGMENTS, _MOST_SEGMENTS = 3, 256
 """Neighbouring segments in a passage, as a needle may lie across two; and of a text: longer ones have wider ones."""
 
@@ -49,7 +51,7 @@ class Passage:
     end: int
     """After the last one."""
     attention: float
-    """Share of the answer's attention that what is held of it got."""
+    """Share of the attention of the query head that looked at it most, in one of its segments."""
     text: str | None = None
     """What it says; None of a context from a file, which keeps a digest of its ids."""
 
@@ -85,24 +87,29 @@ class Watch:
     Args:
         layers: How many layers the cache governs, which all count alike.
         tokens: Tokens of the text; what was said later is in no segment.
+        first: Where what was read begins, behind the template's own words.
     """
 
-    def __init__(self, layers: int, tokens: int) -> None:
-        self.tokens, self.width = tokens, LEAST_WIDTH
+    def __init__(self, layers: int, tokens: int, first: int = 0) -> None:
+        self.tokens, self.width, self.first = tokens, LEAST_WIDTH, max(first, _SINKS)
         while -(-tokens // self.width) > _MOST_SEGMENTS:
             self.width *= 2
-        self._sums = [torch.zeros(-(-tokens // self.width), dtype=torch.float32) for _ in range(layers)]
+        self._segments = -(-tokens // self.width)
+        self._sums: list[Tensor | None] = [None] * layers
         self._queries = [0] * layers
 
     def found(self) -> Tensor:
-        """Return (J,) float32: which share of the answer's attention each segment got, 1 at most in all."""
-        means = [one / max(count, 1) for one, count in zip(self._sums, self._queries, strict=True)]
-        return torch.stack(means).mean(0)
+        """Return (2, J) float32: the share of a query head's attention that a segment got, the largest and the mean."""
+        pairs = zip(self._sums, self._queries, strict=True)
+        seen = [one / count for one, count in pairs if one is not None]
+        shares_HJ = torch.cat(seen) if seen else torch.zeros(1, self._segments)
+        return torch.stack([shares_HJ.amax(0), shares_HJ.mean(0)])
 
     def see(self, nth: int, layer: Attended, view: View, held: RetentionLayer) -> None:
         """Look at what the one new query of each head attends to in the layer that is `nth` of those with units."""
         heads = layer.projections.shape.num_kv_heads
         queries_KGD = layer.query[0, :, 0].unflatten(0, (heads, -1))
+        sums_KGJ = torch.zeros(*queries_KGD.shape[:2], self._segments)
         for part in held.store.parts(view, 1, False):
             own = slice(None) if part.where is None else slice(part.where[1], part.where[1] + 1)
             logits_KGS = queries_KGD[own].float() @ part.keys[0].float().transpose(-1, -2) * layer.scaling
@@ -110,23 +117,24 @@ class Watch:
                 logits_KGS = layer.softcap * torch.tanh(logits_KGS / layer.softcap)
             sinks = None if layer.learned_sinks is None else layer.learned_sinks.view(heads, -1, 1)[own]
             weights_KGS, positions_KS = attention_weights(logits_KGS, sinks), part.columns[POSITIONS][0].long()
-            there_KS = (positions_KS >= 0) & (positions_KS < self.tokens)
-            seen_KS = weights_KGS.sum(1).masked_fill(~there_KS, 0.0)
-            segments_KS = (positions_KS // self.width).clamp(0, len(self._sums[nth]) - 1)
-            self._sums[nth].index_add_(0, segments_KS.flatten().cpu(), seen_KS.flatten().cpu())
-            self._queries[nth] += weights_KGS.shape[0] * weights_KGS.shape[1]
+            there_KS = (positions_KS >= self.first) & (positions_KS < self.tokens)
+            seen_KGS = weights_KGS.masked_fill(~there_KS[:, None], 0.0).cpu()
+            segments_KS = (positions_KS // self.width).clamp(0, self._segments - 1).cpu()
+            sums_KGJ[own].scatter_add_(2, segments_KS[:, None].expand_as(seen_KGS), seen_KGS)
+        before = self._sums[nth]
+        self._sums[nth] = sums_KGJ.flatten(0, 1) if before is None else before + sums_KGJ.flatten(0, 1)
+        self._queries[nth] += 1
 
-    def passages(self, shares_J: Tensor) -> tuple[Passage, ...]:
-        """Return the passages, apart from each other, with the largest shares of `found`."""
-        size, left, found = min(_SEGMENTS, len(shares_J)), shares_J.clone(), list[Passage]()
-        while len(found) < PASSAGES:
-            sums = left.unfold(0, size, 1).sum(-1)
-            best = int(sums.argmax())
-            if sums[best] <= 0:
-                break
-            end = min((best + size) * self.width, self.tokens)
-            found.append(Passage(start=best * self.width, end=end, attention=float(sums[best])))
-            left[best : best + size] = -torch.inf
+    def passages(self, found_2J: Tensor) -> tuple[Passage, ...]:
+        """Return passages apart from each other, around the segments of `found` that single heads looked at most."""
+        # Where many heads look they rest, at ends of sentences for instance; what an answer stands on, few find.
+        most_J, left_J, found = found_2J[0], found_2J[0] / found_2J[1].clamp_min(1e-6).sqrt(), list[Passage]()
+        while len(found) < PASSAGES and left_J.max() > 0:
+            best = int(left_J.argmax())
+            first = max(0, best - _SEGMENTS // 2)
+            end = min((first + _SEGMENTS) * self.width, self.tokens)
+            found.append(Passage(start=first * self.width, end=end, attention=float(most_J[best])))
+            left_J[max(0, first - _SEGMENTS // 2) : first + _SEGMENTS + _SEGMENTS // 2] = -torch.inf
         return tuple(found)
 
 
@@ -155,11 +163,13 @@ def answered(context: Context, question: str, max_new_tokens: int, options: dict
         raise Refusal("evidence", True, f"watches one answer, but {settings['num_beams']} beams are searched; drop one")
     chat = context.chat()
     chat.read_turn(question, max_new_tokens)
-    watch = chat.cache.watch = Watch(len(chat.cache.governed), context.cache.text_end)
+    opening = len(encode(context.lm.tokenizer, context.talk.transcript.opening()))
+    watch = chat.cache.watch = Watch(len(chat.cache.governed), context.cache.text_end, opening)
     chat.write_answer(settings)
     found, ranks = watch.found(), context.cache.ranks
     if ranks is not None:  # each has watched its own heads
-        found = ranks.mean(found.to(input_device(context.lm.model))).cpu()
+        every = ranks.gather(found.to(input_device(context.lm.model)), 0).cpu().unflatten(0, (-1, 2))
+        found = torch.stack([every[:, 0].amax(0), every[:, 1].mean(0)])
     held = [layer.fill + (0 if layer.tier is None else layer.tier.fill) for layer in chat.cache.governed]
     passages = watch.passages(found)
     if context.talk.ids is not None:
