@@ -10,7 +10,6 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from locret.base.tables import markdown
-from locret.heads import evaluation
 from locret.heads.config import HeadsConfig
 from locret.labels import KINDS
 from locret.policy.policy import RetentionPolicy
@@ -90,7 +89,7 @@ def fill(config: HeadsConfig, repo_id: str | None = None) -> ModelCard:
         training=_training(config.training) if config.training else "Not trained: the weights are random.",
         label=_label(config.label),
         policy=_policy(config.policy),
-        evaluation=_evaluation(config.evaluation) if config.evaluation else "No results recorded.",
+        evaluation=_table(config.evaluation) if config.evaluation else "No results recorded.",
         toolkit_version=config.toolkit_version,
     )
     return card
@@ -137,22 +136,6 @@ def _policy(policy: Mapping[str, Any] | None) -> str:
     usual = {field.name: field.default for field in fields(RetentionPolicy)}
     shown = {name: value for name, value in policy.items() if name in _SIZES or value != usual.get(name)}
     return _table({**shown, "head_shares": "as measured, in config.json" if policy.get("head_shares") else None})
-
-
-def _evaluation(notes: Mapping[str, Any]) -> str:
-    results = evaluation.rows(notes)
-    if not results:
-        return _table(notes)
-    lines = []
-    for row in results:
-        error = f" \u00b1 {row['standard_error']:.1f}" if row["standard_error"] else ""
-        tokens = f"{row['tokens']:,}" if row["tokens"] else ""
-        amount = evaluation.amount(row)
-        lines.append((row["task"], tokens, row["method"], amount, f"{row['score']:.1f}{error}", row["n"]))
-    heads = ("Task", "Prompt tokens", "Method", "Budget", "Score", "Samples")
-    version = f" of locret {notes['toolkit_version']}" if notes.get("toolkit_version") else ""
-    said = f"Scores out of 100 \u00b1 standard error, by `locret-eval`{version}; the budget is cache units per KV head"
-    return f"{said}, or its share of the prompt.\n\n" + "\n".join(markdown(heads, lines, numbers=False))
 
 
 def _label(label: Mapping[str, Any] | None) -> str:

@@ -29,8 +29,6 @@ class PushOptions:
     """Repository on the Hub, org/name; made if it does not exist."""
     license: str | None = None
     """Licence of the heads as the Hub spells it, such as mit or apache-2.0; what the heads record by default."""
-    eval_results: str | None = None
-    """results.json of locret-eval, or its folder: goes into the card as a table."""
     private: bool = False
     """Make a new repository private; one that exists keeps its visibility."""
     revision: str | None = None
@@ -96,8 +94,7 @@ def main() -> None:
 
 def _contents(options: PushOptions) -> dict[str, Path | bytes]:
     """Return what to upload under which name, after loading the heads as a user would."""
-    from locret.heads import checkpoint, evaluation
-    from locret.heads.fingerprint import weight_fingerprint
+    from locret.heads import checkpoint
     from locret.heads.heads import RetainingHeads
 
     folder = Path(shipped.find(options.heads))
@@ -110,16 +107,12 @@ def _contents(options: PushOptions) -> dict[str, Path | bytes]:
             )
     heads = RetainingHeads.from_pretrained(folder)
     before = str(heads.generate_model_card())
-    notes: dict[str, Any] = {}
     if options.license:
-        notes["license"] = options.license
-    if options.eval_results:
-        notes["evaluation"] = evaluation.from_results(options.eval_results, weight_fingerprint(heads))
-    heads.annotate(**notes)
+        heads.annotate(license=options.license)
     config = json.dumps(heads.config.to_json(), indent=2, ensure_ascii=False).encode() + b"\n"
     return {
         checkpoint.CARD: _card(folder / checkpoint.CARD, heads, before, options.repo).encode(),
-        checkpoint.CONFIG: config if notes else folder / checkpoint.CONFIG,
+        checkpoint.CONFIG: config if options.license else folder / checkpoint.CONFIG,
         checkpoint.WEIGHTS: folder / checkpoint.WEIGHTS,
     }
 

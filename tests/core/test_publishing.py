@@ -7,31 +7,18 @@ import socket
 from pathlib import Path
 from typing import Any
 
-import mutations
 import pytest
 import torch
 from hub_server import READ_TOKEN, HubServer
 from huggingface_hub import ModelCard, constants
 
 from locret import shipped
-from locret.heads import evaluation
 from locret.heads.heads import RetainingHeads
 from locret.heads.push import PushOptions, push
 from locret.mergers.kernels import MergingKernels
 from locret.scorers.chosen import chosen_heads
 
 FILES = ["README.md", "config.json", "model.safetensors"]
-CELL = {"task": "passkey", "tokens": 8192, "method": "locret", "budget": 1024, "n": 50, "score": 93.4567}
-RESULTS = {
-    "complete": True,
-    "versions": {"locret": "0.2.0"},
-    "cells": [
-        {**CELL, "method": "full", "budget": None, "score": 100.0},
-        {**CELL, "standard_error": 2.5123},
-        {**CELL, "budget": None, "budget_share": 0.1},
-        {**CELL, "method": "streaming", "score": 12.0},
-    ],
-}
 
 
 @pytest.fixture
@@ -50,10 +37,6 @@ def heads(tiny_llama: Any) -> RetainingHeads:
 def saved(heads: RetainingHeads, tmp_path: Path) -> Path:
     heads.save_pretrained(tmp_path / "heads")
     return tmp_path / "heads"
-
-
-def results_file(folder: Path, **changes: Any) -> Path:
-    return mutations.put(folder, "results.json", json.dumps({**RESULTS, **changes}).encode())
 
 
 def options(saved: Path, **more: Any) -> PushOptions:
@@ -88,20 +71,6 @@ def test_the_card_is_filled_with_what_is_known_and_has_the_hubs_metadata(saved: 
 def test_the_cards_of_the_shipped_heads_are_what_this_version_writes(name: str) -> None:
     text = str(RetainingHeads.from_pretrained(name).generate_model_card())
     assert (Path(shipped.find(name)) / "README.md").read_text() == text
-
-
-def test_results_that_cannot_be_are_refused(tmp_path: Path) -> None:
-    others = {"weights": {"heads": "ab" * 32}}
-    for changes, said in [
-        ({"complete": False}, "has not ended; finish it with locret-eval --resume"),
-        ({"cells": RESULTS["cells"][:1]}, "has no results of the method locret"),  # type: ignore[index]
-        ({"cells": [{**CELL, "score": float("nan")}]}, "cell 0 is .* without task, method and score"),
-        ({"config": others}, r"is of other heads \(fingerprint abababababab, those to be .* cdcdcdcdcdcd"),
-    ]:
-        with pytest.raises(ValueError, match=said) as refused:
-            evaluation.from_results(results_file(tmp_path, **changes), "cd" * 32)
-        assert "\n" not in str(refused.value)
-    assert evaluation.from_results(results_file(tmp_path, config=others), "ab" * 32)["results"]
 
 
 # -- publishing ------------------------------------------------------------------------------------------------------
@@ -178,12 +147,10 @@ def test_a_card_that_was_edited_on_the_hub_keeps_what_was_added_and_is_not_repla
     assert card_of(hub).endswith(note)
 
 
-def test_an_edited_card_of_the_folder_keeps_its_text_and_gets_the_facts(
-    saved: Path, hub: HubServer, tmp_path: Path
-) -> None:
+def test_an_edited_card_of_the_folder_keeps_its_text_and_gets_the_facts(saved: Path, hub: HubServer) -> None:
     (saved / "trainer_state.pt").write_bytes(b"private")
     (saved / "README.md").write_text('---\ntags: [mine]\n---\nMine. heads="path/to/these-heads"\n')
-    push(options(saved, license="mit", eval_results=str(results_file(tmp_path))))
+    push(options(saved, license="mit"))
     card = ModelCard(card_of(hub))
     assert 'Mine. heads="org/heads"' in card.content
     assert (card.data.license, card.data.tags) == ("mit", ["mine"])
