@@ -53,16 +53,15 @@ def test_low_precision_gives_float32_scores_and_gradients_near_the_exact_ones():
         assert head(features.float()).dtype == torch.float32
 
 
-def test_weights_are_cast_once_and_again_after_every_kind_of_change():
+def test_low_precision_sees_every_kind_of_change_of_the_weights():
     head = RetainingHead(8, 4, 1)
     features = torch.randn(5, 8).bfloat16()
 
-    def scores_and_copy():
+    def scores():
         with torch.no_grad():
-            return head(features), head._cast[1]
+            return head(features)
 
-    before, first = scores_and_copy()
-    assert scores_and_copy()[1] is first
+    before = scores()
     for change in (
         lambda: torch.optim.AdamW(head.parameters(), lr=0.1).step(),
         lambda: head.load_state_dict({name: value + 1 for name, value in head.state_dict().items()}),
@@ -72,11 +71,9 @@ def test_weights_are_cast_once_and_again_after_every_kind_of_change():
         head.fc1.weight.grad = torch.ones(4, 8)
         with torch.no_grad():
             change()
-        after, copied = scores_and_copy()
-        assert copied is not first
+        after = scores()
         assert not torch.equal(before, after)
-        before, first = after, copied
-        torch.testing.assert_close(copied, head.fc1.weight.detach().bfloat16())
+        before = after
 
 
 def test_weights_stay_float32_whatever_dtype_is_asked_for(heads):

@@ -17,15 +17,12 @@ OPTIONS = [
     (["--label-kind=kvzip_plus"], 'label kind "kvzip_plus" was retired; release 0.1.0'),
     (["--steps=0"], "--steps 0 is too small; it must be more than 0"),
     (["--warmup-steps=6"], "--warmup-steps 6 is not below --steps 6, so the learning rate would never reach"),
-    (["--betas=0.9,1.5"], "--betas 0.9,1.5: a decay rate is outside 0 to 1; use such as 0.9,0.95"),
     (["--hidden-dim=100000000000"], "--hidden-dim makes heads of"),
     (["--eval-every=2"], "--eval-every 2 evaluates on held-out rows, and there are none; give --eval-rows 8"),
     (["--eval-rows=6"], "--eval-rows 6 leaves nothing to train on"),
     (["--label-kind=softmax"], 'label kind "softmax" is unknown; did you mean logit or log_attention?'),
     (["--model=no/such/model"], "--model no/such/model: there is no such folder; give"),
-    (["--max-tokens=10"], "no row can be trained on (6 longer than --max-tokens 10; "),
     (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
-    (["--resume=no/such/checkpoint"], "--resume no/such/checkpoint is not a checkpoint or a run"),
     (["--report-to=tensorbord"], "--report-to tensorbord is unknown; choose tensorboard"),
 ]
 
