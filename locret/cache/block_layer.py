@@ -125,15 +125,15 @@ class BlockLayer(RetentionLayer):
         return View(turned, store.values[:, :, window], far=far)
 
     def _empty(self, chosen: Tensor, held: int, near: int) -> Tensor | None:
-        """Return which (B, C, near + F) slots hold nothing."""
+        """Return which (B, 1, near + F) slots hold nothing."""
         there = chosen >= 0
         if self.store.row_start is None and bool(there.all()):
             return None
         slots = torch.cat([torch.arange(self.store.fill - near, self.store.fill), torch.arange(held)])
         starts = torch.zeros(1) if self.store.row_start is None else self.store.row_start.cpu()
-        units = (slots < starts[:, None, None]).expand(*chosen.shape[:2], -1)
+        units = (slots < starts[:, None]).expand(len(chosen), -1)
         recalled = ~there.repeat_interleave(self.block, dim=-1)
-        return torch.cat([units, recalled], dim=-1).to(self.store.keys.device)
+        return torch.cat([units, recalled], dim=-1)[:, None].to(self.store.keys.device)
 
     def _note(self, near_mass: Tensor) -> None:
         """Add the (B, N, near) attention of the window's units to their columns."""

@@ -4,7 +4,7 @@ Paper:     InfLLM, arXiv 2402.04617, sections 3.2 (representatives, lookup) and 
 Deviates:  the vectors that are searched lie in host memory too, so that memory on the device does not grow.
 """
 
-# B batch, K KV heads, G query heads per KV head, N = K G, C choosers (1, or K), R recalled blocks, P block size, D dim
+# B batch, K KV heads, G query heads per KV head, N = K G, R recalled blocks, P block size, D dim
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def representatives(keys: Tensor, attention: Tensor, repr_topk: int) -> Tensor:
 class Blocks(Units):
     """Blocks of one layer, per row of the batch as many as it has formed, as the completed numbers of `lookup` say.
 
-    Of its tensors `slots` are (B, C, blocks) where the copy of each block is, -1 for none, and `used` when it was used
+    Of its tensors `slots` are (B, blocks) where the copy of each block is, -1 for none, and `used` when it was used
     last: the copy that has waited longest goes when another one is needed.
     """
 
@@ -43,7 +43,6 @@ class Blocks(Units):
 
     def __init__(self, lookup: InfLLM) -> None:
         _, self.block, _, self.topk, self.cached, self.repr_topk = lookup.numbers
-        self.per_head = lookup.per_head
         self.tensors = {}
         self.moved = self._clock = 0
         """Bytes copied to the host and back."""
@@ -74,7 +73,7 @@ class Blocks(Units):
         if units <= self.capacity:
             return
         self.capacity = -(-units // self.block) * self.block
-        for name, dim in {**_AWAY, "slots": 2, "used": 2}.items() if self.tensors else ():
+        for name, dim in {**_AWAY, "slots": 1, "used": 1}.items() if self.tensors else ():
             held = self.tensors[name]
             shape = [*held.shape[:dim], self.capacity // self.block, *held.shape[dim + 1 :]]
             longer = torch.full(shape, -1, dtype=held.dtype, pin_memory=held.is_pinned())
@@ -91,12 +90,11 @@ class Blocks(Units):
             away = torch.empty(batch, kv_heads, room, *inner, dtype=states.dtype, pin_memory=keys.is_cuda)
             # Zeros: a masked slot counts nothing, unless it holds NaN.
             self.tensors |= {name: away, f"near_{name}": states.new_zeros(batch, kv_heads, self.cached, *inner)}
-        choosers = (batch, kv_heads if self.per_head else 1, room)
         self.tensors |= {
             "vectors": torch.empty(batch, room, heads, keys.shape[-1], dtype=keys.dtype, pin_memory=keys.is_cuda),
             "counts": torch.zeros(batch, dtype=torch.int64),
-            "slots": torch.full(choosers, -1, dtype=torch.int64),
-            "used": torch.zeros(choosers, dtype=torch.int64),
+            "slots": torch.full((batch, room), -1, dtype=torch.int64),
+            "used": torch.zeros(batch, room, dtype=torch.int64),
         }
 
     def add(self, row: int, keys: Tensor, values: Tensor, attention: Tensor) -> None:
@@ -114,41 +112,39 @@ class Blocks(Units):
         self.moved += keys.nbytes + values.nbytes + vectors.nbytes
 
     def choose(self, query: Tensor) -> Tensor:
-        """Return (B, C, R) blocks, ascending, that fit (B, N, L, D) queries best on average; -1 for none."""
-        means, (batch, choosers) = query.float().mean(2).to("cpu"), self.tensors["slots"].shape[:2]
-        chosen = torch.full((batch, choosers, min(self.topk, max(self.counts))), -1)
+        """Return (B, R) blocks, ascending, that fit (B, N, L, D) queries best on average; -1 for none."""
+        means = query.float().mean(2).to("cpu")
+        chosen = torch.full((len(means), min(self.topk, max(self.counts))), -1)
         for row, count in enumerate(self.counts):
             if count <= self.topk:
-                chosen[row, :, :count] = torch.arange(count)
+                chosen[row, :count] = torch.arange(count)
                 continue
-            fits = (self.tensors["vectors"][row, :count].float() * means[row]).sum(-1)
-            fits = fits.unflatten(1, (choosers, -1)).sum(-1)
-            chosen[row] = fits.topk(self.topk, dim=0).indices.sort(dim=0).values.T
+            fits = (self.tensors["vectors"][row, :count].float() * means[row]).sum(-1).sum(-1)
+            chosen[row] = fits.topk(self.topk).indices.sort().values
         return chosen
 
     def recall(self, query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (B, K, R P, D) keys and values of the blocks that fit the queries, and which (B, C, R) these are.
+        """Return (B, K, R P, D) keys and values of the blocks that fit the queries, and which (B, R) these are.
 
         There is anything in the slots of a row beyond its own blocks.
         """
         chosen = self.choose(query)
         self._clock += 1
-        for row, by_chooser in enumerate(chosen):
-            for chooser, blocks in enumerate(by_chooser):
-                self._bring(row, chooser, blocks[blocks >= 0])
-        index = self.tensors["slots"].gather(2, chosen.clamp_min(0)).clamp_min(0) if chosen.numel() else chosen
+        for row, blocks in enumerate(chosen):
+            self._bring(row, blocks[blocks >= 0])
+        index = self.tensors["slots"].gather(1, chosen.clamp_min(0)).clamp_min(0) if chosen.numel() else chosen
         found = []
         for name in ("near_keys", "near_values"):
             near = self.tensors[name]
             batch, kv_heads = near.shape[:2]
             first = torch.arange(batch * kv_heads).view(-1, kv_heads, 1) * self.cached
-            rows = near.flatten(0, 2).index_select(0, (index + first).flatten().to(near.device))
+            rows = near.flatten(0, 2).index_select(0, (index[:, None] + first).flatten().to(near.device))
             found.append(rows.view(batch, kv_heads, -1, near.shape[-1]))
         return found[0], found[1], chosen
 
-    def _bring(self, row: int, chooser: int, blocks: Tensor) -> None:
+    def _bring(self, row: int, blocks: Tensor) -> None:
         """Have copies of these blocks on the device."""
-        slots, used = self.tensors["slots"][row, chooser], self.tensors["used"][row, chooser]
+        slots, used = self.tensors["slots"][row], self.tensors["used"][row]
         missing = blocks[slots[blocks] < 0]
         free = sorted(set(range(self.cached)) - set(slots.tolist()))
         if (short := len(missing) - len(free)) > 0:
@@ -158,10 +154,9 @@ class Blocks(Units):
             slots[leaving] = -1
         slots[missing] = torch.tensor(free[: len(missing)], dtype=torch.int64)
         used[blocks] = self._clock
-        heads = slice(chooser, chooser + 1) if self.per_head else slice(None)
         for name in ("keys", "values") if len(missing) else ():
-            near, brought = self.tensors[f"near_{name}"], self.tensors[name][row, heads].index_select(1, missing)
-            near[row, heads, slots[missing].to(near.device)] = brought.to(near.device, non_blocking=True)
+            near, brought = self.tensors[f"near_{name}"], self.tensors[name][row].index_select(1, missing)
+            near[row, :, slots[missing].to(near.device)] = brought.to(near.device, non_blocking=True)
             self.moved += brought.nbytes
 
     def take_back(self) -> None:

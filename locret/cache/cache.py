@@ -177,8 +177,6 @@ class RetentionCache(Whole):
             round(sum(fills) / len(fills)) if self.policy.head_budgets == "shares" else max(fills),
             self._account.second(rows, begun),
             sum(host.away_nbytes for host in hosts),
-            index_planned=self._account.indexes(layers, rows, begun),
-            index=sum(layer.host.index_nbytes for layer in layers if layer.host is not None),
             host_units=max((host.fill for host in hosts if not host.resident), default=0),
             moved=sum(host.moved for host in hosts),
         )

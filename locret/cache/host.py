@@ -79,12 +79,6 @@ class HostTier(Units):
         return 0 if self.resident else self.store.nbytes
 
     @property
-    def index_nbytes(self) -> int:
-        """Bytes of the tensors of the lookup's index; 0 before it is made."""
-        found = self._index[0] if self._index else ()
-        return sum(part.nbytes for part in found if isinstance(part, Tensor)) if isinstance(found, tuple) else 0
-
-    @property
     def nbytes(self) -> int:
         """Bytes of what lies in the fast tier's memory."""
         queries = 0 if self.queries is None else self.queries.nbytes

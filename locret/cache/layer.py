@@ -47,8 +47,6 @@ class RetentionLayer(CacheLayerMixin):
         self.store, self.selector, self.compact, self.host, self.folding = store, selector, compact, host, folding
         self.rotated = False
         """Whether keys are rotated to their slots, as answers need them; compact positions only."""
-        self.evictions = 0
-        """Times that units have gone since this object was made."""
 
     @property
     def holders(self) -> dict[str, Units]:
@@ -110,7 +108,6 @@ class RetentionLayer(CacheLayerMixin):
         """Keep the best units, as many as `stay` says; `base` is the position after the newest one."""
         if self.store.fill <= stay.budget:
             return
-        self.evictions += 1
         kept = self.selector.select(self.store, stay)
         if self.host is None and self.folding is None:
             self.store.keep(kept, turned=self.rotated)
@@ -151,7 +148,7 @@ class RetentionLayer(CacheLayerMixin):
     def copy(self, workspace: Workspace) -> Self:
         """Return an independent copy."""
         twin = copy.copy(self)
-        twin.store, twin.evictions = self.store.copy(workspace), 0
+        twin.store = self.store.copy(workspace)
         if self.host is not None:
             assert isinstance(twin.store, DenseStore)
             twin.host = self.host.copy_beside(twin.store)

@@ -20,11 +20,8 @@ class CacheMemory:
     units: int
     """Units held per KV head, on average: in the fullest layer, or over all layers where each head has its share."""
     host_planned: int = 0
-    """Of the second tier, in host memory."""
+    """Of the second tier, in host memory; without what `recall_by` makes of its keys to find units faster."""
     host: int = 0
-    index_planned: int = 0
-    """Of what lookups make of the second tier's keys, to find units faster."""
-    index: int = 0
     host_units: int = 0
     """Units of the second tier per KV head, in the fullest layer."""
     moved: int = 0
@@ -62,15 +59,6 @@ class Account:
     def second(self, rows: int, begun: bool) -> int:
         """Return the planned bytes of second tiers that do not lie in the backbone's memory."""
         return self.limits.far_bytes(self.backbone, self._second(begun), self.element_size, rows)
-
-    def indexes(self, layers: Sequence[RetentionLayer], rows: int, begun: bool) -> int:
-        """Return the planned bytes of what lookups make of the second tier's keys."""
-        slots = zip(layers, self._second(begun), self.backbone.full_shapes, strict=True)
-        return rows * sum(
-            shape.num_kv_heads * layer.host.lookup.index_bytes(units, shape.head_dim, self.element_size)
-            for layer, units, shape in slots
-            if layer.host is not None and units
-        )
 
     def _second(self, begun: bool) -> list[int]:
         most = self.policy.host_budget

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from locret import lookups, prefill_attention
 from locret.backbone.head_ranks import HeadRanks
-from locret.lookups import InfLLM
 
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
@@ -35,12 +34,10 @@ def check_over_ranks(cache: RetentionCache) -> None:
             f'parallelism one process could come to hold the units of all; use head_budgets="uniform", {_WITHOUT}'
         )
     if policy.recalls_blocks:
-        found = lookups.find(policy.recall_by)
-        if isinstance(found, InfLLM) and not found.per_head:
-            raise ValueError(
-                f"recall_by={policy.recall_by} chooses the same blocks for all heads of a layer, which tensor "
-                f"parallelism spreads over processes; add per_head=true to it, {_WITHOUT}"
-            )
+        raise ValueError(
+            f"recall_by={policy.recall_by} chooses the same blocks for all heads of a layer, which tensor parallelism "
+            f"spreads over processes; take another recall_by, {_WITHOUT}"
+        )
 
 
 def runs_over_heads(name: str, tensor: Tensor) -> bool:

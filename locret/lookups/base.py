@@ -114,10 +114,6 @@ class Lookup(Chosen):
         """
         return None
 
-    def index_bytes(self, units: int, head_dim: int, element_size: int) -> int:
-        """Return the bytes of the index per row and KV head, over so many units."""
-        return 0
-
     def resident(self, nth: int, layers: int) -> bool:
         """Return whether the `nth` of the full-attention layers has its second tier in the device's memory."""
         return False

@@ -71,8 +71,6 @@ class InfLLM(Chosen):
     """Blocks that may lie on the device (32, twice topk; at most as many as make up the window)."""
     repr_topk: int | None = None
     """Tokens whose mean key stands for a block (4)."""
-    per_head: bool = False
-    """Whether each KV head chooses its own blocks, or all heads of a layer the same."""
 
     def __post_init__(self) -> None:
         """Check the options."""

@@ -78,10 +78,6 @@ class QuestLookup(Lookup):
                 done = pages.stop
         return _Pages(bounds[0], bounds[1], first, counts)
 
-    def index_bytes(self, units: int, head_dim: int, element_size: int) -> int:
-        """Return the bytes of the bounds."""
-        return 2 * -(-units // self.page) * head_dim * element_size
-
     def choose(self, ask: Ask) -> Tensor | None:
         """See `Lookup`; ranks are (B, N, 1, R)."""
         if not ask.generating or ask.fed or ask.nth < self.dense:

@@ -68,6 +68,7 @@ def test_an_answers_budget_holds_at_every_token(model: Any, positions: str) -> N
 
     generate(model, prompt(100), cache=cache, logits_processor=[watch], **{**GREEDY, "max_new_tokens": 60})
     assert max(units) == 30
+    assert min(units[30:]) == 30 - 8 + 1  # emptied by the interval, again and again
     assert cache.memory().peak == cache.memory().planned
     assert (cache.kept_positions(0)[0, :, -6:] == torch.arange(153, 159)).all()
 

@@ -233,6 +233,9 @@ def test_other_weights_and_another_scorer_are_refused_and_both_sides_are_shown(
         load_cache(path, build("llama", seed=5), "key_norm")
     with pytest.raises(ValueError, match="num_kv_heads 2 in the file, 4 in the model"):
         load_cache(path, build("llama-mha"), "key_norm")
+    turned = build("llama", rope_parameters={"rope_type": "default", "rope_theta": 5.0})
+    with pytest.raises(ValueError, match=r"in another way \(rope_theta 10000\.0 in the file, 5\.0 in the model"):
+        load_cache(path, turned, "key_norm")
     load_cache(path, build("llama").bfloat16(), "key_norm")
     with pytest.raises(ValueError, match=r"here it is tova.*allow_other_scorer=True"):
         load_cache(path, model, "tova")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import build, prompt
-from safetensors.torch import save_file
-from test_damaged_files import content
 from transformers import DynamicCache
 
-from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
-from locret.cache.schema import checksum
+from locret import RetentionCache, RetentionPolicy, generate, prefill, save_cache
 from locret.engines.prefix import Prefix
 
 GREEDY = {"do_sample": False, "eos_token_id": None, "output_logits": True, "return_dict_in_generate": True}
@@ -105,19 +101,3 @@ def test_a_file_is_the_prefix_that_its_cache_is(family: str, form: str, tmp_path
         torch.testing.assert_close(mine, other, atol=1e-6, rtol=0)
     assert (ours.tokens, ours.vocab_size, ours.model_type) == (theirs.tokens, theirs.vocab_size, theirs.model_type)
     assert ours.digest == theirs.digest
-
-
-def test_another_rotation_than_the_backbones_is_refused(tmp_path: Path) -> None:
-    save_cache(read(tokens=45)[1], path := tmp_path / "a.ctx")
-    metadata, tensors = content(path)
-    state = json.loads(metadata["state"])
-
-    def load(rotary: dict[str, Any]) -> RetentionCache:
-        text = json.dumps({**state, "rotary": rotary})
-        save_file(tensors, path, metadata={**metadata, "state": text, "checksum": checksum(text, tensors)})
-        return load_cache(path, build("llama"), "key_norm")
-
-    with pytest.raises(ValueError, match=r"in another way \(rope_theta 5\.0 in the file, 10000\.0 in the model"):
-        load({**state["rotary"], "rope_theta": 5.0})
-    older = {name: value for name, value in state["rotary"].items() if name != "rope_theta"}
-    assert load(older).seen == 45

@@ -130,11 +130,3 @@ def test_answers_of_quest_are_the_oracles(family: str, options: str) -> None:
     ours, full = differs_from_oracle(model, prompt(tokens), method(spec, 12), [tokens - 1], visible)
     assert ours < 3e-5
     assert (full > 0.1) == (tokens > 15)
-
-
-def test_a_budget_of_the_prompts_length_is_the_full_cache() -> None:
-    model, ids = build("llama", **LAYERS), prompt(91, batch=2)
-    for options in ({}, {"num_beams": 3}):
-        settings = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, **options}
-        cache = fresh(model, method("quest:page=4", 91))
-        assert torch.equal(generate(model, ids, cache=cache, **settings), model.generate(ids, **settings))

@@ -40,8 +40,6 @@ class Memory:
     first: list[Unit] = field(default_factory=list)
     blocks: list[Block] = field(default_factory=list)
     recent: list[Unit] = field(default_factory=list)
-    chosen: list[list[list[int]]] = field(default_factory=list)
-    """Per execution block, per chooser (one, or one per KV head): numbers of the blocks it attended to."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,6 @@ class Numbers:
     local: int
     topk: int
     repr_topk: int
-    per_head: bool = False
     true_distance: bool = False
 
 
@@ -125,9 +122,7 @@ def _attend(
     memory.recent.extend(Unit(start + i, key[i], value[i], torch.zeros(heads)) for i in range(tokens))
     group = heads // kv_heads
     far_TND = torch.stack([torch.stack([rotate(q, numbers.local - 1, *rope) for q in token]) for token in query])
-    choosers = [range(k * group, (k + 1) * group) for k in range(kv_heads)] if numbers.per_head else [range(heads)]
-    chosen = [choose(far_TND, memory.blocks, numbers.topk, mine) for mine in choosers]
-    memory.chosen.append(chosen)
+    chosen = choose(far_TND, memory.blocks, numbers.topk, range(heads))
     out = torch.zeros(tokens, heads, dim)
     gained = {unit.position: torch.zeros(heads) for unit in memory.recent}
     for i in range(tokens):
@@ -136,7 +131,7 @@ def _attend(
         old = [unit for unit in memory.first + memory.recent if place - unit.position >= numbers.local]
         for n in range(heads):
             k = n // group
-            blocks = [memory.blocks[nth] for nth in chosen[k if numbers.per_head else 0]]
+            blocks = [memory.blocks[nth] for nth in chosen]
             far = old + [unit for block in blocks for unit in block.units]
             near_query = rotate(query[i, n], place, *rope)
             logits = [near_query @ rotate(unit.key_KD[k], unit.position, *rope) for unit in near]
