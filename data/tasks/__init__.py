@@ -1,7 +1,7 @@
 """The tasks of `locret-eval`. To add one: one file, and one line in `_FAMILIES` or in the file of its family.
 
 A task of another package or of a file comes in as `package.module:TASK` or `file.py:TASK`, or by the name under which
-its package announces it in the group `locret.tasks`. The object is a task, or a class that makes one without options.
+its package announces it in the group `locret.tasks`. The object is a task.
 
 A task is a frozen dataclass whose options are fields; see `task.Task` for what each has to answer.
 """
@@ -80,13 +80,8 @@ def _of_others(name: str) -> Task | None:
         found = plugins.load(name, "task")
     else:
         return None
-    if isinstance(found, type) and issubclass(found, Task):
-        try:
-            found = found()  # type: ignore[call-arg]
-        except (TypeError, ValueError) as error:
-            raise ValueError(f'task "{name}" cannot be made without options ({error}); name an instance') from error
     if not isinstance(found, Task):
-        raise ValueError(f'task "{name}" is no locret.data.tasks.Task; derive it from that')
+        raise ValueError(f'task "{name}" is no locret.data.tasks.Task; derive it from that, and name an instance')
     if not (is_dataclass(found) and type(found).__dataclass_params__.frozen):  # type: ignore[attr-defined]
         raise ValueError(f'task "{name}" is not a frozen dataclass; put @dataclass(frozen=True, kw_only=True) above it')
     return replace(found, name=name)  # results and --task-options speak of it as it was asked for

@@ -1,6 +1,6 @@
 """Rows of published benchmarks: a local copy in the published layout, or the Hub at a pinned revision.
 
-A file is a list of objects or one object a line, plain or inside a zip archive, or a table in Parquet.
+A file is a list of objects or one object a line, plain or inside a zip archive.
 """
 
 from __future__ import annotations
@@ -82,8 +82,6 @@ def read_rows(path: str) -> Iterator[Row]:
         if member:
             with zipfile.ZipFile(file) as archive, archive.open(member) as stream:
                 yield from _rows(path, _objects(stream, member))
-        elif file.endswith(".parquet"):
-            yield from _rows(path, _table(file))
         else:
             with open(file, "rb") as stream:
                 yield from _rows(path, _objects(stream, file))
@@ -91,15 +89,6 @@ def read_rows(path: str) -> Iterator[Row]:
         raise
     except (ValueError, KeyError, zipfile.BadZipFile, RecursionError) as error:
         raise ValueError(f"{path} is no intact file of rows ({' '.join(str(error).split())}); fetch it again") from None
-
-
-def _table(file: str) -> Iterator[Any]:
-    from datasets import load_dataset  # heavy
-
-    try:
-        yield from load_dataset("parquet", data_files=file, split="train", streaming=True)
-    except Exception as error:  # of pyarrow, of the operating system without a number, or of datasets' own
-        raise ValueError(error) from None
 
 
 def _objects(stream: Any, name: str) -> Iterator[Any]:
@@ -199,10 +188,7 @@ def open_rows(task: PublishedTask, folders: Sequence[str] | None = None, samples
 def candidates(task: PublishedTask) -> list[str]:
     """Return where a local copy may have a task's rows, relative to it, in the order they are looked for."""
     spots = [task.file, task.hub_file or task.file, Path(task.file).name]
-    ordered = [f"{task.family}/{spot}" for spot in spots] + spots
-    # An export of another ending is as good: the rows are the same.
-    plain = [spot.removesuffix(".jsonl") for spot in ordered if "!" not in spot]
-    return list(dict.fromkeys([*ordered, *(f"{spot}{end}" for spot in plain for end in (".json", ".parquet"))]))
+    return list(dict.fromkeys([f"{task.family}/{spot}" for spot in spots] + spots))
 
 
 def local(task: PublishedTask, folders: Sequence[str]) -> str | None:

@@ -20,23 +20,19 @@ QASPER = tasks.get("longbench/qasper")
 
 
 def test_every_kind_of_file_gives_its_rows_and_their_places(tmp_path) -> None:
-    pq = pytest.importorskip("pyarrow.parquet")
-    pa = pytest.importorskip("pyarrow")
     rows = [{"context": f"text {index} 中\u2028", "n": index} for index in range(5)]
     lines = write_lines(tmp_path / "rows.jsonl", [b"\xef\xbb\xbf" + json.dumps(rows[0]).encode(), b"\r", *rows[1:]])
     (tmp_path / "rows.json").write_text(json.dumps(rows))
     (tmp_path / "lines.json").write_text("\n".join(map(json.dumps, rows)))
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
     with zipfile.ZipFile(tmp_path / "rows.zip", "w") as archive:
         archive.write(lines, "data/rows.jsonl")
-    for name in ("rows.jsonl", "rows.zip!data/rows.jsonl", "rows.json", "lines.json", "rows.parquet"):
+    for name in ("rows.jsonl", "rows.zip!data/rows.jsonl", "rows.json", "lines.json"):
         found = list(read_rows(str(tmp_path / name)))
         assert [row.fields for row in found] == rows
         assert found[4].where == f"{tmp_path / name}: row 4 (counted from 0)"
 
 
 def test_a_local_copy_may_lie_in_any_published_place(tmp_path) -> None:
-    pa = pytest.importorskip("pyarrow")
     (tmp_path / "empty").mkdir()
     for number, spot in enumerate(candidates(QASPER)):
         archive, _, member = spot.partition("!")
@@ -45,8 +41,6 @@ def test_a_local_copy_may_lie_in_any_published_place(tmp_path) -> None:
         if member:
             with zipfile.ZipFile(path, "w") as files:
                 files.writestr(member, json.dumps(GOOD))
-        elif spot.endswith(".parquet"):
-            pytest.importorskip("pyarrow.parquet").write_table(pa.Table.from_pylist([GOOD]), path)
         else:
             write_lines(path, [GOOD])
         rows = open_rows(QASPER, [str(tmp_path / "empty"), str(tmp_path / str(number))])
@@ -107,7 +101,7 @@ def test_fields_of_one_benchmark_are_checked_too(name, row, detail) -> None:
 
 
 def test_a_damaged_file_is_refused_with_the_way_out(tmp_path) -> None:
-    for name, file in (("leval/tpo", "tpo.parquet"), ("longbench/lcc", "data.zip")):
+    for name, file in (("leval/tpo", "tpo.jsonl"), ("longbench/lcc", "data.zip")):
         (tmp_path / file).write_text("no")
         with pytest.raises(ValueError, match=rf"{file}.* is no intact file of rows \(.*\); fetch it again"):
             open_rows(tasks.get(name), [str(tmp_path)])
