@@ -11,16 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from embedded import tiny_tokenizer
 from eval_runs import cells, prompts, records, results
 from published_cases import FACTS, ROWS, published
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill
 from locret.data import tasks
@@ -217,77 +210,66 @@ def run(backbone: Path, data: Path, *arguments: str) -> list[dict[str, Any]]:
     return records(output)
 
 
-def written(backbone: Path, turns: list[str], said: list[str] | None, tokens: int) -> list[str]:
-    """Return the plain model's answers, each from all that came before, read at once."""
-    tokenizer = AutoTokenizer.from_pretrained(backbone)
-    model = AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32).eval()
-    answers: list[str] = []
-    for number in range(len(turns)):
-        messages = []
-        for earlier, turn in enumerate(turns[: number + 1]):
-            messages.append({"role": "user", "content": turn})
-            if earlier < number:
-                messages.append({"role": "assistant", "content": said[earlier] if said else answers[earlier]})
+def written(setup: Setup, turns: tuple[str, ...], said: tuple[str, ...]) -> list[str]:
+    """Return the plain model's answers, each from all that came before, read at once; without `said` its own stand."""
+    tokenizer, answers, messages = setup.tokenizer, list[str](), list[dict[str, str]]()
+    for number, turn in enumerate(turns):
+        if number:
+            messages.append({"role": "assistant", "content": said[number - 1] if said else answers[-1]})
+        messages.append({"role": "user", "content": turn})
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         ids = torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]])
-        out = model.generate(ids, max_new_tokens=tokens, do_sample=False, temperature=1.0, top_p=1.0)
+        out = setup.model.generate(ids, max_new_tokens=6, do_sample=False, temperature=1.0, top_p=1.0)
         answers.append(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
     return answers
 
 
-def test_a_conversation_is_answered_as_by_the_plain_model_that_reads_it_anew(backbone: Path, data: Path) -> None:
-    found = run(backbone, data, "--tasks", "scbench/kv", *AMPLE, "--max-new-tokens", "6")
-    (sample, single) = open_rows(tasks.get("scbench/kv"), [str(data)]).items()
-    assert sample.said == tuple(FACTS.values())[:2]
-    expected = written(backbone, list(sample.turns), list(sample.said), 6)
-    assert any(answer.strip() for answer in expected)
+@pytest.mark.parametrize("golden", [True, False])
+def test_a_conversation_is_answered_as_by_the_plain_model_that_reads_it_anew(
+    golden: bool, setup: Setup, backbone: Path, data: Path
+) -> None:
+    options = json.dumps({"scbench/kv": {"golden": golden}})
+    found = run(backbone, data, "--tasks", "scbench/kv", "--task-options", options, *AMPLE, "--max-new-tokens", "6")
+    sample, single = open_rows(tasks.get("scbench/kv", golden=golden), [str(data)]).items()
+    assert sample.said == (tuple(FACTS.values())[:2] if golden else ())
+    expected = [written(setup, one.turns, one.said) for one in (sample, single)]
+    assert any(answer.strip() for answer in expected[0])
     for record in found:
-        turns = expected if record["index"] == 0 else written(backbone, [single.content], None, 6)
-        assert json.loads(record["prediction"]) == turns
+        assert json.loads(record["prediction"]) == expected[record["index"]]
     full, bounded = (record for record in found if record["index"] == 0)
     assert full["prompt_tokens"] == bounded["prompt_tokens"] < full["peak_units"]
 
 
 # --- games ---
 
-TOKENIZER = tiny_tokenizer()
 
-
-@pytest.fixture(scope="module")
-def player() -> Setup:
-    size = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(TOKENIZER), num_key_value_heads=1, initializer_range=0.5, **size)
-    torch.manual_seed(0)
-    return Setup(LlamaForCausalLM(config).eval(), TOKENIZER, None, 0)
-
-
-def played(player: Setup, turns: int, policy: RetentionPolicy | None = None) -> dict[str, Any]:
+def played(setup: Setup, turns: int, policy: RetentionPolicy | None = None) -> dict[str, Any]:
     task = tasks.get("sirllm/rock", turns=turns)
-    (prompt,) = prompts(player, task, [task.sample(None)])
+    (prompt,) = prompts(setup, task, [task.sample(None)])
     return sessions.answer_turns(prompt, Run(methods.get("random" if policy else "full"), policy))
 
 
-def test_a_choice_is_what_three_branches_of_the_same_past_would_choose(player: Setup) -> None:
-    sample, past, best = tasks.get("sirllm/rock", turns=6).sample(None), TOKENIZER("")["input_ids"], ""
+def test_a_choice_is_what_three_branches_of_the_same_past_would_choose(setup: Setup) -> None:
+    sample, past, best = tasks.get("sirllm/rock", turns=6).sample(None), setup.tokenizer("")["input_ids"], ""
     for turn in sample.turns:
         branches = {}
         for letter in "ABC":
-            before = TOKENIZER(turn.rstrip(), add_special_tokens=False)["input_ids"]
-            ids = TOKENIZER(f"{turn.rstrip()} {letter}", add_special_tokens=False)["input_ids"]
-            logits = player.model(input_ids=torch.tensor([past + ids])).logits[0].log_softmax(-1)
+            before = setup.tokenizer(turn.rstrip(), add_special_tokens=False)["input_ids"]
+            ids = setup.tokenizer(f"{turn.rstrip()} {letter}", add_special_tokens=False)["input_ids"]
+            logits = setup.model(input_ids=torch.tensor([past + ids])).logits[0].log_softmax(-1)
             branches[letter] = (logits[len(past) + len(before) - 1, ids[len(before)]].item(), past + ids)
         best += max(branches, key=lambda letter: branches[letter][0])
         past = branches[best[-1]][1]
     roomy = RetentionPolicy(budget=3000, chunk_size=512, stabilizers=8, local_len=8)
-    plain, bounded = played(player, 6), played(player, 6, roomy)
+    plain, bounded = played(setup, 6), played(setup, 6, roomy)
     assert plain["prediction"] == bounded["prediction"] == best
     assert bounded["peak_units"] == plain["peak_units"] > 200
 
 
 @pytest.mark.parametrize("local_len", [16, 200])  # shorter and longer than a turn
-def test_a_session_stays_within_its_budget_over_all_turns(player: Setup, local_len: int) -> None:
+def test_a_session_stays_within_its_budget_over_all_turns(setup: Setup, local_len: int) -> None:
     policy = RetentionPolicy(budget=96, chunk_size=128, stabilizers=8, local_len=local_len)
-    short, long = played(player, 20, policy), played(player, 60, policy)
+    short, long = played(setup, 20, policy), played(setup, 60, policy)
     assert long["prompt_tokens"] > 60 * 30 > policy.prefill_units
     assert long["peak_units"] == short["peak_units"] <= policy.prefill_units
     assert long["cache_bytes"] == short["cache_bytes"]
