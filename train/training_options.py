@@ -224,8 +224,8 @@ class RunOptions:
     report_to: str | list[str] = "tensorboard"
     """Where curves go in addition to log.jsonl: tensorboard, wandb, both (tensorboard,wandb) or none."""
     policy: RetentionPolicy = field(default_factory=PolicyFlags)
-    """Retention policy to recommend with the heads; none is recorded if left out. What it leaves out follows from its
-    budget."""
+    """Retention policy to recommend with the heads, as --policy.budget 1024; none is recorded if left out. What it
+    leaves out follows from its budget."""
     license: str | None = None
     """Licence of the heads as the Hub spells it, such as mit; apache-2.0, or that of the heads it begins with."""
     dry_run: bool = False

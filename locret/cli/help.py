@@ -30,10 +30,9 @@ def text(
 
 def is_usual(option: Option) -> bool:
     """Return whether the short help shows an option: the class that declares its field says so, or says nothing."""
-    name = option.name.partition(".")[0]
-    declaring = next(cls for cls in option.owner.__mro__ if name in cls.__dict__.get("__annotations__", {}))
+    declaring = next(cls for cls in option.owner.__mro__ if option.name in cls.__dict__.get("__annotations__", {}))
     usual = declaring.__dict__.get("usual")
-    return "." not in option.name and (usual is None or name in usual or option.default is MISSING)
+    return usual is None or option.name in usual or option.default is MISSING
 
 
 @cache

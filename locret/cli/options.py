@@ -62,18 +62,16 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """A field of an option class, or a field of a dataclass in one."""
+    """A field of an option class. The members of a mapping, or of a dataclass, are written behind a dot."""
 
     name: str
-    """As in a recipe; "policy.budget" for a field within a field."""
+    """As in a recipe."""
     kind: Any
     """Its type."""
     default: Any
     """`MISSING` if it must be given."""
     owner: type
     """The option class."""
-    holder: type
-    """The class that has the field, which is another one within a field."""
     empty: bool = False
     """Whether an empty text is a value."""
 
@@ -87,7 +85,7 @@ class Option:
         """The string under the field."""
         from locret.cli.help import field_docs
 
-        return field_docs(self.holder).get(self.name.rpartition(".")[2], "")
+        return field_docs(self.owner).get(self.name, "")
 
 
 @dataclass(frozen=True)
@@ -178,21 +176,12 @@ def _next(flag: str, value: str | None, waiting: list[str]) -> str:
 
 
 def options_of(classes: Sequence[type]) -> dict[str, Option]:
-    """Return all options of a command by name, those of a dataclass within a field after the field itself."""
-    found: dict[str, Option] = {}
-
-    def add(owner: type, holder: type, prefix: str, defaults: Any) -> None:
-        kinds = values.types_of(holder)
-        for field in fields(holder):
-            name, kind = prefix + field.name, kinds[field.name]
-            inner: Any = kind
-            default = values.default_of(field) if defaults is None else getattr(defaults, field.name)
-            found[name] = Option(name=name, kind=kind, default=default, owner=owner, holder=holder, **field.metadata)
-            if is_dataclass(kind):
-                add(owner, inner, name + ".", None if default is MISSING else default)
-
+    """Return all options of a command by name."""
+    found = dict[str, Option]()
     for cls in classes:
-        add(cls, cls, "", None)
+        for one in fields(cls):
+            kind, default = values.types_of(cls)[one.name], values.default_of(one)
+            found[one.name] = Option(name=one.name, kind=kind, default=default, owner=cls, **one.metadata)
     return found
 
 
@@ -207,16 +196,17 @@ def known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str, 
     if name in options:
         return name, options[name]
     root, _, member = name.partition(".")
-    if member and root in options and get_origin(options[root].kind) is dict:
+    if member and root in options and any(map(_has_members, values.union_members(options[root].kind))):
         return name, options[root]
     check_retired("option", root)
     check_retired("option", flag_of(member or name))
-    inner = [other.partition(".")[2] for other in options if other.startswith(root + ".")]
     near = nearest(name, [*options, *_QUESTIONS])
-    if member and inner:
-        near = [f"{root}.{other}" for other in nearest(member, inner)]
     shown = " or ".join(flag_of(other) if setting.startswith("--") else other for other in near)
     raise ValueError(f"{setting} is unknown; " + (f"did you mean {shown}?" if shown else "--help lists the options"))
+
+
+def _has_members(kind: Any) -> bool:
+    return is_dataclass(kind) or (get_origin(kind) or kind) is dict
 
 
 def flag_of(name: str) -> str:
@@ -254,19 +244,12 @@ def merged(line: CommandLine, classes: Sequence[type]) -> dict[str, Given]:
 
 def _of_recipe(recipe: str, options: Mapping[str, Option]) -> dict[str, Given]:
     found: dict[str, Given] = {}
-
-    def take(prefix: str, data: Mapping[Any, Any]) -> None:
-        for key, value in data.items():
-            one = Given(value, f"{prefix}{key}", recipe)
-            name, option = known(prefix + str(key).replace("-", "_"), one.name, options)
-            if name in found:
-                raise ValueError(f"{one.name} sets the same as {found[name].setting}; drop one of them")
-            if is_dataclass(option.kind) and isinstance(value, Mapping):
-                take(f"{name}.", value)
-            else:
-                found[name] = one
-
-    take("", recipes.read(recipe))
+    for key, value in recipes.read(recipe).items():
+        one = Given(value, str(key), recipe)
+        name, _ = known(str(key).replace("-", "_"), one.name, options)
+        if name in found:
+            raise ValueError(f"{one.name} sets the same as {found[name].setting}; drop one of them")
+        found[name] = one
     return found
 
 
@@ -276,33 +259,26 @@ def values_of(options: Mapping[str, Option], given: Mapping[str, Given]) -> dict
     for name in sorted(given, key=lambda name: name.count(".")):
         one = given[name]
         root, *path = name.split(".")
-        option = options.get(name) or options[root]
+        option = options[root]
         if one.value is None or one.value == "null":
             if not path and values.takes_none(option.kind):
                 found[name] = None
         elif not path:
             found[root] = _read(option, one)
-        elif option.name == root:  # a member of a mapping
-            _put(found.setdefault(root, {}), path, one.value if one.recipe else recipes.scalar(one.value))
         else:
-            inner = found.setdefault(root, {})
-            found[root] = {**(inner if isinstance(inner, dict) else asdict(inner)), path[0]: _read(option, one)}
+            whole = found.get(root)
+            found[root] = asdict(whole) if is_dataclass(whole) else dict(whole) if isinstance(whole, Mapping) else {}
+            _put(found[root], path, one.value if one.recipe else recipes.scalar(one.value))
     for name in {name.partition(".")[0] for name in given if "." in name} & found.keys():
-        option = options[name]  # members came one by one, and belong together
-        try:
-            found[name] = values.read(found[name], option.kind)
-        except values.WrongType as error:
-            raise ValueError(f"{option.flag} {typed(found[name])} is not {error}") from None
-        except ValueError as error:
-            raise ValueError(f"{option.flag}: {error}") from None
+        found[name] = _read(options[name], Given(found[name], options[name].flag))
     return found
 
 
 def _read(option: Option, given: Given) -> Any:
     """Return a value as its option's type."""
-    value, text = given.value, given.recipe is None
+    value, text = given.value, given.recipe is None and not isinstance(given.value, Mapping)
     kinds = values.union_members(option.kind)
-    if text and value[:1] == "{" and any(is_dataclass(kind) or (get_origin(kind) or kind) is dict for kind in kinds):
+    if text and value[:1] == "{" and any(map(_has_members, kinds)):
         value = recipes.scalar(value)
         text = isinstance(value, str)
     try:
@@ -332,8 +308,7 @@ def _put(mapping: dict[str, Any], path: list[str], value: Any) -> None:
 
 def lacking(options: Mapping[str, Option], found: Mapping[str, Any]) -> list[Option]:
     """Return the options that must be given and were not."""
-    needed = (option for option in options.values() if option.default is MISSING and "." not in option.name)
-    return [option for option in needed if option.name not in found]
+    return [option for option in options.values() if option.default is MISSING and option.name not in found]
 
 
 def instances(classes: Sequence[type], options: Mapping[str, Option], found: Mapping[str, Any]) -> list[Any]:
@@ -357,7 +332,7 @@ def as_recipe(options: Mapping[str, Option], found: Mapping[str, Any]) -> str:
 
     lines = [recipes.dump({name: plain(value) for name, value in found.items()})]
     for name, option in options.items():
-        if name not in found and "." not in name:
+        if name not in found:
             default = "required" if option.default is MISSING else plain(option.default)
             lines += [f"# {line}\n" for line in recipes.dump({name: default}).splitlines()]
     return "".join(lines)

@@ -85,7 +85,7 @@ def test_flags_become_values_of_the_fields(arguments: tuple[str, ...], expected:
     ("arguments", "message"),
     [
         (("--bugdet", "5"), "--bugdet is unknown; did you mean --budget?"),
-        (("--policy.bugdet", "5"), "--policy.bugdet is unknown; did you mean --policy.budget?"),
+        (("--policy.bugdet", "5"), "--policy: 'bugdet' is unknown; did you mean budget?"),
         (("--budget", "1K"), "--budget 1K is not a whole number (write 1024); give one such as 6000"),
         (("--budget", "9" * 30), "is not a whole number of 64 bits"),
         (("--rate", "nan"), "--rate nan is not a finite number; give one such as 0.5"),
@@ -115,7 +115,7 @@ def test_a_refusal_is_one_sentence_about_the_flag_as_typed(arguments: tuple[str,
         ("rate: '0.5'", "rate: 0.5 in {file} is not a finite number"),
         ("inner: " + "[" * 5000, "nested too deeply"),
         ("inner: !!python/object/apply:os.system [true]", "line 1"),
-        ("policy: {bugdet: 5}", "policy.bugdet in {file} is unknown; did you mean policy.budget?"),
+        ("policy: {bugdet: 5}", "policy in {file}: 'bugdet' is unknown; did you mean budget?"),
     ],
 )
 def test_a_recipe_is_refused_by_key_and_file(tmp_path: Path, recipe: str, message: str) -> None:
