@@ -20,7 +20,7 @@ import torch
 
 from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
-from locret.train.resumed import AUTO, NEWEST, STATE
+from locret.train.resumed import AUTO, STATE
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -53,7 +53,7 @@ def find(resume: str, folder: Path) -> Path | None:
     Raises:
         ValueError: If a path is not a checkpoint, or there is none in the run's folder.
     """
-    path = folder if resume in (AUTO, NEWEST) else Path(os.path.expanduser(resume))
+    path = folder if resume == AUTO else Path(os.path.expanduser(resume))
     if (path / STATE).is_file():
         later = [other.name for other in complete(folder) if _step(other) > _step(path)]
         if path.resolve().parent == folder.resolve() and later:

@@ -141,7 +141,7 @@ def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int
 
 def _report(training: TrainingRun, summary: dict[str, Any]) -> None:
     if summary["stopped"]:
-        sys.stderr.write(f"stopped at step {summary['step']}; go on with --resume\n")
+        sys.stderr.write(f"stopped at step {summary['step']}; go on with --resume {training.run.output}\n")
     if training.run.json:
         print_json({"output": training.run.output, **summary})
     elif not summary["stopped"]:

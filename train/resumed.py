@@ -17,9 +17,9 @@ from locret.policy import policy
 
 RECORD = "run.json"
 STATE = "state.pt"
-NEWEST, AUTO = "newest", "auto"
-"""What a bare `--resume` means: the newest checkpoint of --output. `auto`: the same, or a new run if there is none."""
-_RESUME, _OUTPUT = ("resume", "resume_from_checkpoint"), ("output", "output_dir")
+AUTO = "auto"
+"""The newest checkpoint of --output, or a new run if there is none."""
+_RESUME = ("resume", "resume_from_checkpoint")
 ONCE = ("resume", "overwrite", "output", "dry_run", "json")
 """Options of one call of the command, which the next one does not inherit."""
 SPREAD = ("shard", "shard_offload", "shard_offload_dir")
@@ -57,19 +57,7 @@ def without_retired(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**kept, "policy": policy.without_retired(kept["policy"])} if "policy" in kept else kept
 
 
-def with_bare_resume(arguments: Sequence[str]) -> list[str]:
-    """Let `--resume` stand alone for the newest checkpoint of --output."""
-    return [
-        f"{argument}={NEWEST}"
-        if _name(argument) in _RESUME
-        and "=" not in argument
-        and (index + 1 == len(arguments) or arguments[index + 1].startswith("--"))
-        else argument
-        for index, argument in enumerate(arguments)
-    ]
-
-
-def run_of(resume: str | None, output: str | None) -> Path | None:
+def run_of(resume: str | None) -> Path | None:
     """Return the folder of the run whose options are taken over; None where they are all given anew.
 
     Raises:
@@ -77,11 +65,8 @@ def run_of(resume: str | None, output: str | None) -> Path | None:
     """
     if resume is None or resume == AUTO:
         return None
-    if resume == NEWEST:
-        folder = None if output is None else Path(os.path.expanduser(output))
-        return folder if folder is not None and (folder / RECORD).is_file() else None
     if not resume:
-        raise ValueError("--resume is empty; give the folder of a run, or leave the value out for that of --output")
+        raise ValueError("--resume is empty; give the folder of a run, or auto")
     path = Path(os.path.expanduser(resume))
     if (path / RECORD).is_file():
         return path
@@ -105,7 +90,7 @@ def recorded(arguments: Sequence[str], option_classes: Sequence[type]) -> Iterat
         ValueError: If there is nothing to resume there, or its record is damaged.
         OSError: If it cannot be read.
     """
-    folder = run_of(_value(arguments, _RESUME), _value(arguments, _OUTPUT))
+    folder = run_of(_value(arguments, _RESUME))
     if folder is None:
         yield [], {}
         return

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.base.files import PARTIAL, visible, write_text
-from locret.train.resumed import AUTO, NEWEST, RECORD
+from locret.train.resumed import AUTO, RECORD
 
 LOG, TENSORBOARD, CHECKPOINTS = "log.jsonl", "tensorboard", "checkpoint-*"
 DROPPED = "dropped_rows.json"
@@ -42,15 +42,10 @@ def check(output: str, *, resume: str | None, overwrite: bool) -> Path:
         )
     if content and not (resume or overwrite):
         raise ValueError(
-            f"--output {output} holds an earlier run; choose another folder, go on with --resume, "
+            f"--output {output} holds an earlier run; choose another folder, go on with --resume {output}, "
             "or delete it with --overwrite"
         )
-    if resume == NEWEST and not content:
-        raise ValueError(
-            f"--output {output} holds no run that --resume could go on with; name the folder of one, or leave out "
-            "--resume (--resume auto does whichever is possible)"
-        )
-    if content and resume not in (None, NEWEST, AUTO):
+    if content and resume not in (None, AUTO):
         begun = Path(os.path.expanduser(resume)).resolve()
         if folder.resolve() not in (begun, begun.parent):
             raise ValueError(f"--output {output} holds another run than --resume {resume}; choose another folder")

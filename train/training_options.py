@@ -211,8 +211,8 @@ class RunOptions:
     """Folder for the heads, logs and checkpoints; new or empty unless --resume or --overwrite is given. If none,
     checkpoints/BACKBONE-DATASET-heads."""
     resume: str | None = None
-    """Go on: from the newest checkpoint of a run's folder, whose options are taken over; of --output, if no folder is
-    given; from a certain checkpoint's folder; auto starts a new run where there is none to go on with."""
+    """Go on: from the newest checkpoint of a run's folder, whose options are taken over; from a certain checkpoint's
+    folder; auto goes on in --output, or starts a new run where there is none to go on with."""
     overwrite: bool = False
     """Delete an earlier run in the output folder first."""
     save_every: int = 50
@@ -283,17 +283,15 @@ def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
         ValueError: For values that make no sense.
         OSError: If the options of the run cannot be read.
     """
-    arguments = resumed.with_bare_resume(list(sys.argv[1:] if argv is None else argv))
+    arguments = list(sys.argv[1:] if argv is None else argv)
     title = "Fit retaining heads on a frozen backbone."
     with resumed.recorded(arguments, OPTION_CLASSES) as (recipe, record):
         options, chosen = parse_options("locret-train", title, OPTION_CLASSES, [*recipe, *arguments])
     backbone, data, run = options[0], options[1], options[-1]
-    if run.resume == resumed.NEWEST and run.output is None and not data.dataset.strip():
-        raise ValueError("--resume does not say which run; give its folder, such as --resume runs/heads")
     if not data.dataset.strip():
         raise ValueError("--dataset is missing; give LongAlpaca or another set (docs/training.md)")
     if run.output is None:
-        earlier = resumed.run_of(run.resume, None)
+        earlier = resumed.run_of(run.resume)
         options[-1] = replace(run, output=str(earlier or default_output(backbone.model, data.dataset)))
     if record:
         values = plain(options)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_cases import equal, records, refused, train, train_arguments, weights, write_rows
+from training_cases import equal, records, refused, train, weights, write_rows
 
 from locret import RetainingHeads
 from locret.train import checkpointing, resumed
@@ -58,7 +58,7 @@ def log(folder: Path) -> list[dict[str, Any]]:
     return [{name: value for name, value in record.items() if name not in timed} for record in records(folder)]
 
 
-@pytest.mark.parametrize("form", ["--output RUN --resume", "--resume CHECKPOINT", "--resume=RUN --lr"])
+@pytest.mark.parametrize("form", ["--resume CHECKPOINT", "--resume=RUN --lr"])
 def test_a_run_is_resumed_from_its_folder_alone(straight: Path, tmp_path: Path, form: str) -> None:
     """Options, log (evaluations included) and heads are those of the run that was never interrupted."""
     run = broken_off(straight, tmp_path / "run")
@@ -113,9 +113,6 @@ def test_resume_where_there_is_nothing_is_refused_and_auto_starts(
 ) -> None:
     run = tmp_path / "run"
     (tmp_path / "empty").mkdir()
-    for folder in (run, tmp_path / "empty"):
-        code, message = refused(capsys, train_arguments(paths, folder, "--resume"))
-        assert (code, f"--output {folder} holds no run that --resume could go on with; name" in message) == (2, True)
     code, message = refused(capsys, [f"--resume={tmp_path / 'empty'}"])
     assert (code, "is not a checkpoint or a run (it holds neither); give the folder that" in message) == (2, True)
     assert not run.exists()
