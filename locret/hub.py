@@ -35,8 +35,6 @@ def upload(
     *,
     commit_message: str = "Upload with locret",
     private: bool = False,
-    revision: str | None = None,
-    create_pr: bool = False,
 ) -> tuple[str, str]:
     """Put files into a repository, in one commit; return where they are, and the commit.
 
@@ -48,26 +46,20 @@ def upload(
         contents: The files by their names in the repository.
         commit_message: Of the commit.
         private: Make a new repository private; one that exists keeps its visibility.
-        revision: Branch to push to, made if it does not exist; main by default.
-        create_pr: Open a pull request against main instead of committing.
 
     Raises:
         ValueError: If the Hub refuses a name or a file, or its card has been edited.
         OSError: If the Hub refuses or cannot be reached.
     """
     check_repository(repo)
-    if create_pr and revision not in (None, "main"):
-        raise ValueError(f"a pull request is against main, not against the revision {revision}; drop one of them")
     if get_token() is None:
         raise no_token("push to", repo)
     api = HfApi()
     with one_sentence("push to", repo):
         # None leaves the default of the organisation, which may be private.
         api.create_repo(repo, private=private or None, exist_ok=True)
-        if revision not in (None, "main"):
-            api.create_branch(repo, branch=revision, exist_ok=True)
         # Whoever commits in between makes the Hub refuse this commit.
-        parent = api.repo_info(repo, revision=revision).sha
+        parent = api.repo_info(repo).sha
         if CARD in contents:
             theirs = None
             if api.file_exists(repo, CARD, revision=parent):
@@ -80,16 +72,14 @@ def upload(
             repo,
             [CommitOperationAdd(path_in_repo=name, path_or_fileobj=content) for name, content in contents.items()],
             commit_message=commit_message,
-            revision=revision,
-            create_pr=create_pr,
             parent_commit=parent,
         )
-    return commit.pr_url or address(repo, revision), commit.oid
+    return address(repo), commit.oid
 
 
-def address(repo: str, revision: str | None) -> str:
-    """Return the page of a repository, or of its branch."""
-    return f"{constants.ENDPOINT}/{repo}" + (f"/tree/{revision}" if revision else "")
+def address(repo: str) -> str:
+    """Return the page of a repository."""
+    return f"{constants.ENDPOINT}/{repo}"
 
 
 def push(repo: str, save: Callable[[Path], object], **options: Any) -> str:

@@ -1,7 +1,7 @@
 """A Hugging Face Hub on the loopback interface, for the real huggingface_hub client.
 
-It speaks what the client uses to publish and to load a model: creating repositories and branches, the check of the
-card's YAML, preupload, commits and pull requests, repository info, and downloads.
+It speaks what the client uses to publish and to load a model: creating repositories, the check of the card's YAML,
+preupload, commits, repository info, and downloads.
 All files are small ones. The files of a data set are those of the repository "datasets/org/name".
 """
 
@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 import yaml
 
@@ -81,7 +81,6 @@ class _Handler(BaseHTTPRequestHandler):
     routes: tuple[tuple[str, str, str], ...] = (
         ("POST", r"/api/repos/create", "create_repo"),
         ("POST", r"/api/validate-yaml", "validate_yaml"),
-        ("POST", r"/api/models/([^/]+/[^/]+)/branch/([^/]+)", "create_branch"),
         ("POST", r"/api/models/([^/]+/[^/]+)/preupload/([^/]+)", "preupload"),
         ("POST", r"/api/models/([^/]+/[^/]+)/commit/([^/]+)", "commit"),
         ("GET", r"/api/models/([^/]+/[^/]+)/revision/([^/]+)", "info"),
@@ -92,7 +91,6 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Answer any request by the first route that fits."""
         url = urlsplit(self.path)
-        self.query = parse_qs(url.query)
         self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.hub.requests.append((self.command, url.path))
         try:
@@ -170,14 +168,6 @@ class _Handler(BaseHTTPRequestHandler):
         problems = [] if good else [{"message": '"tags" must be a list of strings'}]
         return self.answer({"errors": problems, "warnings": []}, 400 if problems else 200)
 
-    def create_branch(self, name: str, branch: str) -> None:
-        self.require()
-        repo, commit = self.find(name)
-        if branch in repo.branches:
-            raise Refused(409, "Reference already exists")
-        repo.branches[branch] = commit
-        self.answer({})
-
     def preupload(self, name: str, revision: str) -> None:
         self.require()
         repo, commit = self.find(name, revision)
@@ -199,14 +189,9 @@ class _Handler(BaseHTTPRequestHandler):
             elif line["key"] == "file":
                 files[value["path"]] = base64.b64decode(value["content"])
         oid = hashlib.sha1(repr((parent, sorted(files.items()), len(repo.commits))).encode()).hexdigest()
-        request = f"refs/pr/{len(repo.branches)}" if "create_pr" in self.query else None
         repo.commits[oid] = files
-        repo.branches[request or revision] = oid
-        url = f"{self.hub.url}/{name}"
-        answer = {"success": True, "commitOid": oid, "commitUrl": f"{url}/commit/{oid}"}
-        if request:
-            answer["pullRequestUrl"] = f"{url}/discussions/{request.rsplit('/', 1)[1]}"
-        self.answer(answer)
+        repo.branches[revision] = oid
+        self.answer({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{name}/commit/{oid}"})
 
     def info(self, name: str, revision: str = "main") -> None:
         repo, commit = self.find(name, revision)

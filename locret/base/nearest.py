@@ -71,6 +71,7 @@ _BY_ITSELF = {
     "option reread": "--compare-full answers once more with every unit kept",
     "babilong option length": "--lengths chooses it, and --suite babilong-0k asks the facts alone",
     **dict.fromkeys(("option picture", "option kept"), "locret-context show FILE says and draws what a context kept"),
+    "option create_pr": "hf upload org/name FOLDER . --create-pr opens a pull request",
     "option eval_results": "the card in the folder keeps its text, so put what locret-eval wrote there",
     "locret-context push": "hf upload org/name FILE context.safetensors publishes a context",
     **dict.fromkeys(("locret-chat /fork", "locret-chat /back"), "/save FILE and /load FILE return to a point"),

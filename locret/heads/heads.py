@@ -269,7 +269,7 @@ class RetainingHeads(nn.Module):
         """Upload the heads with their model card, in one commit; see `locret.hub.push`.
 
         Returns:
-            The URL of the repository, or of the pull request.
+            The URL of the repository.
         """
         return hub.push(repo_id, lambda folder: self.save_pretrained(folder, repo_id=repo_id), **options)
 

@@ -31,12 +31,8 @@ class PushOptions:
     """Licence of the heads as the Hub spells it, such as mit or apache-2.0; what the heads record by default."""
     private: bool = False
     """Make a new repository private; one that exists keeps its visibility."""
-    revision: str | None = None
-    """Branch to push to, made if it does not exist; main by default."""
     commit_message: str = "Upload retaining heads with locret-push"
     """Message of the commit."""
-    create_pr: bool = False
-    """Open a pull request instead of committing."""
     dry_run: bool = False
     """Check everything and list what would be sent, without any call to the Hub."""
     json: bool = False
@@ -60,11 +56,10 @@ def push(options: PushOptions) -> dict[str, Any]:
 
     hub.check_repository(options.repo)
     contents, commit = _contents(options), None
-    url = hub.address(options.repo, options.revision)
+    url = hub.address(options.repo)
     sizes = {name: len(one) if isinstance(one, bytes) else one.stat().st_size for name, one in contents.items()}
     if not options.dry_run:
-        names = ("commit_message", "private", "revision", "create_pr")
-        url, commit = hub.upload(options.repo, contents, **{name: getattr(options, name) for name in names})
+        url, commit = hub.upload(options.repo, contents, commit_message=options.commit_message, private=options.private)
     files = [{"path": name, "bytes": size} for name, size in sizes.items()]
     return {"repo": options.repo, "url": url, "commit": commit, "files": files}
 

@@ -104,8 +104,6 @@ def test_heads_push_themselves_and_a_revision_is_loaded_by_commit(
     assert 'heads="org/heads"' in card_of(hub)
     with pytest.raises(ValueError, match="cannot load org/heads: that revision does not exist on the Hub"):
         RetainingHeads.from_pretrained("org/heads", revision="nope")
-    with pytest.raises(ValueError, match="a pull request is against main, not against the revision try; drop one"):
-        heads.push_to_hub("org/heads", revision="try", create_pr=True)
 
 
 def test_merging_kernels_push_themselves_in_the_same_way(hub: HubServer, tiny_llama: Any) -> None:
@@ -157,15 +155,6 @@ def test_an_edited_card_of_the_folder_keeps_its_text_and_gets_the_facts(saved: P
     assert sorted(hub.repos["org/heads"].files()) == FILES
     assert RetainingHeads.from_pretrained("org/heads").config.license == "mit"
     assert json.loads((saved / "config.json").read_text())["license"] == "apache-2.0"
-
-
-def test_a_branch_or_a_pull_request_leaves_main_as_it_was(saved: Path, hub: HubServer) -> None:
-    record = push(options(saved, revision="try/one", commit_message="Hello"))
-    repo = hub.repos["org/heads"]
-    assert (record["url"], repo.messages) == (f"{hub.url}/org/heads/tree/try/one", ["Hello"])
-    assert sorted(repo.files("try/one")) == FILES
-    assert push(options(saved, create_pr=True))["url"] == f"{hub.url}/org/heads/discussions/2"
-    assert repo.files("main") == {}
 
 
 # -- refusals --------------------------------------------------------------------------------------------------------

@@ -131,12 +131,8 @@ def test_init_from_goes_on_with_trained_heads(
     assert (after["steps"], after["went_on_from"], after["earlier"]) == (1, "first", before)
     card = (tmp_path / "second" / "README.md").read_text()
     assert card.index("| Steps | 1 |") < card.index("### Before that") < card.index(f"| Steps | {before['steps']} |")
-    for more, expected in (
-        ("--hidden-dim=9", "--hidden-dim 9 differs from 8 of the heads in --init-from"),
-        ("--neighbours=1", "was retired; release 0.1.0"),
-    ):
-        code, message = refused(capsys, [*arguments, more, f"--output={tmp_path / 'third'}"])
-        assert (code, expected in message) == (2, True), message
+    code, message = refused(capsys, [*arguments, "--hidden-dim=9", f"--output={tmp_path / 'third'}"])
+    assert (code, "--hidden-dim 9 differs from 8 of the heads in --init-from" in message) == (2, True), message
 
 
 DOCUMENT = "The tower has 10 steps. The number of Oslo is 314. The sky is blue."
