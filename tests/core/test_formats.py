@@ -82,7 +82,9 @@ def test_pages_of_a_pdf_keep_their_numbers(tmp_path: Path) -> None:
     assert "Black tea takes 95." in second
 
 
-def test_a_repository_is_read_below_the_names_of_its_files_without_what_git_ignores(tmp_path: Path) -> None:
+def test_a_folder_is_read_below_the_names_of_its_files_as_git_would_add_them_or_without_hidden_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "src").mkdir()
     for name, text in {"b.txt": "last", "a.md": "first", "src/c.py": "x = 1", "no.log": "secret"}.items():
         (tmp_path / name).write_text(text)
@@ -97,14 +99,8 @@ def test_a_repository_is_read_below_the_names_of_its_files_without_what_git_igno
     (tmp_path / "plain" / ".hidden" / "key").write_text("secret")
     (tmp_path / "plain" / "one.txt").write_text("one")
     assert read(tmp_path / "plain") == "# .hidden/key\n\nsecret\n\n# one.txt\n\none\n\n", "git would add it"
-
-
-def test_a_folder_outside_of_git_is_read_without_hidden_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # no git at all
-    (tmp_path / ".hidden").mkdir()
-    (tmp_path / ".hidden" / "key").write_text("secret")
-    (tmp_path / "one.txt").write_text("one")
-    assert read(tmp_path) == "# one.txt\n\none\n\n"
+    assert read(tmp_path / "plain") == "# one.txt\n\none\n\n"
 
 
 def test_what_cannot_be_read_is_said_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,8 +58,6 @@ def test_an_instruction_that_would_go_stays_and_can_be_found(parts: Any, scorer:
     assert kept.memory().actual == bare.memory().actual
     said = encode(lm.tokenizer, lm._transcript(SYSTEM).opening())[: system.tokens]
     assert _plain(lm.tokenizer.decode(said)).endswith(_plain(SYSTEM + lm.tokenizer.eos_token))
-    held = kept.cache.kept_positions(kept.cache.backbone.layers[0])[0, 0].tolist()
-    assert held[: system.tokens] == list(range(system.tokens))
 
 
 def test_a_later_flood_cannot_push_an_early_turn_out(parts: Any) -> None:
@@ -141,23 +139,16 @@ def test_an_answer_that_could_outgrow_its_protection_is_refused_before_it_is_wri
     with pytest.raises(ValueError, match=r"max_new_tokens=60 may find no room"):  # beside the first answer
         chat.say("What is blue?", max_new_tokens=60)
     chat.say("What is blue?", max_new_tokens=30, min_new_tokens=30)
-    assert fewest(chat, *_last(chat)) == 29  # the newest token has not been read yet
-
-
-def _last(chat: Chat) -> tuple[int, int]:
-    (*_, turn) = chat.kept_by_message()
-    return turn.start, turn.start + turn.tokens
+    assert chat.kept_by_message()[-1].least == 29  # the newest token has not been read yet
 
 
 @pytest.mark.parametrize(
     ("given", "message"),
     [
         ("sytem", "protect='sytem' names nothing to protect; give system, document"),
-        ("system=", "names nothing"),
         ("system=2", "has no share of the budget"),
         ("each", "give a share, as each=0.05"),
         ("tokens:9-3", "is empty"),
-        ("message:x", "names nothing"),
         (3, "protect=3 names nothing"),
         ({"system": 0.01}, "is a mapping; give a list of rules, as"),
         ("system", "give a system message"),
@@ -181,22 +172,11 @@ def test_rules_and_their_texts_are_one() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "notes",
-    [
-        {"protect": "system"},
-        {"messages": [["system", 0]]},
-        {"messages": [["system", 5, 2]]},
-        {"messages": [["system", 0, None], ["user", 3, 5]]},
-        {"messages": [["system", 0, 5], ["user", 3, 9]]},
-        {"messages": 7},
-    ],
-)
-def test_a_file_that_lies_about_turns_is_refused(notes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="protect|messages"):
-        protection_from(notes)
-
-
-def test_rules_by_role_of_earlier_files_are_not_about_texts_that_were_joined() -> None:
+def test_rules_by_role_of_earlier_files_are_not_about_texts_that_were_joined_and_no_file_lies() -> None:
     notes = {"protect": ["tokens:0-4", "document"], "messages": [["system", 0, 4], ["document", 4, None]], "fixed": 2}
     assert protection_from(notes).rules == (Rule.of("tokens:0-4"),)
+    for lie in ([["system", 0]], [["system", 0, None], ["user", 3, 5]], [["system", 0, 5], ["user", 3, 9]], 7):
+        with pytest.raises(ValueError, match="messages"):
+            protection_from({"messages": lie})
+    with pytest.raises(ValueError, match="protect"):
+        protection_from({"protect": "system"})

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import locret
-from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
+from locret import LongContextModel, RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.cache.limits import Limits
 from locret.chunked_prefill import read_turn
 
@@ -118,11 +118,6 @@ def test_rows_of_a_batch_take_their_turns_as_they_would_alone(lm: LongContextMod
 # -- contexts, their files, and what follows more than once -----------------------------------------------------------
 
 
-def engine(plain: torch.nn.Module, context: Context, question: str, new: int = 8) -> Tensor:
-    """What transformers writes after the units of a context and a question."""
-    return continued(plain, context.cache, context.question_ids(question), new)
-
-
 @pytest.mark.parametrize("made", ["read", "loaded", "forked", "shrunk", "composed"])
 def test_ask_writes_what_any_engine_writes_however_a_context_was_made(
     lm: LongContextModel, plain: torch.nn.Module, made: str, tmp_path: Path
@@ -136,7 +131,7 @@ def test_ask_writes_what_any_engine_writes_however_a_context_was_made(
     elif made != "read":
         context = context.fork() if made == "forked" else context.shrink(40)
     for question in ("What is green?", "How tall is the tower, and of what is it made?"):
-        wanted = engine(plain, context, question)[0].tolist()
+        wanted = continued(plain, context.cache, context.question_ids(question), 8)[0].tolist()
         answer = context.ask(question, max_new_tokens=8, min_new_tokens=8)
         assert answer == lm.tokenizer.decode(wanted, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 

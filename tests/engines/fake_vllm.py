@@ -91,23 +91,12 @@ class KVConnectorBase_V1(ABC):
 RANK = 0
 
 
-def get_tensor_model_parallel_rank():
-    return RANK
+def _remember(text, *values):
+    LOGGER.lines.append(text % values)
 
 
-class Logger:
-    """Remembers what is logged."""
-
-    def __init__(self):
-        self.lines = []
-
-    def error(self, text, *values):
-        self.lines.append(text % values)
-
-    debug = error
-
-
-LOGGER = Logger()
+LOGGER = types.SimpleNamespace(lines=[], error=_remember, debug=_remember)
+"""Remembers what is logged."""
 
 
 def modules():
@@ -149,10 +138,6 @@ class Attention:
             assert states.dtype == pages.dtype
             pages.view(-1, self.num_kv_heads, self.head_size)[slot_mapping] = states
 
-    def held(self, blocks, units):
-        """Return keys and values, (units, K, D), of a request's first positions."""
-        return [pages[blocks].flatten(0, 1)[:units] for pages in self.kv_cache]
-
 
 @dataclass
 class SamplingParams:
@@ -170,14 +155,6 @@ class Request:
     skip_reading_prefix_cache: bool = False
     blocks: list[int] = field(default_factory=list)
     outcome: str = ""
-
-
-@dataclass
-class Blocks:
-    ids: list[int]
-
-    def get_block_ids(self):
-        return (self.ids,)
 
 
 class Engine:
@@ -203,7 +180,7 @@ class Engine:
             self.workers[-1].register_kv_caches({name: layer.kv_cache for name, layer in layers.items()})
         self.free, self.cached = list(range(blocks)), {}
 
-    def step(self, *requests, blocks_of=None):
+    def step(self, *requests):
         """Run new requests, or ones that come back after a preemption, through one step; note what becomes of them."""
         waiting = set()
         for request in requests:
@@ -228,7 +205,8 @@ class Engine:
         assert local + external <= len(ids)
         new = -(-(local + external if later else len(ids)) // BLOCK) - len(shared)
         request.blocks = shared + [self.free.pop(0) for _ in range(new)]
-        self.scheduler.update_state_after_alloc(request, Blocks(list(request.blocks)), external)
+        blocks = types.SimpleNamespace(get_block_ids=lambda: (list(request.blocks),))
+        self.scheduler.update_state_after_alloc(request, blocks, external)
         request.local, request.external = local, external
         if later:
             waiting.add(request.request_id)
@@ -261,4 +239,5 @@ class Engine:
 
     def units(self, request, count, worker=0):
         """Return keys and values of each layer, (count, K, D), where a request's first positions are."""
-        return [layer.held(request.blocks, count) for layer in self.layers[worker].values()]
+        pages = [layer.kv_cache[:, request.blocks] for layer in self.layers[worker].values()]
+        return [states.flatten(1, 2)[:, :count].unbind() for states in pages]
