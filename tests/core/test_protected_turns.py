@@ -113,7 +113,7 @@ def test_saved_forked_shrunk_and_composed_contexts_keep_rules_and_turns(parts: A
 def test_a_turn_begins_where_its_text_does(parts: Any, system: str | None) -> None:
     lm, question = model(parts), "What is the colour of the grass?"
     asked = lm.converse(open_document(FILLER), question, system=system, protect="question")
-    told = lm.read(FILLER, system=system).chat()
+    told = lm.read(FILLER, system=system, protect="question").chat()
     for _ in range(2):
         told.read_turn(question, 4)
         for chat in (asked, told):
@@ -124,6 +124,7 @@ def test_a_turn_begins_where_its_text_does(parts: Any, system: str | None) -> No
             assert re.sub(r"<\w+>|\s", "", tags) == "", text
             assert said not in _plain(before)
         told.write_answer(lm.settings(4, {}))
+    assert [turn.protected for turn in told.kept_by_message() if turn.role == "user"] == [None, "all"]
     whole = asked.protection.known[-1]
     assert fewest(asked, whole.start, asked.cache.seen) == asked.cache.seen - whole.start
 
