@@ -201,7 +201,7 @@ def _options(given: str, where: str) -> dict[str, Any]:
 
 
 def _modifier(text: str, where: str) -> Modifier:
-    """Return a modifier in its one spelling: the options of what it names are its own."""
+    """Return a modifier; the options of what it names are written as its own, or behind that name's colon."""
     name, colon, given = text.partition(":")
     name = name.strip()
     if name not in MODIFIERS:
@@ -210,18 +210,8 @@ def _modifier(text: str, where: str) -> Modifier:
         raise ValueError(f"{where}: +{name} is unknown; did you mean +{' or +'.join(near)}?")
     if colon and not given.strip():
         raise ValueError(f"{where}: +{name}: has no option after the colon; write +{name}:OPTION=VALUE, or drop it")
-    change, options = MODIFIERS[name], dict[str, Any]()
-    written = _options(given, where)
-    named = written.get(change.of, change.fields.get(change.of)) if change.of is not None else None
-    for option, value in written.items():
-        inner: dict[str, Any] = {}
-        if option == change.of and isinstance(value, str):
-            value, its = _named(value)
-            inner = _options(its, where)
-        for one, of_it in {option: value, **inner}.items():
-            if one in options:
-                raise ValueError(f"{where} has the option {one} twice; drop one of them")
-            options[one] = of_it
+    change, options = MODIFIERS[name], _options(given, where)
+    named = None if change.of is None else options.get(change.of, change.fields.get(change.of))
     if named is None and (unknown := [option for option in options if option not in change.options]):
         others = f"its options are {', '.join(change.options)}" if change.options else "it has none"
         raise ValueError(
@@ -244,7 +234,7 @@ def _value(text: str) -> Any:
 
 def _spelling(name: str, options: Mapping[str, Any]) -> str:
     written = ",".join(f"{option}={_text(value)}" for option, value in options.items())
-    return f"{name}:{written}" if written else name
+    return f"{name}{',' if '=' in name else ':'}{written}" if written else name
 
 
 def _text(value: Any) -> str:
