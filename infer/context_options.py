@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from locret.base.fields import Refusal
@@ -73,8 +73,6 @@ class AskOptions(QuestionOptions, SeveralContexts):
 
     allow_other_scorer: bool = False
     """Accept other heads or another scorer than a context was read with: what was kept stays."""
-    question: list[str] = field(default_factory=list)
-    """What to ask; of several, --question TEXT for each, each is answered from its own copy of the context."""
 
     def __post_init__(self) -> None:
         QuestionOptions.__post_init__(self)

@@ -90,7 +90,8 @@ class QuestionOptions:
     usual: ClassVar[tuple[str, ...]] = ("question", "questions")
 
     question: list[str] = field(default_factory=list)
-    """What to ask; of several, --question TEXT for each, each is answered from its own copy of what was read."""
+    """What to ask; of several, --question TEXT for each, each is answered from its own copy of what was read. Without
+    one a text that is read is the whole message."""
     questions: str | None = None
     """File with questions, one per line."""
     evidence: bool = False
@@ -107,11 +108,8 @@ class QuestionOptions:
 class PromptOptions(QuestionOptions, TextOptions):
     """What to read and what to ask."""
 
-    usual: ClassVar[tuple[str, ...]] = ("question",)
+    usual: ClassVar[tuple[str, ...]] = ()
 
-    question: list[str] = field(default_factory=list)
-    """What to ask about the text; without it the text is the whole message. Of several, --question TEXT for each, each
-    is answered from its own copy of one reading."""
     protocol: Literal["apart", "aware"] = "apart"
     """apart: the text is read before the question is known, as in a context; aware: the question is read with the text,
     and scorers that look at the newest words see it."""
@@ -222,17 +220,14 @@ class ReadingOutput(ReportOptions):
 
     dry_run: bool = False
     """Print the resolved options, the planned steps and cache bytes as JSON, and on standard error what stays of the
-    text, without the
-    backbone's weights. Standard input is read only where the plan depends on its length."""
+    text, without the backbone's weights. Standard input is read only where the plan depends on its length."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions(ReadingOutput):
     """What comes out."""
 
-    usual: ClassVar[tuple[str, ...]] = ("json", "compare_full")
+    usual: ClassVar[tuple[str, ...]] = ("compare_full",)
 
-    json: bool = False
-    """Print one JSON object with answers, memory and speed, instead of answers as they are written."""
     compare_full: bool = False
     """Answer once more with every unit kept, where that fits: whether the model or the eviction is to blame."""

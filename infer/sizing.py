@@ -197,17 +197,18 @@ def plan_lines(run: PlannedRun, policy: RetentionPolicy) -> str:
 
 def _memory(flags: PolicyOptions) -> int | None:
     """Return the bytes of `--kv-memory`; None where none are given, or what is free."""
-    try:
-        return None if flags.kv_memory in (None, AUTO) else parse_bytes(str(flags.kv_memory))
-    except ValueError as error:
-        raise ValueError(f"--kv-memory: {error}") from None
+    return None if flags.kv_memory in (None, AUTO) else _read("--kv-memory", parse_bytes, str(flags.kv_memory))
 
 
 def _share(flags: PolicyOptions, tokens: int) -> int | None:
+    return None if flags.keep is None else _read("--keep", units_of_share, flags.keep, tokens)
+
+
+def _read(flag: str, read: Callable[..., int], *given: Any) -> int:
     try:
-        return None if flags.keep is None else units_of_share(flags.keep, tokens)
+        return read(*given)
     except ValueError as error:
-        raise ValueError(f"--keep: {error}") from None
+        raise ValueError(f"{flag}: {error}") from None
 
 
 # -- what a machine has, and what a chunk needs -----------------------------------------------------------------------
@@ -219,11 +220,8 @@ def free_bytes(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0]
     if device.type == "mps":
         return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())
-    available, most, held = (
-        psutil.virtual_memory().available,
-        _group_bytes("memory.max"),
-        _group_bytes("memory.current"),
-    )
+    available = psutil.virtual_memory().available
+    most, held = _group_bytes("memory.max"), _group_bytes("memory.current")
     return available if most is None or held is None else min(available, max(0, most - held))
 
 
