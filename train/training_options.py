@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
 from locret.base.fields import Range, check_license, check_ranges, checked
-from locret.base.nearest import check_retired, nearest
+from locret.base.nearest import check_retired
 from locret.cli.command import parse_options
 from locret.labels import kinds
 from locret.loading.options import BackboneSource
@@ -19,7 +19,6 @@ from locret.policy.resolve import PolicyFlags, resolve
 from locret.train import resumed
 
 PAPER_STEPS, PAPER_WARMUP = 3000, 2000
-TRACKERS = ("tensorboard", "wandb", "none")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,8 +220,8 @@ class RunOptions:
     """Newest checkpoints to keep."""
     log_every: int = 10
     """Steps between two lines of the log."""
-    report_to: str | list[str] = "tensorboard"
-    """Where curves go in addition to log.jsonl: tensorboard, wandb, both (tensorboard,wandb) or none."""
+    report_to: Literal["tensorboard", "wandb", "tensorboard,wandb", "none"] = "tensorboard"
+    """Where curves go in addition to log.jsonl."""
     policy: RetentionPolicy = field(default_factory=PolicyFlags)
     """Retention policy to recommend with the heads, as --policy.budget 1024; none is recorded if left out. What it
     leaves out follows from its budget."""
@@ -238,7 +237,9 @@ class RunOptions:
         check_license(self.license)
         if self.output is not None and not self.output.strip():
             raise ValueError("--output is empty; give a folder")
-        self.trackers()
+        # A folder of that name, such as wandb makes, is a package without a file.
+        if "wandb" in self.report_to and getattr(find_spec("wandb"), "origin", None) is None:
+            raise ValueError("--report-to wandb needs a package that is not installed; pip install wandb, or drop it")
         if self.resume is not None and self.overwrite:
             raise ValueError("--resume and --overwrite contradict each other; drop one of them")
         if type(self.policy) is not RetentionPolicy:
@@ -246,24 +247,8 @@ class RunOptions:
             object.__setattr__(self, "policy", resolve(vars(self.policy), {}))
 
     def trackers(self) -> list[str]:
-        """Return where curves go; nowhere is an empty list.
-
-        Raises:
-            ValueError: For one that is unknown or not installed.
-        """
-        given = self.report_to.split(",") if isinstance(self.report_to, str) else self.report_to
-        names = list(dict.fromkeys(name.strip() for name in given))
-        for name in names:
-            if name not in TRACKERS:
-                raise ValueError(
-                    f"--report-to {name} is unknown; choose {', '.join(nearest(name, TRACKERS) or TRACKERS)}"
-                )
-        if "none" in names and len(names) > 1:
-            raise ValueError(f"--report-to {','.join(names)} contradicts itself; drop none or the others")
-        # A folder of that name, such as wandb makes, is a package without a file.
-        if "wandb" in names and getattr(find_spec("wandb"), "origin", None) is None:
-            raise ValueError("--report-to wandb needs a package that is not installed; pip install wandb, or drop it")
-        return [name for name in names if name != "none"]
+        """Return where curves go; nowhere is an empty list."""
+        return [] if self.report_to == "none" else self.report_to.split(",")
 
 
 OPTION_CLASSES = (BackboneOptions, DataOptions, LossOptions, OptimizerOptions, ValidationOptions, RunOptions)

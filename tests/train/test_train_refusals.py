@@ -23,7 +23,7 @@ OPTIONS = [
     (["--label-kind=softmax"], 'label kind "softmax" is unknown; did you mean logit or log_attention?'),
     (["--model=no/such/model"], "--model no/such/model: there is no such folder; give"),
     (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
-    (["--report-to=tensorbord"], "--report-to tensorbord is unknown; choose tensorboard"),
+    (["--report-to=tensorbord"], "--report-to tensorbord is not one of tensorboard, wandb"),
 ]
 
 
