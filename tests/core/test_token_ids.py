@@ -28,7 +28,6 @@ def new_cache(model: Any, scorer: Any = "snapkv", **changes: Any) -> RetentionCa
 
 GIVEN: dict[str, Any] = {
     "list": IDS[0].tolist(),
-    "tuple": tuple(IDS[0].tolist()),
     "array": IDS.numpy(),
     "uint8": IDS.to(torch.uint8),
     "dict": {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)},
