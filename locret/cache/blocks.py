@@ -173,10 +173,3 @@ class Blocks(Units):
         super().join(others)
         self.capacity, self._clock = most, max(other._clock for other in others)
         self.moved += sum(other.moved - self.moved for other in others)  # each has gone on counting from here
-
-    def state(self) -> dict[str, Tensor]:
-        """Refuse."""
-        raise ValueError(
-            "recall_by=infllm holds blocks, which the file of a cache has no place for; keep the cache in memory "
-            "(cache.copy() for another question), or read with another recall_by"
-        )
