@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -17,6 +16,7 @@ from transformers import DynamicCache
 from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import unwrap
 from locret.backbone.passes import gathering_root
+from locret.conversation.chat import now
 from locret.conversation.document import decode
 from locret.generation import FiniteLogits
 from locret.infer.evaluation.methods import Prompt, make_scorer
@@ -116,7 +116,8 @@ def held(cache: Any) -> dict[str, int]:
         memory = cache.memory()
         tier = {"host_bytes": memory.host, "moved_bytes": memory.moved} if memory.host_planned else {}
         return {"cache_bytes": memory.actual, "peak_bytes": memory.peak, **tier}
-    return dict.fromkeys(("cache_bytes", "peak_bytes"), bytes_of(cache))
+    plain = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return dict.fromkeys(("cache_bytes", "peak_bytes"), plain)
 
 
 def written(model: Any, cache: Any, ids_1N: Tensor, settings: dict[str, Any]) -> list[int]:
@@ -166,18 +167,6 @@ def settings_of(prompt: Prompt) -> dict[str, Any]:
         last = [id for text in task.stop for id in tokenizer(text, add_special_tokens=False)["input_ids"][-1:]]
         settings["begin_suppress_tokens"] = [id for id in (*every, *last) if id is not None]
     return settings
-
-
-def bytes_of(cache: Any) -> int:
-    """Return what the plain cache of transformers holds."""
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-
-
-def now(device: torch.device) -> float:
-    """Return the seconds of a clock, once the device has done what it was asked for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def until(answer: str, stop: tuple[str, ...]) -> str:

@@ -6,7 +6,6 @@ The machine's own rates, of a matrix product and of a copy, are measured in ever
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from tqdm.auto import tqdm
 from transformers import GenerationConfig
 
 from locret import RetainingHeads, loading
+from locret.conversation.chat import now
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.shapes import random_model
 from locret.infer.speed.ways import Given, Held, Way
@@ -135,13 +135,6 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> tuple[float, floa
     # Zeros that were never written need no memory: both sides must be real.
     source, target = torch.ones(count, dtype=dtype, device=device), torch.ones(count, dtype=dtype, device=device)
     return flops, 2 * source.nbytes / _timed(device, lambda: target.copy_(source))
-
-
-def now(device: torch.device) -> float:
-    """Return the moment at which everything asked of the device so far is done, in seconds."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def _timed(device: torch.device, call: Callable[[], object]) -> float:
