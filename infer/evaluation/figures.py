@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: score against budget, share, stabilizers or chunk size, and where needles were found.
+"""Pictures of an evaluation: score against budget or share, and where needles were found.
 
 Every mean carries its standard error as a bar. The numbers are those of results.json and samples.jsonl.
 """
@@ -17,10 +17,10 @@ from locret.pictures import INK, require_matplotlib, save
 AXES = {
     "budget": "budget (units per KV head)",
     "budget_share": "budget (share of the prompt)",
-    "chunk_size": "chunk size (tokens)",
-    "stabilizers": "stabilizers (units)",
 }
-"""Settings that a figure can have on its x-axis; the others tell lines apart."""
+"""What a figure can have on its x-axis."""
+_APART = ("chunk_size", "stabilizers")
+"""Settings that tell lines apart where a budget was run with several of them; what follows the budget does not."""
 # Okabe and Ito's palette without its yellow, which is hard to see as a line on white.
 _COLORS, _MARKERS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#7F7F7F"), "osDv^<>"
 _ROWS = 10
@@ -32,43 +32,26 @@ method that keeps everything."""
 
 
 def lines(cells: Iterable[dict[str, Any]], axis: str) -> dict[tuple[str, int], dict[str, Line]]:
-    """Return the lines of each task and length by what they are called, of those in which some line has two points.
-
-    A method that was run with several values of another setting gets a line for each; where that setting merely follows
-    the one on the x-axis (stabilizers derived from the budget), it stays one line.
-    """
+    """Return the lines of each task and length by what they are called, of those in which some line has two points."""
     found: dict[tuple[str, int], dict[str, Line]] = {}
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for cell in cells:
         groups.setdefault((cell["task"], cell["tokens"], cell["method"]), []).append(cell)
     for (task, tokens, method), own in groups.items():
-        panel, apart = found.setdefault((task, tokens), {}), _telling_apart(own, axis)
+        panel, budgets = found.setdefault((task, tokens), {}), {cell.get(axis) for cell in own}
+        apart = [n for n in _APART if len({(cell.get(axis), cell.get(n)) for cell in own}) > len(budgets)]
         for cell in own:
             x = math.nan if amount(cell) == "all" else cell.get(axis)
             if x is not None:
-                said = [f"{name.replace('_', ' ')} {said_of(name, cell.get(name))}" for name in apart]
+                said = [f"{name.replace('_', ' ')} {cell[name]:,}" for name in apart if cell[name] is not None]
                 point = float(x), float(cell["score"]), float(cell["standard_error"] or 0)
                 panel.setdefault(", ".join([method, *said]), []).append(point)
     return {place: panel for place, panel in found.items() if any(len(line) > 1 for line in panel.values())}
 
 
-def _telling_apart(cells: Sequence[dict[str, Any]], axis: str) -> list[str]:
-    """Return the other settings that differ among cells with the same x; without them a line would fold back.
-
-    Budgets are never joined by a line over another setting, not even where that setting follows the budget.
-    """
-    apart = []
-    for name in AXES:
-        values = [{cell.get(name) for cell in cells if cell.get(axis) == x} for x in {c.get(axis) for c in cells}]
-        several = name.startswith("budget") and len({cell.get(name) for cell in cells}) > 1
-        if name != axis and (several or any(len(own) > 1 for own in values)):
-            apart.append(name)
-    return apart
-
-
-def said_of(axis: str, value: float | None) -> str:
+def said_of(axis: str, value: float) -> str:
     """Return a value of an axis for people."""
-    return "unset" if value is None else percent(value) if axis == "budget_share" else f"{value:,}"
+    return percent(value) if axis == "budget_share" else f"{value:,}"
 
 
 def heat_map(records: Sequence[dict[str, Any]]) -> tuple[list[int], list[list[float | None]]]:

@@ -198,6 +198,9 @@ def test_pictures_show_curves_and_where_needles_were_found(evaluate: Any, tmp_pa
     assert shown.count("picture: ") == 2
     found = figures.lines(results(tmp_path)["cells"], "budget")["niah/passkey (filler)", 400]
     assert [x for x, *_ in found["random"]] == [32, 64]
+    usual = {"task": "t", "tokens": 1, "method": "m", "score": 1.0, "standard_error": None}
+    chunks = [{**usual, "budget": b, "stabilizers": b // 4, "chunk_size": c} for b in (8, 16) for c in (32, 64)]
+    assert list(figures.lines(chunks, "budget")["t", 1]) == ["m, chunk size 32", "m, chunk size 64"]
     lengths, scores = figures.heat_map([{"tokens": 400, "depth": d, "score": s} for d, s in ((0.1, 1), (1.0, 0.5))])
     assert (lengths, scores[1], scores[9], scores[5]) == ([400], [100.0], [50.0], [None])
 
