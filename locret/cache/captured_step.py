@@ -83,9 +83,6 @@ def capturing(model: nn.Module, cache: RetentionCache, new_tokens: int) -> Itera
 class CapturingReader(Reader):
     """A reader whose steps are replayed; those before the capture, and all where it fails, are as written."""
 
-    noted = 3
-    """What is noted of a unit: its keys, values and position."""
-
     def __init__(self, cache: RetentionCache, new_tokens: int) -> None:
         super().__init__(cache, answering=True)
         self._left = new_tokens
@@ -155,7 +152,7 @@ class CapturingReader(Reader):
         slots = self._slots[self._nth[layer_idx]]
         places = slots.places.flatten()
         given = (keys, values, self._unit_positions[..., None])
-        for buffer, units in list(zip(slots.flat, given, strict=True))[: self.noted]:
+        for buffer, units in zip(slots.flat, given, strict=True):
             buffer.index_copy_(0, places, units.flatten(0, 2).view(len(places), *buffer.shape[1:]))
         slots.mask.view(-1).index_fill_(0, slots.openings, 0)
 

@@ -38,6 +38,7 @@ from locret import (
     save_cache,
     scorers,
 )
+from locret.cache.schema import checksum
 from locret.engines.prefix import Prefix
 from locret.loading.options import BackboneSource
 
@@ -223,6 +224,21 @@ def test_a_changed_number_never_passes_unnoticed(saved: dict[str, Path], data: s
     file.write_bytes(save({**tensors, name: flat.reshape(tensors[name].shape)}, metadata))
     with pytest.raises(ValueError, match="it is damaged"):
         KINDS["cache, dense"].load(file)
+
+
+def test_other_types_and_shapes_are_refused_by_what_is_wrong_with_them(saved: dict[str, Path], tmp_path: Path) -> None:
+    for form, name, changed, spelt in (
+        ("tiers", "layers.1.host.scores", torch.Tensor.double, "F64 instead of .* of F32"),
+        ("dense", "layers.2.keys", torch.Tensor.char, "I8 instead of .* of F64 or F32 or BF16 or F16"),
+        ("codes", "layers.2.keys", torch.Tensor.float, "F32 instead of .* of U8"),
+        ("dense", "layers.0.keys", lambda keys: keys[..., :7].clone(), r"F32 instead of \[2, 2, 20, 8\]"),
+    ):
+        metadata, tensors = content(saved[f"cache, {form}"])
+        tensors[name] = changed(tensors[name])
+        metadata["checksum"] = checksum(metadata["state"], tensors)
+        (tmp_path / "other").write_bytes(save(tensors, metadata))
+        with pytest.raises(ValueError, match=rf"it is damaged \({name} is \[.*\] of {spelt}"):
+            KINDS[f"cache, {form}"].load(tmp_path / "other")
 
 
 def test_other_weights_and_another_scorer_are_refused_and_both_sides_are_shown(
