@@ -31,15 +31,10 @@ FAMILIES = ("leval", "niah", "twostage", "infinitebench_generated")
 _USAGE = "usage: python -m locret.infer.evaluation.harness (run ARGUMENTS OF LM_EVAL | tasks FOLDER)"
 
 
-def require_lm_eval() -> None:
-    """Make sure that lm-evaluation-harness can be used."""
-    if find_spec("lm_eval") is None:
-        raise ValueError("this needs lm-evaluation-harness; install it with `pip install 'locret[eval]'`")
-
-
 def register() -> None:
     """Make the model `locret` known to lm-evaluation-harness in this process."""
-    require_lm_eval()
+    if find_spec("lm_eval") is None:
+        raise ValueError("this needs lm-evaluation-harness; install it with `pip install 'locret[eval]'`")
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 
     from locret.infer.evaluation.harness_model import LocretLM
