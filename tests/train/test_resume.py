@@ -13,11 +13,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_cases import equal, records, refused, train, weights, write_rows
+from training_cases import equal, records, refused, train, train_again, weights, write_rows
 
 from locret import RetainingHeads
 from locret.train import checkpointing, resumed
-from locret.train.command import command
 from locret.train.run_log import records_until
 from locret.train.training_options import OPTION_CLASSES
 
@@ -35,13 +34,6 @@ def straight(paths: tuple[Path, Path], rows: Path, tmp_path_factory: pytest.Temp
     options = ["--lr=1.0e-3", "--save-every=3", "--eval-every=2", "--policy.budget=64", "--policy.stabilizers=8"]
     assert train((paths[0], rows), output, *options) == 0
     return output
-
-
-def again(arguments: list[str]) -> int:
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    return command(arguments)
 
 
 def broken_off(straight: Path, folder: Path) -> Path:
@@ -63,7 +55,7 @@ def test_a_run_is_resumed_from_its_folder_alone(straight: Path, tmp_path: Path, 
     """Options, log (evaluations included) and heads are those of the run that was never interrupted."""
     run = broken_off(straight, tmp_path / "run")
     given = form.replace("RUN", str(run)).replace("CHECKPOINT", str(run / "checkpoint-3")).replace("--lr", "--lr=1e-3")
-    assert again(given.split()) == 0
+    assert train_again(given.split()) == 0
     assert equal(weights(straight), weights(run))
     assert log(run) == log(straight)
     assert not list(run.glob(".*"))
@@ -84,7 +76,7 @@ def test_a_run_goes_on_towards_more_steps_on_the_schedule_of_all_of_them(
     paths: tuple[Path, Path], rows: Path, straight: Path, tmp_path: Path
 ) -> None:
     longer = shutil.copytree(straight, tmp_path / "run")
-    assert again([f"--resume={longer}", "--steps=9"]) == 0
+    assert train_again([f"--resume={longer}", "--steps=9"]) == 0
     rates = {record["step"]: record["learning_rate"] for record in log(longer) if record["step"]}
     assert list(rates) == list(range(1, 10))
     schedule = {step: 1e-3 * (9 - (step - 1)) / (9 - 2) for step in (7, 8, 9)}  # the rate of step s is that of s - 1

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config
 
 from locret import RetainingHeads
+from locret.cli.command import run
 from locret.train.training_options import Loss
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -128,25 +130,23 @@ def train_arguments(paths: tuple[Path, Path], output: Path, *more: str) -> list[
     return [f"--model={paths[0]}", f"--dataset={paths[1]}", f"--output={output}", *small, *warmup, *more]
 
 
-def train(paths: tuple[Path, Path], output: Path, *more: str) -> int:
+def train_again(arguments: list[str]) -> int:
     """Run `locret-train` in this process and return its exit code."""
     from accelerate.state import AcceleratorState
 
     from locret.train.command import command
 
     AcceleratorState._reset_state(reset_partial_state=True)  # one process means one run, outside of tests
-    return command(train_arguments(paths, output, *more))
+    return command(arguments)
+
+
+def train(paths: tuple[Path, Path], output: Path, *more: str) -> int:
+    """Run it with six short steps, or what `more` says."""
+    return train_again(train_arguments(paths, output, *more))
 
 
 def refused(capsys: Any, arguments: list[str]) -> tuple[int, str]:
     """Run the command as the console script does; return exit code and the last line on standard error."""
-    import pytest
-    from accelerate.state import AcceleratorState
-
-    from locret.cli.command import run
-    from locret.train.command import command
-
-    AcceleratorState._reset_state(reset_partial_state=True)
     with pytest.raises(SystemExit) as stop:
-        run(command, arguments)
+        run(train_again, arguments)
     return int(stop.value.code or 0), capsys.readouterr().err.strip().splitlines()[-1]
