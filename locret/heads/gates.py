@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from locret.backbone.chunk import HIDDEN, RESIDUAL
-from locret.base.nearest import nearest
 from locret.heads.head import Float32
 
 if TYPE_CHECKING:
@@ -171,9 +170,8 @@ def get(name: str) -> type[Gate]:
     """Return the gate with this name.
 
     Raises:
-        ValueError: If there is none; the message lists the nearest names.
+        ValueError: If there is none.
     """
     if name not in GATES:
-        near = nearest(name, GATES) or GATES
-        raise ValueError(f'gate "{name}" is unknown; did you mean {" or ".join(near)}?')
+        raise ValueError(f'gate "{name}" is unknown; those there are: {", ".join(GATES)}')
     return GATES[name]
