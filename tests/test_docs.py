@@ -68,12 +68,6 @@ def test_every_command_runs_if_it_is_quick_and_parses(
         if "recipes/infer/pass_key.txt" in arguments and "--dry-run" not in arguments:
             assert "The pass key is 43600." in capsys.readouterr().out
         return
-    if not hasattr(module, "command"):  # a program of measurements, with options of argparse
-        with pytest.raises(SystemExit):
-            module.main(["--help"])
-        told = capsys.readouterr().out
-        assert all(f"{word} " in told for word in arguments if word.startswith("--"))
-        return
     if "--resume" in arguments and "--output" not in arguments:  # takes its options from a run, which is not here
         with pytest.raises(ValueError, match="there is no such folder"):
             module.command(arguments)
@@ -139,16 +133,8 @@ def test_the_first_example_of_the_readme_prints_what_it_says_in_any_folder(tmp_p
     assert [file.name for file in tmp_path.iterdir()] == ["limits.ctx"]
     for block in others:
         compile(block, "README.md", "exec")
-
-
-def test_the_readme_stays_short_and_names_targets_and_links_that_are_there() -> None:
-    targets = re.findall(r"`make (\w+)`", README)
-    assert set(targets) == {"demo", "test"}
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    assert [target for target in targets if f"\n{target}:" not in makefile] == []
-    assert len(README.splitlines()) <= 120
-    on_an_index = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("https://")]
-    assert on_an_index == []
+    on_an_index = re.findall(r"\]\((?!https://)[^)]+\)", README)
+    assert on_an_index == [], "where README.md is shown beside a package, only whole addresses lead anywhere"
 
 
 def test_every_link_leads_to_a_file_and_a_heading() -> None:

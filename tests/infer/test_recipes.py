@@ -85,13 +85,6 @@ def scorer(method: str) -> Scorer:
     return scorers.get(method.partition("+")[0])
 
 
-def test_sirllm_keeps_as_many_units_as_its_code_does_between_chunks() -> None:
-    _, budgets = recipe("sirllm_infinitebench")
-    assert budgets.budget == [4 + 1000 + 6000 - 3072, 4 + 1000 + 6000]
-    _, budgets = recipe("sirllm_rock_paper_scissors")
-    assert budgets.budget + budgets.local_len == 4 + 1020
-
-
 def test_nacl_splits_a_budget_as_its_code_and_its_table_do() -> None:
     def split(name: str, prompt: int) -> list[tuple[float, float, float]]:
         methods, budgets = recipe(name)
