@@ -49,11 +49,6 @@ class LayerShape:
         """Whether queries attend to keys and values side by side; see `locret.backbone.latent`."""
         return self.query_dim != self.head_dim
 
-    @property
-    def seen_dim(self) -> int:
-        """Width of what a query is compared with."""
-        return self.unit_dim if self.latent else self.head_dim
-
 
 @dataclass(frozen=True)
 class Backbone:

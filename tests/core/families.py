@@ -56,7 +56,6 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MAMBA = {"num_hidden_layers": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2}
 MAMBA2 = {**MAMBA, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_chunk_size": 8}
-JAMBA = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 0}
 _OF_STATES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-next": (
         "qwen3_next",
@@ -73,7 +72,6 @@ _OF_STATES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "bamba": ("bamba", {**MAMBA2, "attn_layer_indices": [1, 3]}),
     "falcon-h1": ("falcon_h1", {**MAMBA2, "mamba_d_ssm": 64, "head_dim": 8, "key_multiplier": 0.7}),
-    "jamba": ("jamba", {**MAMBA, **EXPERTS, **JAMBA, "mamba_dt_rank": 4, "use_mamba_kernels": False}),
 }
 _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
@@ -97,8 +95,6 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {**SLIDING, "head_dim": 8, "query_pre_attn_scalar": 8}),
 }
 FAMILIES = sorted(_OTHERS)
-HYBRIDS = sorted(_OF_STATES)
-"""Families with layers that carry a state; a list of their own, which not every test walks."""
 
 
 def _config(family: str) -> PreTrainedConfig:

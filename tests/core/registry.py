@@ -106,7 +106,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4},
     "gemma4": {"text_config": _GEMMA4},
-    "gemma4_text": _GEMMA4,
+    "gemma4_text": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "gemma4_unified": {"text_config": _GEMMA4},
     "gemma4_unified_text": _GEMMA4,
     "gemma3n": {"text_config": _SHARED},
@@ -117,6 +117,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8},
+    "mimo_v2_flash": {"v_head_dim": 6},  # values are narrower than keys, and windows have more heads
     "ministral": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "mistral": {"sliding_window": None},
     "moshi": {"sliding_window": 512},
@@ -207,6 +208,8 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
 
 # -- what becomes of a family -----------------------------------------------------------------------------------------
 
+CHECKS = ("full-budget", "batch", "eviction", "bytes", "save", "training-scores")
+"""Those of `locret-verify` that a family must pass."""
 POLICY = RetentionPolicy(budget=24, chunk_size=9, stabilizers=4, local_len=5)
 
 
@@ -260,7 +263,7 @@ def _right(model: PreTrainedModel, policy: RetentionPolicy) -> list[str]:
     What units a layer keeps is compared by scores of its own projections.
     """
     heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0)
-    report = verify(model, heads, policy, ids=prompt(64), only=("full-budget", "eviction", "training-scores"))
+    report = verify(model, heads, policy, ids=prompt(64), only=CHECKS)
     assert report.ok, report.table()
     refused = {row.compared.removeprefix("positions ") for row in report.rows if row.status == REFUSED}
     return [positions for positions in ("compact", "original") if positions not in refused]

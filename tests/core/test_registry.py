@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import registry
-import torch
 import transformers
 from registry import FAMILIES, row, walk
 
@@ -16,17 +14,8 @@ VERSION, LINES = registry.documented(PAGE.read_text(encoding="utf-8"))
 HERE = transformers.__version__ == VERSION
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Compute in one thread: so little work is slower in several."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sorted(FAMILIES, key=lambda name: name not in ("deepseek_v3", "gemma4_text")))
 def test_a_family_is_right_or_refused_as_documented(family: str) -> None:
     outcome = walk(family)
     if outcome.kind != "right":
