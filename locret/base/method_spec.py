@@ -52,6 +52,7 @@ MODIFIERS: Mapping[str, Change] = {
     "decremental": Change({"decremental": True}, ("min_chunk",)),
     "compact": Change({"positions": "compact"}),
     "original": Change({"positions": "original"}),
+    "spaced": Change({"spacing": 16}, ("spacing",)),
     "recall": Change(
         {"recall": 8, "host_budget": 1024}, ("recall", "recall_by", "host_budget", "host_by"), of="recall_by"
     ),

@@ -151,10 +151,10 @@ class BlockLayer(RetentionLayer):
     def evict(self, stay: Stay, base: int) -> None:
         """Drop nothing: what leaves the window goes to the blocks."""
 
-    def settle(self, base: int) -> None:
+    def settle(self, base: int, seen: int | None) -> None:
         """Leave keys as they are: they are turned when they are seen."""
 
-    def unsettle(self, base: int) -> None:
+    def unsettle(self, base: int, seen: int | None) -> None:
         """Leave keys as they are."""
 
     def copy(self, workspace: Workspace) -> Self:

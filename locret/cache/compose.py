@@ -219,7 +219,7 @@ def _with_budget(cache: RetentionCache, budget: int) -> RetentionCache:
 
 def _unsettle(cache: RetentionCache) -> None:
     for layer in cache.governed:
-        layer.unsettle(cache.next_position)
+        layer.unsettle(cache.next_position, cache.seen)
 
 
 def _settle(cache: RetentionCache) -> None:
@@ -227,7 +227,7 @@ def _settle(cache: RetentionCache) -> None:
     compact = cache.policy.positions == "compact" and not cache.backbone.slides
     cache.next_position = max(layer.reach for layer in cache.governed) if compact else cache.seen
     for layer in cache.governed:
-        layer.settle(cache.next_position)
+        layer.settle(cache.next_position, cache.seen)
 
 
 def _budgets(cache: RetentionCache, budget: int) -> tuple[int, ...]:

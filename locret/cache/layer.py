@@ -113,7 +113,7 @@ class RetentionLayer(CacheLayerMixin):
             self.store.keep(kept, turned=self.rotated)
             return
         settled = self.rotated
-        self.unsettle(base)
+        self.unsettle(base, None)
         if self.host is not None:
             assert isinstance(kept, KeptPerHead)
             self.host.take_in(kept.gone())
@@ -121,22 +121,28 @@ class RetentionLayer(CacheLayerMixin):
             self.folding.fold(self.store, kept, stay, by_text=not self.compact)
         self.store.keep(kept, turned=False)
         if settled:
-            self.settle(base)
+            self.settle(base, None)
 
-    def settle(self, base: int) -> None:
-        """Rotate kept keys in place for decoding; `base` is the position of the next token. Compact positions only."""
+    def settle(self, base: int, seen: int | None) -> None:
+        """Rotate kept keys in place for decoding. Compact positions only.
+
+        Args:
+            base: The rotary position of the next token.
+            seen: Its place in the text, for units that are spaced.
+        """
         if self.compact and not self.rotated:
-            self._turn(base, back=False)
+            self._turn(base, seen, back=False)
         self.rotated = self.compact
 
-    def unsettle(self, base: int) -> None:
-        """Undo `settle`, so that another prompt can be read; `base` is the position of the next token."""
+    def unsettle(self, base: int, seen: int | None) -> None:
+        """Undo `settle`, so that another prompt can be read; arguments as there."""
         if self.rotated:
-            self._turn(base, back=True)
+            self._turn(base, seen, back=True)
         self.rotated = False
 
-    def _turn(self, base: int, *, back: bool) -> None:
+    def _turn(self, base: int, seen: int | None, *, back: bool) -> None:
         """Rotate keys to their slots, of both tiers to their ranks among all units, or undo that."""
+        self.store.upcoming = seen
         if self.host is None:
             (self.store.unrotate if back else self.store.rotate)(base)
             return

@@ -68,6 +68,8 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
         return QuantisedStore(rotary, workspace, columns, form=form)
 
     own, tier = store(cache.workspace), None
+    if isinstance(own, RaggedStore):
+        own.spacing, own.reach = policy.spacing, backbone.max_positions - policy.chunk_size
     if policy.host_budget is not None:
         far, limits = store(Workspace(), host=True), cache.limits
         assert isinstance(own, DenseStore)

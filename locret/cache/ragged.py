@@ -33,6 +33,10 @@ class RaggedStore(Store):
     name = "ragged"
     uncounted = ("counts", "starts")
     once = None
+    spacing = 1
+    """How far apart the positions of two neighbours may be; 1: units have their ranks."""
+    reach = 0
+    """Positions over which the units of a head may be spread."""
 
     @property
     def counts(self) -> Tensor:
@@ -146,12 +150,23 @@ class RaggedStore(Store):
         most = self.longest - new
         if not most:
             return
-        cos, sin = self.rotary.table(base - most, most, out)
         for row, spans in enumerate(self.segments):
             for span in spans:
-                old = slice(span.start, span.stop - new)
-                first = most - (old.stop - old.start)
-                self.rotary.turn(self.keys[row, old], cos[first:], sin[first:], out=out[row, old])
+                old, (cos, sin) = slice(span.start, span.stop - new), self._angles(row, span, new, base, most)
+                self.rotary.turn(self.keys[row, old], cos, sin, out=out[row, old])
+
+    def _angles(self, row: int, span: slice, new: int, base: int, most: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of all but a head's newest units, which end before `base`; `most` are the most."""
+        old = slice(span.start, span.stop - new)
+        count = old.stop - old.start
+        apart = min(self.spacing, self.reach // max(count, 1))
+        if apart <= 1 or not count:
+            cos, sin = self.rotary.table(base - most, most, self.keys)
+            return cos[most - count :], sin[most - count :]
+        positions = self.tensors[POSITIONS][row]
+        after = positions[old.stop : old.stop + 1] if new else positions.new_full((1,), self.upcoming or 0)
+        steps = positions[old].diff(append=after).clamp_(1, apart)
+        return self.rotary.at(base - steps.flip(0).cumsum(0).flip(0), self.keys)
 
     def parts(self, view: View, new: int, newest_only: bool) -> Iterator[Part]:
         """Yield the new units of all heads; or, unless only those matter, one head after another."""
@@ -236,11 +251,9 @@ class RaggedStore(Store):
         if not self.fill:
             return
         longest = self.longest
-        cos, sin = self.rotary.table(base - longest, longest, self.keys)
         for row, spans in enumerate(self.segments):
             for span in spans:
-                first = longest - (span.stop - span.start)
-                self.keys[row, span] = turn(self.keys[row, span], cos[first:], sin[first:])
+                self.keys[row, span] = turn(self.keys[row, span], *self._angles(row, span, 0, base, longest))
 
     def take_back(self) -> None:
         self.fill -= 1

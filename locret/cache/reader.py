@@ -84,7 +84,7 @@ class Reader(Observer):
         self.torn = True
         cache.reserve_slots(capacity, host)  # first: the second tier takes what an earlier answer leaves
         for nth, layer in enumerate(self.layers):
-            layer.unsettle(cache.next_position)
+            layer.unsettle(cache.next_position, cache.seen)
             if self.policy.when == "chunk":
                 layer.evict(self.limits.before_reading(nth), cache.next_position)
             if self.scorer.fade != 1 and layer.fill:
@@ -132,7 +132,7 @@ class Reader(Observer):
         """Announce the local tokens: kept keys are final now, so they are rotated once."""
         self._align(final=True)
         for layer in self.layers:
-            layer.settle(self.cache.next_position)
+            layer.settle(self.cache.next_position, self.cache.seen)
         self._evicting = False
 
     def begin_last(self) -> None:

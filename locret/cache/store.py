@@ -98,6 +98,8 @@ class Store(Units, ABC):
     name: ClassVar[str]
     once: ClassVar[Collection[str] | None] = (QUERIES,)
     uncounted: ClassVar[Collection[str]] = (QUERIES,)
+    upcoming: int | None = None
+    """The next token's place in the text, where keys are turned for it."""
 
     def __init__(self, rotary: Rotary, workspace: Workspace, columns: Mapping[str, torch.dtype] | None = None) -> None:
         if taken := sorted(_RESERVED & (columns or {}).keys()):

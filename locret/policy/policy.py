@@ -67,6 +67,9 @@ class RetentionPolicy:
     budget at most as many)."""
     positions: str = "compact"
     """Rotary position of a kept unit: its rank in the cache ("compact"), or its position in the text ("original")."""
+    spacing: int = 1
+    """With compact positions and head_budgets="shares": how far apart the positions of two kept neighbours may be, at
+    most; as far as they are in the text, where the backbone's positions have room for that. 1: their ranks."""
     decode_budget: int | None = None
     """Units per KV head that a cache may hold while it generates; none: it grows by one for each token."""
     decode_interval: int = None  # type: ignore[assignment]
@@ -265,6 +268,7 @@ class RetentionPolicy:
             "pyramid_beta": (self.layer_budgets == "pyramid", "layer-budgets pyramid"),
             "layer_shares": (self.layer_budgets == "shares", "layer-budgets shares"),
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
+            "spacing": (self.head_budgets == "shares" and self.positions == "compact", "head-budgets shares"),
             **dict.fromkeys(("rounding", "exact_recent", "exact_layers"), (not self.exact_bits, "key-bits")),
             "host_by": (isinstance(self.host_budget, int), host),
             "recall_by": (self.recall > 0 or self.recalls_blocks, "recall"),
@@ -274,7 +278,9 @@ class RetentionPolicy:
 
 
 _RANGES: Mapping[str, Any] = {
-    **dict.fromkeys(("budget", "chunk_size", "local_len", "decode_interval", "pyramid_beta", "min_chunk"), Range(1)),
+    **dict.fromkeys(
+        ("budget", "chunk_size", "local_len", "decode_interval", "pyramid_beta", "min_chunk", "spacing"), Range(1)
+    ),
     **dict.fromkeys(("stabilizers", "recall", "exact_recent", "exact_layers"), Range(0)),
     "head_floor": SHARE,
     "host_budget": Range(1),

@@ -14,6 +14,7 @@ from locret import RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.policy.selectors import select_over_heads
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6}
+LOGITS: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
 REFUSED = [scorer.name for scorer in scorers._SCORERS if not scorer.causal and not scorer.by_head]
 
 
@@ -85,3 +86,32 @@ def test_a_scorer_that_selects_equally_many_units_for_every_head_is_refused(mode
     for name in REFUSED:
         with pytest.raises(ValueError, match=f'head_budgets="adaptive" .* scorer {name} selects equally many units'):
             RetentionCache(model, name, policy())
+
+
+def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(model: Any) -> None:
+    """With room for every distance, logits are those of original positions; without any, those of ranks."""
+
+    def read(**changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        own = policy(head_budgets="shares", head_shares=(0.5, 1.0, 1.5, 2.0, 0.5, 0.5), **changes)
+        cache, found = RetentionCache(model, "random", own), []
+        for text in (prompt(70), prompt(40, seed=1)):  # the second turns the keys back first
+            found.append(prefill(model, text, cache))
+            answer: Any = generate(model, cache=cache, max_new_tokens=4, do_sample=False, **LOGITS)
+            found += answer.logits
+        return torch.cat(found), torch.cat([cache.kept_positions(layer).flatten() for layer in range(3)])
+
+    (ranks, kept), (spaced, same), (original, theirs) = read(), read(spacing=1000), read(positions="original")
+    assert torch.equal(kept, same)
+    assert torch.equal(kept, theirs)
+    torch.testing.assert_close(spaced, original, atol=2e-4, rtol=0)
+    for far in (ranks, read(spacing=3)[0]):
+        assert not torch.allclose(far, original, atol=1e-2)
+    before = model.config.max_position_embeddings
+    model.config.max_position_embeddings = 11
+    try:
+        torch.testing.assert_close(read(spacing=1000)[0], ranks)
+    finally:
+        model.config.max_position_embeddings = before
+    for change in ({"positions": "original"}, {"head_budgets": "uniform"}):
+        shares = {"head_budgets": "shares", "head_shares": (1.0,), "spacing": 4, **change}
+        assert policy(**shares).idle()["spacing"] == "head-budgets shares"
