@@ -266,8 +266,10 @@ def values_of(options: Mapping[str, Option], given: Mapping[str, Given]) -> dict
         elif not path:
             found[root] = _read(option, one)
         else:
-            whole = found.get(root)
-            found[root] = asdict(whole) if is_dataclass(whole) else dict(whole) if isinstance(whole, Mapping) else {}
+            whole: Any = found.get(root)
+            if is_dataclass(whole) and not isinstance(whole, type):
+                whole = asdict(whole)
+            found[root] = dict(whole) if isinstance(whole, Mapping) else {}
             _put(found[root], path, one.value if one.recipe else recipes.scalar(one.value))
     for name in {name.partition(".")[0] for name in given if "." in name} & found.keys():
         found[name] = _read(options[name], Given(found[name], options[name].flag))
