@@ -146,8 +146,10 @@ def _agree(options: Options, plan: Ready, asked: Sequence[str]) -> None:
     from locret import shipped
     from locret.heads.fingerprint import weight_fingerprint
 
-    digest = sha256()
-    with open(os.path.expanduser(shipped.find(str(options.prompt.prompt_file))), "rb") as text:
+    digest, path = sha256(), os.path.expanduser(shipped.find(str(options.prompt.prompt_file)))
+    if os.path.isdir(path):
+        raise Refusal("prompt_file", options.prompt.prompt_file, "is a folder, and --shard reads a file; give one")
+    with open(path, "rb") as text:
         while part := text.read(2**20):
             digest.update(part)
     contents = {
