@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from locret.data.training import text_rows
-from locret.data.training.rows import detect_schema, read_row
+from locret.data.training.rows import REQUEST, detect_schema, read_row
 
 TEXT = (
     "A {0} is a small animal that lives in the garden of the house. "
@@ -45,7 +45,7 @@ def test_rows_ask_for_sentences_for_peoples_answers_and_for_the_whole_piece(fold
     for index, row in enumerate(rows):
         assert read_row(row, schema).asked
         flat = text_rows.flat(row["document"])
-        repeats = [one for one in row["questions"] if one["question"] == text_rows.REQUEST]
+        repeats = [one for one in row["questions"] if one["question"] == REQUEST]
         assert len(repeats) == (index % 3 == 2)
         assert all(text_rows.flat(one["answer"]) in flat for one in row["questions"])
         assert "test number" not in flat
