@@ -21,7 +21,7 @@ from typing import Any
 import oracle as reference
 import torch
 from families import build, merger, prompt
-from hypothesis import Phase, assume, given, note, settings
+from hypothesis import Phase, assume, example, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -180,7 +180,7 @@ def runs(
 def examples(count: int) -> Callable[[Any], Any]:
     """Let hypothesis draw so many runs, always the same ones; or with LOCRET_EXAMPLES others, so many times more."""
     many = "LOCRET_EXAMPLES" in os.environ
-    phases = (Phase.generate,)  # there is no smaller seed
+    phases = (Phase.explicit, Phase.generate)  # there is no smaller seed
     return settings(max_examples=count * (SLOW if many else 1), derandomize=not many, phases=phases)
 
 
@@ -283,6 +283,7 @@ INV_FREQ = 10000.0 ** -(torch.arange(0, 8, 2).double() / 8)
 
 
 @examples(12)
+@example(run=Run("llama", HEADS, ("adaptive heads",), (20, 11, 4, 5), 70))
 @given(run=runs(families=("llama", "llama-mqa", "qwen3", "llama-mha"), names=(HEADS,), parts=OF_THE_ORACLE))
 @torch.no_grad()
 def test_what_is_kept_and_said_is_what_the_slow_oracle_keeps_and_says(run: Run) -> None:
