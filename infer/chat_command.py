@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 from locret.base.fields import Refusal
 from locret.base.nearest import check_retired, nearest
 from locret.cli.command import parse_options, run, warnings_as_lines
-from locret.infer.infer_options import ChatOptions, GenerationOptions, ModelOptions, PolicyOptions
+from locret.infer.infer_options import ChatOptions, GenerationOptions, PlacedModelOptions, PolicyOptions
 from locret.loading.options import ScorerOptions
 
 if TYPE_CHECKING:
     from locret import Chat, LongContextModel
 
-OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyOptions, ChatOptions, GenerationOptions)
+OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, ChatOptions, GenerationOptions)
 DESCRIPTION = "Talk about a document of any length in a fixed amount of memory."
 _ALONE = ("memory", "kept", "help", "quit")
 """Commands without an argument."""

@@ -19,8 +19,8 @@ from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.distributed.ranks import Ranks, joined, launched
 from locret.infer.infer_options import (
     GenerationOptions,
-    ModelOptions,
     OutputOptions,
+    PlacedModelOptions,
     PolicyOptions,
     PromptOptions,
     QuestionOptions,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from locret.conversation.chat import Measured
     from locret.infer.reading import Ready
 
-OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
+OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
 DESCRIPTION = "Read a text of any length in a fixed amount of memory, and answer questions about it."
 
 
@@ -44,7 +44,7 @@ _MOST_QUESTIONS = 1 << 24
 class Options:
     """All options of the command, and the names that the user set."""
 
-    model: ModelOptions
+    model: PlacedModelOptions
     scorer: ScorerOptions
     policy: PolicyOptions
     prompt: PromptOptions

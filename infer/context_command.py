@@ -32,6 +32,7 @@ from locret.infer.context_options import (
 from locret.infer.infer_options import (
     GenerationOptions,
     ModelOptions,
+    PlacedModelOptions,
     PolicyOptions,
     ReportOptions,
     TextOptions,
@@ -46,7 +47,7 @@ PROG = "locret-context"
 
 
 def read(
-    model: ModelOptions,
+    model: PlacedModelOptions,
     scorer: ScorerOptions,
     policy: PolicyOptions,
     text: TextOptions,
@@ -195,7 +196,7 @@ def _loaded(
         talks = [read_notes(file, CONTEXT_WRITERS).get("conversation") or {} for file in files]
         if model.model is None:
             model = replace(model, model=_named_backbone(paths, [talk.get("backbone") for talk in talks]))
-        plan = ready_for_saved(ModelOptions(**asdict(model)), scorer)
+        plan = ready_for_saved(PlacedModelOptions(**asdict(model)), scorer)
         with plan.loaded() as lm:
             yield (lm.load(file, **how) for file in files), plan
 
@@ -232,7 +233,7 @@ def _subcommand(act: Any, about: str, *classes: type, words: str = "context") ->
 
 
 MODEL = (SavedModelOptions, ScorerOptions)
-READ = (ModelOptions, ScorerOptions, PolicyOptions, TextOptions, ReadOutput)
+READ = (PlacedModelOptions, ScorerOptions, PolicyOptions, TextOptions, ReadOutput)
 COMMANDS = {
     "read": _subcommand(
         read, "Read a text of any size into a context, a file that can be asked later.", *READ, words="prompt_file"

@@ -41,6 +41,16 @@ class ModelOptions(BackboneSource):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlacedModelOptions(ModelOptions):
+    """The backbone, where it runs, and where units are held."""
+
+    usual: ClassVar[tuple[str, ...]] = ()
+
+    store: str | None = None
+    """What holds the units, if one of your own is to: package.module:Class, file.py:Class, or an announced name."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BudgetOptions:
     """How much stays, in what people know of it."""
 

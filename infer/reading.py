@@ -19,12 +19,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from locret import LongContextModel, RetainingHeads, RetentionPolicy, loading
 from locret.base.fields import Refusal
+from locret.cache.layers import find_store
 from locret.cli.command import print_json
 from locret.conversation.document import Document, encode, open_file
 from locret.conversation.turns import Transcript
 from locret.environment import versions
 from locret.infer import sizing
-from locret.infer.infer_options import GenerationOptions, ModelOptions, PolicyOptions, TextOptions
+from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, PolicyOptions, TextOptions
 from locret.loading.options import ScorerOptions
 from locret.scorers import Scorer
 from locret.scorers.chosen import EVERY_UNIT, FULL, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
@@ -34,7 +35,7 @@ from locret.scorers.chosen import EVERY_UNIT, FULL, WITHOUT_EVICTION, check_matc
 class Ready:
     """A backbone, what rates its units and how many stay, all but its weights."""
 
-    model: ModelOptions
+    model: PlacedModelOptions
     named: ScorerOptions
     scorer: RetainingHeads | Scorer
     policy: RetentionPolicy
@@ -50,7 +51,8 @@ class Ready:
         try:
             tokenizer = loading.load_tokenizer(self.model)
             backbone = loading.load_model(self.model, self.config, self.device, self.dtype)
-            lm = LongContextModel(backbone, tokenizer, self.scorer, self.policy, template=template)
+            where = {"template": template, "store": self.model.store}
+            lm = LongContextModel(backbone, tokenizer, self.scorer, self.policy, **where)  # type: ignore[arg-type]
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             if self.model.attn == "math":
@@ -70,6 +72,7 @@ class Ready:
             "model": self.model.model,
             **self.model.given(),
             "scorer": self.named.label or self.scorer.name,  # type: ignore[union-attr]
+            **({"store": self.model.store} if self.model.store else {}),
             "policy": self.policy.to_dict(),
             "device": str(self.device),
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -94,7 +97,7 @@ class Ready:
 
 
 def ready(
-    model: ModelOptions,
+    model: PlacedModelOptions,
     named: ScorerOptions,
     policy: PolicyOptions,
     chosen: Collection[str],
@@ -114,6 +117,8 @@ def ready(
         count: Counts the text's tokens, where the plan depends on them; None: there is no such text.
         foresee: Whether the text is counted even where the plan does not depend on its length.
     """
+    if model.store is not None:
+        find_store(model.store)
     device, named = loading.device_of_source(model), _chosen(model, named)
     scorer, recommended = load_scorer(named)
     if named.label == FULL:
@@ -137,7 +142,7 @@ def ready(
     return Ready(model, named, scorer, final, config, device, dtype, run)
 
 
-def ready_for_saved(model: ModelOptions, named: ScorerOptions) -> Ready:
+def ready_for_saved(model: PlacedModelOptions, named: ScorerOptions) -> Ready:
     """Resolve the options of a command about texts that have been read, which bring their policies."""
     device, named = loading.device_of_source(model), _chosen(model, named)
     scorer, _ = load_scorer(named)
@@ -145,11 +150,11 @@ def ready_for_saved(model: ModelOptions, named: ScorerOptions) -> Ready:
     return Ready(model, named, scorer, RetentionPolicy(), config, device, dtype)
 
 
-def _chosen(model: ModelOptions, named: ScorerOptions) -> ScorerOptions:
+def _chosen(model: PlacedModelOptions, named: ScorerOptions) -> ScorerOptions:
     return replace(named, heads=chosen_heads(named.heads, model.model))
 
 
-def _config(model: ModelOptions, named: ScorerOptions, scorer: Any, device: torch.device) -> tuple[Any, Any]:
+def _config(model: PlacedModelOptions, named: ScorerOptions, scorer: Any, device: torch.device) -> tuple[Any, Any]:
     config = loading.load_config(model)
     check_matches(named, scorer, config)
     return config, loading.resolve_dtype(model.dtype, config, device)
@@ -162,7 +167,7 @@ def opened(text: TextOptions) -> Document:
     return open_file(text.prompt_file or "-", setting="--prompt-file ")
 
 
-def counted(model: ModelOptions, text: TextOptions, document: Document | None, question: str | None) -> int:
+def counted(model: PlacedModelOptions, text: TextOptions, document: Document | None, question: str | None) -> int:
     """Return the tokens of a text, which is then held as them, of a question and of what the template writes around."""
     tokenizer, document = loading.load_tokenizer(model), document or opened(text)
     document.count(tokenizer)

@@ -40,7 +40,7 @@ from locret.conversation.turns import Transcript
 from locret.data import real
 from locret.infer.evaluation import output_folder
 from locret.infer.evaluation.eval_options import LONGEST, numbers, words
-from locret.infer.infer_options import ModelOptions
+from locret.infer.infer_options import PlacedModelOptions
 from locret.labels.many_answers import labels_of_answers
 from locret.loading.options import ScorerOptions
 from locret.scorers.chosen import chosen_heads, load_scorer
@@ -124,7 +124,7 @@ class Cell(NamedTuple):
     tokens: int
 
 
-def measure(options: RealOptions, model: ModelOptions, scorer: ScorerOptions) -> list[dict[str, Any]]:
+def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptions) -> list[dict[str, Any]]:
     """Measure all cells that the record lacks, and return the records of all answers."""
     folder = Path(options.output)
     free = ("methods", "keep", "tokens", "output", "overwrite", "json", "quiet")
@@ -150,7 +150,7 @@ def measure(options: RealOptions, model: ModelOptions, scorer: ScorerOptions) ->
     return records
 
 
-def _source(model: ModelOptions, scorer: ScorerOptions) -> dict[str, Any]:
+def _source(model: PlacedModelOptions, scorer: ScorerOptions) -> dict[str, Any]:
     return {"model": model.model, "revision": model.revision, "dtype": model.dtype, "heads": scorer.heads}
 
 
@@ -309,7 +309,7 @@ def command(argv: Sequence[str]) -> int:
     (options, model, scorer), _ = parse_options(
         "locret-eval",
         "Measure how likely right answers are from what was kept of real texts.",
-        [RealOptions, ModelOptions, ScorerOptions],
+        [RealOptions, PlacedModelOptions, ScorerOptions],
         argv,
     )
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))

@@ -46,7 +46,7 @@ _RETIRED = (
     *("option --cache-type-v", "option --flash-attention", "option --streams"),
     *("option --skip-bad-rows", "option --data-revision"),
     *("option --streaming", "option --push-to-hub", "option --shuffle-buffer", "option --max-row-bytes"),
-    *("option --neighbours", "option --store"),
+    "option --neighbours",
     *(f"task longbench_v2/{split}_cot" for split in ("all", "easy", "hard", "short", "medium", "long")),
     *("--suite longbench-v2-cot", "--suite longbench-v2-splits-cot"),
     *("task multivalue", "task variable_tracking", "task two_stage"),

@@ -1,8 +1,8 @@
 """What other packages and files add: classes by `package.module:Class` or `file.py:Class`, and entry points.
 
 Nothing is imported before it is named. A module is looked for where Python looks; a file is run only if its path is
-given. A package announces what it has in its metadata, in the groups `locret.scorers` and `locret.tasks`; the name on
-the left is then as good as one of ours.
+given. A package announces what it has in its metadata, in the groups `locret.scorers`, `locret.tasks` and
+`locret.stores`; the name on the left is then as good as one of ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from locret.base.nearest import nearest
 
-SCORERS, TASKS = "locret.scorers", "locret.tasks"
+SCORERS, TASKS, STORES = "locret.scorers", "locret.tasks", "locret.stores"
 """Groups of entry points."""
 
 

@@ -23,14 +23,14 @@ from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.backbone.shape import BOTH, RECURRENT
 from locret.cache.export import to_dynamic_cache
 from locret.cache.layer import RetentionLayer
-from locret.cache.layers import make_layer
+from locret.cache.layers import find_store, make_layer
 from locret.cache.limits import Limits, check_pair, check_slots, with_shares
 from locret.cache.memory import Account, CacheMemory
 from locret.cache.over_ranks import check_over_ranks
 from locret.cache.protected import check_held
 from locret.cache.routing import route
 from locret.cache.states import States
-from locret.cache.store import POSITIONS, SCORES
+from locret.cache.store import POSITIONS, SCORES, Store
 from locret.cache.units import Workspace
 from locret.cache.whole import Whole
 from locret.heads.heads import RetainingHeads
@@ -54,9 +54,12 @@ class RetentionCache(Whole):
         model: The backbone the cache is for.
         scorer: Retaining heads, a scorer object, or the name of a training-free scorer.
         policy: How many units stay; if None, what the heads recommend, else the defaults.
+        store: What holds the units, a class derived from `locret.cache.store.Store`, `package.module:Class`,
+            `file.py:Class` or a name announced in the group `locret.stores`; if None, ours. Planned bytes are ours too.
 
     Raises:
-        ValueError: If the model has no keys and values to evict, or scorer and model do not match.
+        ValueError: If the model has no keys and values to evict, scorer and model do not match, the store cannot hold
+            what the policy selects.
 
     Examples:
         >>> cache = RetentionCache(model, scorer="snapkv", policy=policy)
@@ -72,6 +75,8 @@ class RetentionCache(Whole):
         model: nn.Module,
         scorer: RetainingHeads | Scorer | str,
         policy: RetentionPolicy | Mapping[str, Any] | None = None,
+        *,
+        store: type[Store] | str | None = None,
     ) -> None:
         if not isinstance(model, nn.Module):
             raise ValueError(f"model is a {type(model).__name__}; load it with AutoModelForCausalLM.from_pretrained")
@@ -92,6 +97,8 @@ class RetentionCache(Whole):
         """The processes that share the KV heads; what the cache holds are those of this one."""
         policy = policy or RetentionPolicy(budget=usual_budget(backbone.max_positions))
         self.policy = with_shares(policy, scorer, [shape.num_kv_heads for shape in backbone.full_shapes])
+        self.store = None if store is None else find_store(store)
+        """What holds the units, if it is not ours."""
         self.prepared = scorer.prepare(model)
         """What the scorer needs of this backbone."""
         check_pair(scorer, self.policy)
@@ -367,7 +374,7 @@ class RetentionCache(Whole):
 
     def fresh(self) -> RetentionCache:
         """Return an empty cache for the same model, scorer and policy."""
-        return RetentionCache(self.model, self.scorer, self.policy)
+        return RetentionCache(self.model, self.scorer, self.policy, store=self.store)
 
     def split(self, batch: int) -> list[RetentionCache]:
         """Return one cache per row, without the empty slots in front of short rows; new ones if nothing was read."""

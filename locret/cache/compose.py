@@ -210,7 +210,7 @@ def _resized(policy: RetentionPolicy, budget: int) -> RetentionPolicy:
 def _with_budget(cache: RetentionCache, budget: int) -> RetentionCache:
     """Move what a cache holds to one with another budget."""
     policy = _resized(cache.policy, budget)
-    whole = RetentionCache(cache.model, cache.scorer, policy)
+    whole = RetentionCache(cache.model, cache.scorer, policy, store=cache.store)
     whole.check_room(cache.protected)
     whole.load(*cache.state())
     whole.computation = cache.computation

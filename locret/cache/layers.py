@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from locret import lookups
 from locret.backbone.shape import NONE, RECURRENT, Backbone
+from locret.base import plugins
+from locret.base.nearest import nearest
 from locret.cache.block_layer import BlockLayer, block_columns
 from locret.cache.host import HostTier, host_memory
 from locret.cache.layer import RetentionLayer
@@ -26,6 +28,29 @@ if TYPE_CHECKING:
 
 STORES: dict[str, type[Store]] = {store.name: store for store in (DenseStore, RaggedStore)}
 """Every way of holding units. To add one: a file next to `ragged.py`, and its class here."""
+
+
+def find_store(store: type[Store] | str) -> type[Store]:
+    """Return a class of stores, by itself or by name; see `RetentionCache`."""
+    found: Any = store
+    if isinstance(store, str):
+        announced = plugins.announced(plugins.STORES)
+        if store in STORES:
+            return STORES[store]
+        if store in announced:
+            found = plugins.load_announced(announced[store], "store")
+        elif plugins.is_reference(store):
+            found = plugins.load(store, "store")
+        else:
+            near = nearest(store, [*STORES, *announced]) or list(STORES)
+            raise ValueError(f'store "{store}" is unknown; did you mean {" or ".join(near)}?')
+    if not (isinstance(found, type) and issubclass(found, Store)):
+        raise ValueError(f'store "{store}" is no subclass of locret.cache.store.Store; derive it from that')
+    if missing := sorted(found.__abstractmethods__) + [one for one in ("name", "holds") if not hasattr(found, one)]:
+        raise ValueError(f'store "{store}" does not define {", ".join(missing)}; see locret/cache/store.py')
+    if found.holds not in STORES:
+        raise ValueError(f'store "{store}" holds "{found.holds}" units; choose one of {", ".join(STORES)}')
+    return found
 
 
 def check_backbone(policy: RetentionPolicy, backbone: Backbone, index: int) -> None:
@@ -53,7 +78,17 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
         return SlidingLayer(backbone.window)
     nth, rotary, columns = backbone.layers.index(index), cache.rotary.of(index), cache.scorer.columns
     selector = _selector(cache, nth)
-    kind = STORES[selector.store]
+    kind = cache.store or STORES[selector.store]
+    if kind.holds != selector.store:
+        raise ValueError(
+            f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{policy.head_budgets}" selects '
+            f'"{selector.store}" ones; change head_budgets, or take another store'
+        )
+    if policy.has_host and not issubclass(kind, DenseStore):
+        raise ValueError(
+            f"store {kind.name} has no second tier, but host_budget={policy.host_budget} and recall_by="
+            f"{policy.recall_by}; leave those out, or derive the store from locret.cache.store.DenseStore"
+        )
     check_backbone(policy, backbone, index)
     if policy.recalls_blocks:
         shape = backbone.check_alike(f"recall_by={policy.recall_by}")
@@ -65,6 +100,11 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
         form = forms_of(policy, len(backbone.layers), host=host)[nth]
         if form is None:
             return kind(rotary, workspace, columns)
+        if cache.store is not None:
+            raise ValueError(
+                f"store {kind.name} holds units as they are, but key_bits={policy.key_bits} and value_bits="
+                f"{policy.value_bits}; use 16 bits, or leave the store out"
+            )
         return QuantisedStore(rotary, workspace, columns, form=form)
 
     own, tier = store(cache.workspace), None

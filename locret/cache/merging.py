@@ -62,6 +62,12 @@ def kept_parts(store: Store, view: View, kept: Kept) -> Iterator[tuple[Part, Kep
     """Yield the parts of a store that lose units but not all, with those that stay of each."""
     before = 0
     for part in store.parts(view, 0, newest_only=False):
+        assert store.values is not None
+        if part.values.untyped_storage().data_ptr() != store.values.untyped_storage().data_ptr():
+            raise ValueError(
+                f"store {store.name} shows copies of its units, so what is merged there would be lost; use another "
+                "store, or leave merge out"
+            )
         held, chosen = part.keys.shape[2], kept
         if part.where is not None:
             assert isinstance(kept, KeptOverHeads)

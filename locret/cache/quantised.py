@@ -48,7 +48,7 @@ class QuantisedStore(DenseStore):
     position after the newest key, and `lags` by how much it lags behind the longest row's.
     """
 
-    name = "quantised"
+    name, holds = "quantised", "dense"
     uncounted = (*_TURNS, QUERIES)
     once = ("exact_keys", "exact_values", "exact", *_FRAMES.values(), *uncounted)
 

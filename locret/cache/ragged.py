@@ -30,7 +30,7 @@ class RaggedStore(Store):
     `starts[b, k]` on, ascending by position.
     """
 
-    name = "ragged"
+    name = holds = "ragged"
     uncounted = ("counts", "starts")
     once = None
     spacing = 1

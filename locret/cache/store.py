@@ -96,6 +96,8 @@ class Store(Units, ABC):
     """
 
     name: ClassVar[str]
+    holds: ClassVar[str]
+    """Name of our store whose units this one can hold: "dense", as many in all heads, or "ragged"."""
     once: ClassVar[Collection[str] | None] = (QUERIES,)
     uncounted: ClassVar[Collection[str]] = (QUERIES,)
     upcoming: int | None = None
@@ -255,7 +257,7 @@ class Store(Units, ABC):
 class DenseStore(Store):
     """As many units in all heads: buffers (B, K, capacity, D) or (B, K, capacity), the first `fill` slots in use."""
 
-    name = "dense"
+    name = holds = "dense"
 
     @property
     def buffers(self) -> dict[str, Tensor]:

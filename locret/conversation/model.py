@@ -20,6 +20,7 @@ from locret.base.fields import Refusal, as_arguments
 from locret.base.nearest import nearest
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import load_cache
+from locret.cache.store import Store
 from locret.chunked_prefill import prefill
 from locret.conversation.chat import Chat, answer_settings
 from locret.conversation.context import Context
@@ -82,6 +83,7 @@ class LongContextModel:
             recommend it, or the defaults.
         template: How turns become text: "chat" (the tokenizer's chat template), "original" (the one the original heads
             were trained on) or "none" (plain text); if None, the chat template where there is one, else plain text.
+        store: What holds the units, as in `RetentionCache`; if None, ours.
         parse_special: Let what spells a special token become one in documents, questions and messages, too. A risk:
             then a text can end the user's turn and speak for the system.
 
@@ -104,6 +106,7 @@ class LongContextModel:
         *,
         budget: int | None = None,
         template: str | None = None,
+        store: type[Store] | str | None = None,
         parse_special: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.parse_special = model, tokenizer, parse_special
@@ -111,8 +114,9 @@ class LongContextModel:
             scorer, numbers = chosen.keeping_all()
             policy, budget = replace(policy_of(policy) or RetentionPolicy(), **numbers), None
         policy = _with_budget(policy_of(policy, budget), budget, scorer)
-        empty = RetentionCache(model, scorer, policy)
+        empty = RetentionCache(model, scorer, policy, store=store)
         self.scorer, self.policy, self.backbone = empty.scorer, empty.policy, empty.backbone
+        self.store = empty.store
         self.template = template or ("chat" if tokenizer.chat_template else "none")
         self.name = str(getattr(unwrap(model).config, "name_or_path", "") or type(unwrap(model)).__name__)
         self._transcript()  # refuses a template that cannot hold a document
@@ -128,6 +132,7 @@ class LongContextModel:
         budget: int | None = None,
         allow_other_base: bool = False,
         template: str | None = None,
+        store: type[Store] | str | None = None,
         **backbone: Any,
     ) -> LongContextModel:
         """Load a backbone with its tokenizer, and heads or a scorer for it.
@@ -141,6 +146,7 @@ class LongContextModel:
             budget: Instead of a policy, as in the class.
             allow_other_base: Accept heads of another backbone of the same shape.
             template: How turns become text, as in the class.
+            store: What holds the units, as in `RetentionCache`.
             **backbone: How the backbone is loaded, as in transformers: device ("cpu", "cuda", "mps", else the best
                 there is), dtype (or torch_dtype), revision, adapter (LoRA of PEFT), device_map, max_memory,
                 load_in_4bit, load_in_8bit, quantization_config, gguf_file, attn_implementation,
@@ -181,7 +187,7 @@ class LongContextModel:
             tokenizer = loading.load_tokenizer(source)
             whole = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
         assert isinstance(found, (RetainingHeads, Scorer))
-        return cls(whole, tokenizer, found, policy, template=template)
+        return cls(whole, tokenizer, found, policy, template=template, store=store)
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -229,7 +235,7 @@ class LongContextModel:
 
     def new_cache(self) -> RetentionCache:
         """Return an empty cache."""
-        return RetentionCache(self.model, self.scorer, self.policy)
+        return RetentionCache(self.model, self.scorer, self.policy, store=self.store)
 
     def tokens(self, document: Document, *, system: str | None = None) -> Iterator[list[int]]:
         """Yield the token ids that `read_into` feeds."""

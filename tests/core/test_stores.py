@@ -1,14 +1,17 @@
-"""A contract that every store keeps, by itself."""
+"""A contract that every store keeps, by itself and in a cache; and stores of somebody else's."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from families import build
+from families import build, prompt
+from scorer_passes import GREEDY, policy
 from torch import Tensor
 
+from locret import RetentionCache, generate
 from locret.backbone.adapters import find_decoder
 from locret.backbone.rotary import Rotary
 from locret.cache.layers import STORES
@@ -17,6 +20,7 @@ from locret.policy.selectors import KeptOverHeads, KeptPerHead, OverHeads, PerHe
 
 ROWS, HEADS, DIM = 2, 2, 8
 SELECTORS: dict[str, Any] = {"dense": PerHead(), "ragged": OverHeads(floor=0.0, relative=False)}
+POLICIES: dict[str, dict[str, Any]] = {"dense": {}, "ragged": {"head_budgets": "adaptive"}}
 every_store = pytest.mark.parametrize("kind", STORES)
 
 
@@ -102,3 +106,70 @@ def test_keep_says_what_stays_and_what_goes_and_keeps_it(kind: str) -> None:
         for group in groups:
             lost = [scores[k] for k in before if k[0] == row and k[1] in group and k not in after]
             assert min(scores[k] for k in free if k[1] in group) >= max(lost)
+
+
+# -- stores of one's own ----------------------------------------------------------------------------------------------
+
+FILE = """
+from locret.cache.ragged import RaggedStore
+from locret.cache.store import DenseStore, Store
+
+
+class Counting(DenseStore):
+    name = "counting"
+    kept = 0
+
+    def keep(self, kept, turned):
+        Counting.kept += 1
+        super().keep(kept, turned)
+
+
+class Ragged(RaggedStore):
+    name = "own_ragged"
+
+
+class Unfinished(Store):
+    name = "unfinished"
+
+
+class Strange(DenseStore):
+    holds = "gases"
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "stores.py").write_text(FILE)
+    return str(tmp_path / "stores.py")
+
+
+@pytest.mark.parametrize(("kind", "changes"), [("Counting", {}), ("Ragged", {"head_budgets": "adaptive"})])
+def test_a_store_of_a_file_holds_what_ours_holds(file: str, kind: str, changes: dict[str, Any]) -> None:
+    model, answers = build("llama"), []
+    for store in (None, f"{file}:{kind}"):
+        cache = RetentionCache(model, "snapkv:window=4", policy(**changes), store=store)
+        answers.append(generate(model, prompt(61), cache=cache, max_new_tokens=8, **GREEDY))
+    assert torch.equal(*answers)
+    held = {type(layer.store).__name__ for one in (cache, cache.copy(), cache.fresh()) for layer in one.governed}
+    assert held == {kind}
+    if kind == "Counting":
+        assert type(cache.governed[0].store).kept == 9  # type: ignore[attr-defined] # three layers, three chunks beyond the budget
+
+
+@pytest.mark.parametrize(
+    ("store", "sentence"),
+    [
+        ("FILE:Ragged", 'store own_ragged holds "ragged" units, but head_budgets="uniform" selects "dense" ones'),
+        ("FILE:Unfinished", "does not define _allocate"),
+        ("FILE:Strange", 'holds "gases" units; choose one of dense, ragged'),
+        ("FILE:Contains", "has no Contains; did you mean"),
+        ("dens", "did you mean dense"),
+        ("no.such.module:Store", "Python finds no module no"),
+        ("json:JSONDecoder", "is no subclass of locret.cache.store.Store"),
+        (dict, "is no subclass of locret.cache.store.Store"),
+    ],
+)
+def test_what_cannot_hold_the_units_is_refused(file: str, store: Any, sentence: str) -> None:
+    given = store.replace("FILE", file) if isinstance(store, str) else store
+    with pytest.raises(ValueError, match=sentence):
+        RetentionCache(build("llama"), "tova", policy(), store=given)
