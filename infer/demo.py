@@ -77,7 +77,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     tokens = len(lm.tokenizer(words, verbose=False)["input_ids"])
     chunk = 512 if tokens >= 2048 else 256
     kept = policy_of_share(tokens, SHARE, chunk_size=chunk)
-    own = replace(kept, head_budgets="shares") if lm.scorer.head_shares else kept
+    own = replace(kept, head_budgets="shares", spacing=16) if lm.scorer.head_shares else kept
     ways: dict[str, tuple[Any, Any]] = {
         "everything": ("full", {"chunk_size": chunk}),
         "retaining heads": (lm.scorer, own),

@@ -70,7 +70,7 @@ def _folder(folder: Path, setting: str, read: Callable[[Path], Any]) -> Iterator
     def pieces() -> Iterator[str]:
         left = []
         for path in files:
-            name = path.relative_to(folder).as_posix()
+            name = path.relative_to(folder).as_posix().encode("utf-8", "replace").decode()
             try:
                 blocks = read(path)
                 first = next(blocks, "")
@@ -96,10 +96,11 @@ def _files(folder: Path) -> list[Path]:
     """Return a folder's files in order; those that git knows or would add, where it is a repository."""
     line = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     try:
-        listed = subprocess.run(line, capture_output=True, check=True, text=True).stdout.split("\0")
+        listed = os.fsdecode(subprocess.run(line, capture_output=True, check=True).stdout).split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        listed = []
+    if any(listed):  # git lists nothing of a folder that it ignores as a whole, which somebody asks for all the same
         return sorted(folder / name for name in set(listed) if name)
-    except (OSError, subprocess.CalledProcessError, UnicodeDecodeError):
-        pass
     found = list[Path]()
     for here, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".")]

@@ -95,6 +95,9 @@ def test_a_folder_is_read_below_the_names_of_its_files_as_git_would_add_them_or_
     with pytest.warns(UserWarning, match=r"no text, so left out: image\.bin$"):
         text = read(tmp_path)
     assert text == "# .gitignore\n\n*.log\n\n\n# a.md\n\nfirst\n\n# b.txt\n\nlast\n\n# src/c.py\n\nx = 1\n\n"
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "b\udcff.log").write_text("asked for by name")
+    assert read(tmp_path / "out") == "# b?.log\n\nasked for by name\n\n", "although git ignores it"
     (tmp_path / "plain" / ".hidden").mkdir(parents=True)
     (tmp_path / "plain" / ".hidden" / "key").write_text("secret")
     (tmp_path / "plain" / "one.txt").write_text("one")
