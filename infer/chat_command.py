@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from locret.base.fields import Refusal
 from locret.base.nearest import check_retired, nearest
 from locret.cli.command import parse_options, run, warnings_as_lines
+from locret.infer.fetch import is_address
 from locret.infer.infer_options import ChatOptions, GenerationOptions, PlacedModelOptions, PolicyOptions
 from locret.loading.options import ScorerOptions
 
@@ -86,8 +87,8 @@ class Conversation:
         import torch
 
         torch.manual_seed(self.generation.seed)
-        if self.about.prompt_file is not None:
-            self._do_read(self.about.prompt_file)
+        if self.about.prompt_file:
+            self._read(self.about.prompt_file)
         elif self.about.context is not None:
             self._do_load(self.about.context)
         else:
@@ -125,9 +126,12 @@ class Conversation:
 
     def _do_read(self, given: str) -> None:
         """/read FILE: read a text and talk about it."""
-        from locret.conversation.document import open_file
+        self._read([given if is_address(given) else str(_path(given, "/read"))])
 
-        document, cache = open_file(_path(given, "/read")), self.lm.new_cache()
+    def _read(self, names: Sequence[str]) -> None:
+        from locret.infer.reading import open_all
+
+        document, cache = open_all(names, ""), self.lm.new_cache()
         how: dict[str, Any] = {"system": self.about.system, "protect": self.about.protect}
         context = self.lm.read_into(cache, document, progress=not self.about.quiet, **how)
         self._go_on(context.chat(cache))

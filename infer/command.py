@@ -79,7 +79,7 @@ def together(options: Options) -> Iterator[Options]:
             f"{count} processes were started, but each would read and answer the same; share the backbone with --shard "
             "fsdp or --shard tp, or start one process"
         )
-    if count > 1 and not output.dry_run and options.prompt.prompt_file in (None, "-"):
+    if count > 1 and not output.dry_run and not options.prompt.again:
         raise ValueError("a text on standard input reaches one process alone; give it to all with --prompt-file FILE")
     with joined() as ranks:
         given = {f"--{name.replace('_', '-')}": one for part in options.parts for name, one in asdict(part).items()}
@@ -105,7 +105,7 @@ def execute(options: Options) -> None:
     with options.ranks.together():
         longest = max(asked, key=len, default=None)
         groups = (options.model, options.scorer, options.policy, options.chosen, options.generation)
-        foresee = prompt.prompt_file not in (None, "-") if output.dry_run else options.generation.num_beams > 1
+        foresee = prompt.again if output.dry_run else options.generation.num_beams > 1
         plan = ready(*groups, lambda: counted(options.model, prompt, document, longest), foresee=foresee)
         if prompt.protocol == "aware":
             check_no_turns({"turns": options.policy.turns})
@@ -128,7 +128,7 @@ def _check_together(options: Options, asked: Sequence[str]) -> None:
         raise ValueError("--evidence is about an answer, but nothing is asked; give --question or --questions")
     if output.compare_full and (len(asked) > 1 or prompt.evidence or options.ranks.size > 1):
         raise ValueError("--compare-full compares one answer in one process; leave it, --evidence or --shard out")
-    if output.compare_full and prompt.prompt_file in (None, "-"):
+    if output.compare_full and not prompt.again:
         raise ValueError("--compare-full reads the text twice, which standard input is not; give --prompt-file FILE")
 
 
@@ -146,12 +146,14 @@ def _agree(options: Options, plan: Ready, asked: Sequence[str]) -> None:
     from locret import shipped
     from locret.heads.fingerprint import weight_fingerprint
 
-    digest, path = sha256(), os.path.expanduser(shipped.find(str(options.prompt.prompt_file)))
-    if os.path.isdir(path):
-        raise Refusal("prompt_file", options.prompt.prompt_file, "is a folder, and --shard reads a file; give one")
-    with open(path, "rb") as text:
-        while part := text.read(2**20):
-            digest.update(part)
+    digest = sha256()
+    for name in options.prompt.prompt_file:
+        path = os.path.expanduser(shipped.find(name))
+        if not os.path.isfile(path):
+            raise Refusal("prompt_file", name, "is a folder or a page, and --shard reads files; give files")
+        with open(path, "rb") as text:
+            while part := text.read(2**20):
+                digest.update(part)
     contents = {
         "the text of --prompt-file": digest.hexdigest()[:16],
         "the questions": list(asked),

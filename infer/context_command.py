@@ -63,7 +63,7 @@ def read(
     with warnings_as_lines(f"{PROG} read", quiet=output.quiet):
         document = None if output.dry_run else opened(text)
         groups = (model, scorer, policy, given, GenerationOptions())
-        foresee = output.dry_run and text.prompt_file not in (None, "-")
+        foresee = output.dry_run and text.again
         plan = ready(*groups, lambda: counted(model, text, document, None), foresee=foresee)
         check_savable(plan.policy, output.output)
         warn_of_growth(plan)

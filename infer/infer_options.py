@@ -76,9 +76,10 @@ class TextOptions:
 
     usual: ClassVar[tuple[str, ...]] = ("prompt_file", "system")
 
-    prompt_file: str | None = None
-    """Text file of any size, UTF-8; a PDF, EPUB, DOCX or HTML file (extra documents); or a folder, whose files are read
-    below their names, without what git ignores. - is standard input, as is no file at all if something is piped in."""
+    prompt_file: list[str] = field(default_factory=list)
+    """Text file of any size, UTF-8; a PDF, EPUB, DOCX or HTML file (extra documents); a folder, whose files are read
+    below their names, without what git ignores; or a page, https://... Several, each with a --prompt-file of its own,
+    are read below their names. - is standard input, as is no file at all if something is piped in."""
     system: str | None = field(default=None, metadata={"empty": True})
     """System message."""
     template: Template = "chat"
@@ -88,7 +89,14 @@ class TextOptions:
     the user), user, assistant, message:N or tokens:A-B; with a least share of the budget, as document=0.5, instead of
     all its units; each=0.05 gives every turn a share."""
 
+    @property
+    def again(self) -> bool:
+        """Whether the text can be read a second time, as standard input cannot."""
+        return bool(self.prompt_file) and "-" not in self.prompt_file
+
     def __post_init__(self) -> None:
+        if self.prompt_file.count("-") > 1:
+            raise Refusal("prompt_file", "-", "is standard input, which can be read once; give it once")
         roles = (DOCUMENT, USER, ASSISTANT, *([] if self.system is None else [SYSTEM]))
         check_rules(rules_of(self.protect), roles, system="give --system TEXT")
 
@@ -138,8 +146,8 @@ class ChatOptions(TextOptions):
 
     usual: ClassVar[tuple[str, ...]] = ("prompt_file", "context")
 
-    prompt_file: str | None = None
-    """Text file of any size, UTF-8, that is read first; /read FILE reads one later."""
+    prompt_file: list[str] = field(default_factory=list)
+    """What is read first, as for locret-infer; /read FILE reads another later."""
     context: str | None = None
     """Instead of a text: a conversation or a context that has been saved, or a context on the Hub, to go on with."""
     quiet: bool = False
@@ -147,11 +155,12 @@ class ChatOptions(TextOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.prompt_file == "-":
+        if "-" in self.prompt_file:
             raise Refusal("prompt_file", "-", "is standard input, which holds what you say; give a file")
         for name in ("prompt_file", "protect"):
             if self.context is not None and (given := getattr(self, name)):
-                rule = f"has been read already, so --{name.replace('_', '-')} {given} comes too late; drop one of them"
+                late = f"--{name.replace('_', '-')} {' '.join(given)}"
+                rule = f"has been read already, so {late} comes too late; drop one of them"
                 raise Refusal("context", self.context, rule)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import chain, dropwhile
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from locret.conversation.document import Document, encode, open_file
 from locret.conversation.turns import Transcript
 from locret.environment import versions
 from locret.infer import sizing
+from locret.infer.fetch import fetched, is_address
 from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, PolicyOptions, TextOptions
 from locret.loading.options import ScorerOptions
 from locret.scorers import Scorer
@@ -162,9 +164,26 @@ def _config(model: PlacedModelOptions, named: ScorerOptions, scorer: Any, device
 
 def opened(text: TextOptions) -> Document:
     """Return the text to read."""
-    if text.prompt_file is None and (sys.stdin is None or sys.stdin.isatty()):
+    if not text.prompt_file and (sys.stdin is None or sys.stdin.isatty()):
         raise ValueError("there is nothing to read; give a text with --prompt-file, or pipe one in")
-    return open_file(text.prompt_file or "-", setting="--prompt-file ")
+    return open_all(text.prompt_file or ["-"], "--prompt-file ")
+
+
+def open_all(names: Sequence[str], setting: str) -> Document:
+    """Open a file, a folder or a page; several become one text, each below its name."""
+    found = [fetched(name, setting) if is_address(name) else open_file(name, setting=setting) for name in names]
+    if len(found) == 1:
+        return found[0]
+
+    def pieces() -> Iterator[str]:
+        for one in found:
+            blocks = dropwhile(lambda block: not block.strip(), one.pieces or ())
+            if (first := next(blocks, None)) is None:
+                raise ValueError(f"{setting}{one.name} is empty; give a text to read, or leave it out")
+            yield from chain([f"# {one.name}\n\n", first], blocks, ["\n\n"])
+
+    sizes = [one.size for one in found if one.size is not None]
+    return Document(found[0].name, pieces(), size=sum(sizes) if len(sizes) == len(found) else None, unit="bytes")
 
 
 def counted(model: PlacedModelOptions, text: TextOptions, document: Document | None, question: str | None) -> int:

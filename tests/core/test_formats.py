@@ -1,15 +1,19 @@
-"""Documents as people have them: PDF, EPUB, DOCX, HTML and folders, read as text with their pages and chapters."""
+"""Documents as people have them: PDF, EPUB, DOCX, HTML, folders and pages, read as text with their chapters."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from locret.conversation.document import open_document
+from locret.infer.reading import open_all
 
 HTML = "<html><body><h1>Tea</h1><p>Green tea takes <b>70</b> degrees.</p><script>no()</script></body></html>"
 EPUB = {
@@ -125,3 +129,48 @@ def test_what_cannot_be_read_is_said_in_one_sentence(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "markitdown", None)
     with pytest.raises(ValueError, match=r"format PDF, which the extra documents reads; pip install 'locret\[doc"):
         read(tmp_path / "blank.pdf")
+
+
+PAGES = {
+    "/tea": ("text/html; charset=utf-8", HTML.encode()),
+    "/raw/tea.md": ("text/plain", b"Green tea."),
+    "/cut": ("text/plain", None),
+}
+
+
+class Site(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        kind, body = PAGES.get(self.path, ("", b""))
+        self.send_response(200 if kind else 404)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", "9" if body is None else str(len(body)))
+        self.end_headers()
+        self.wfile.write(body or b"half")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def site() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Site)
+    Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_pages_and_several_files_are_one_text_below_their_names(site: str, tmp_path: Path) -> None:
+    pytest.importorskip("markitdown", reason="the extra documents is not installed")
+    (tmp_path / "a.txt").write_text("first")
+    (tmp_path / "empty.txt").write_text(" ")
+    several = open_all([str(tmp_path / "a.txt"), f"{site}/raw/tea.md"], "--prompt-file ")
+    assert "".join(several.pieces or ()) == "# a.txt\n\nfirst\n\n# tea.md\n\nGreen tea.\n\n"
+    page = open_all([f"{site}/tea"], "--prompt-file ")
+    assert page.name == "tea"
+    assert "".join(page.pieces or ()).startswith("# Tea")
+    for name, why in {f"{site}/none": "Not Found", f"{site}/cut": "ended early", "http://[": "Invalid"}.items():
+        with pytest.raises(ValueError, match=rf"^--prompt-file .* cannot be fetched \(.*{why}.*\); check the addr"):
+            open_all([name], "--prompt-file ")
+    with pytest.raises(ValueError, match=r"--prompt-file empty\.txt is empty"):
+        list(open_all([str(tmp_path / "a.txt"), str(tmp_path / "empty.txt")], "--prompt-file ").pieces or ())
