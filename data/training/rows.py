@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from locret.conversation.turns import Message
-from locret.data.training.json_rows import BadRow
+from locret.data.training.sources import BadRow
 
 ROLES = {
     "user": "user",

@@ -2,22 +2,24 @@
 
 LongAlpaca, LongAlign and Anti-Haystack are those of the paper's Section 4.1 and its data ablation; LongAlpaca-16k is
 the part of LongAlpaca that fits into 16K tokens. Each is pinned to the newest commit of its repository that was known
-when this was written; `--dataset-revision` overrides it. JSON files are read by `json_rows`, row by row; all else goes
-through `datasets`, which keeps tables on the disk.
+when this was written; `--dataset-revision` overrides it. All of them are read by `datasets`, which keeps tables on the
+disk and not in memory.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
 from locret.base.nearest import nearest
-from locret.data.training.json_rows import SUFFIXES, BadRow, JsonRows, one_sentence
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -27,6 +29,19 @@ logger = logging.getLogger(__name__)
 Rows = Union["Dataset", Sequence[Mapping[str, Any]]]
 _SCHEMA_ROWS = 100
 """Rows whose keys together are the columns of a data set that does not list them."""
+
+
+class BadRow(ValueError):
+    """A row that cannot be trained on.
+
+    Args:
+        reason: A few words that rows left out are counted under.
+        detail: What is wrong, after "the row": "has no answer".
+    """
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
 
 
 @dataclass(frozen=True)
@@ -52,7 +67,8 @@ ALIASES = {
         ("data/train-00000-of-00001.parquet", "data/train-00000-of-00001.jsonl"),
     ),
 }
-ENDINGS = (*SUFFIXES, ".parquet")
+ENDINGS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
+"""Those of files that are read, with what `datasets` calls their kind."""
 
 
 def load_rows(dataset: str, *, data_dir: str | None = None, split: str = "train", revision: str | None = None) -> Rows:
@@ -86,23 +102,10 @@ def load_rows(dataset: str, *, data_dir: str | None = None, split: str = "train"
 
 
 def columns_of(rows: Rows) -> list[str]:
-    """Return the names of the columns: those of a table, or the keys of the first rows together.
-
-    Raises:
-        BadRow: If no row among the first can be read.
-    """
+    """Return the names of the columns: those of a table, or the keys of the first rows together."""
     if (listed := getattr(rows, "column_names", None)) is not None:
         return list(listed)
-    found: dict[str, None] = {}
-    problem = None
-    for index in range(min(len(rows), _SCHEMA_ROWS)):
-        try:
-            found.update(dict.fromkeys(record_of(rows, index)))
-        except BadRow as error:
-            problem = problem or error
-    if problem is not None and not found:
-        raise problem
-    return list(found)
+    return list(dict.fromkeys(name for row, _ in zip(rows, range(_SCHEMA_ROWS), strict=False) for name in row))
 
 
 def record_of(rows: Rows, index: int) -> Mapping[str, Any]:
@@ -115,12 +118,6 @@ def record_of(rows: Rows, index: int) -> Mapping[str, Any]:
         return rows[index]  # type: ignore[no-any-return]
     except UnicodeDecodeError as error:  # Arrow stores text without checking it
         raise BadRow("invalid UTF-8", f"holds text that is not UTF-8 ({error.reason})") from None
-
-
-def place_of(rows: Rows, index: int) -> str:
-    """Return what names a row in messages: "rows.jsonl: row 16 (counted from 0)"."""
-    file = f"{rows.file_of(index)}: " if isinstance(rows, JsonRows) else ""
-    return f"{file}row {index} (counted from 0)"
 
 
 def find_local(dataset: str, *, data_dir: str | None = None) -> Path | None:
@@ -175,23 +172,34 @@ def _in_data_dir(dataset: str, alias: str | None, folder: Path) -> Path:
 def _load_local(path: Path, dataset: str, split: str) -> Rows:
     import datasets
 
-    with one_sentence(f"--dataset {dataset}: {path}", "check the file and the split"):
-        files = {"train": [str(path)]}
-        if path.is_dir():
-            # Splits come from file names (test.jsonl) or the README, else all is train.
-            found = datasets.load_dataset_builder(str(path)).config.data_files or {}
-            files = {str(name): [str(file) for file in files] for name, files in found.items()}
-        endings = {Path(file).suffix for named in files.values() for file in named}
-        if not endings <= set(ENDINGS):
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what else it would say stands in what it raises
+    with _one_sentence(f"--dataset {dataset}: {path}", "check the file and the split"):
+        if path.is_dir():  # splits come from file names (test.jsonl) or the README, else all is train
+            return datasets.load_dataset(str(path), split=split)
+        if path.suffix not in ENDINGS:
             raise ValueError(f"its ending is not known; convert it to {', '.join(ENDINGS)}")
-        if not endings <= set(SUFFIXES):
-            return datasets.load_dataset("parquet", data_files=files, split=split)
-        rows = {name: JsonRows(paths) for name, paths in files.items()}
-        sizes = {name: len(found) for name, found in rows.items()}
-        first, *others = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
-        if others:
-            raise ValueError(f"--split {split} joins parts; name one, such as train[:100]")
-        return rows[first.splitname].part(first.from_, first.to)
+        return datasets.load_dataset(ENDINGS[path.suffix], data_files=escape(str(path)), split=split)
+
+
+@contextmanager
+def _one_sentence(named: str, way_out: str) -> Iterator[None]:
+    """Turn whatever a reader of tables raises, which has no end, into one sentence.
+
+    Raises:
+        ValueError: For damage.
+        OSError: If the operating system refuses.
+    """
+    try:
+        yield
+    except MemoryError:
+        raise
+    except Exception as error:
+        cause = error.__cause__ or error
+        # A damaged offset is an invalid argument; the errors of Arrow, and of datasets, have no number.
+        if getattr(cause, "errno", None) not in (None, errno.EINVAL):
+            raise OSError(f"{named} cannot be read ({cause}); check its path and permissions") from None
+        reason = " ".join(str(cause).split())[:300] or type(cause).__name__
+        raise ValueError(f"{named} cannot be read ({reason}); {way_out}") from None
 
 
 def _load_hub(dataset: str, split: str, revision: str | None) -> Rows:

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from locret.conversation.turns import check_template
 from locret.data.training.chat import tokenise_questions, tokenise_row
-from locret.data.training.json_rows import BadRow
 from locret.data.training.rows import Row, detect_schema, read_row, reconstruction
-from locret.data.training.sources import Rows, columns_of, load_rows, place_of, record_of
+from locret.data.training.sources import BadRow, Rows, columns_of, load_rows, record_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -131,10 +130,7 @@ class TrainingStream(Iterator[TrainingExample]):
         self._max_length, self._min_tokens, self._max_tokens = max_length, min_tokens, max_tokens
         self._seed, self._rank, self._world = seed, rank, world
         self._reconstruct, self._answers = reconstruct, answers
-        try:
-            self.schema = detect_schema(columns_of(rows), source)
-        except BadRow as error:
-            raise ValueError(f"--dataset {source}: no row can be read; {place_of(rows, 0)} {error}") from None
+        self.schema = detect_schema(columns_of(rows), source)
         if answers == "each" and self.schema.asked is None:
             raise ValueError(
                 f"--answers each asks every question of a document by itself, but the rows of --dataset {source} are "
@@ -257,7 +253,7 @@ class TrainingStream(Iterator[TrainingExample]):
                 example = self._tokenise(index)
             except BadRow as error:
                 if self._epoch == 0:
-                    self.report.add(error.reason, f"{place_of(self._rows, index)} {error}")
+                    self.report.add(error.reason, f"row {index} (counted from 0) {error}")
             else:
                 self._used_in_epoch += 1
                 return example

@@ -165,7 +165,7 @@ def test_a_row_of_questions_is_its_document_and_what_each_adds_and_trains(
 GOOD = b'{"instruction": "The number of Oslo is 314. What is it?", "output": "It is 314."}'
 BAD_LINES = {
     "no answer": b'{"instruction": "Who?", "output": ""}',
-    "not JSON": b'{"instruction": "cut of',
+    "wrong type": b'{"instruction": 7, "output": "Me."}',
     "longer than the context": b'{"instruction": "' + b"the house " * 2100 + b'", "output": "Me."}',
 }
 
@@ -181,7 +181,7 @@ def test_bad_lines_are_left_out_and_reported(
     for row, reason in enumerate(BAD_LINES, start=1):
         found = report["dropped"].pop(reason)
         assert found["count"] == 1
-        assert found["first_rows"][0].startswith(f"{rows}: row {row} (counted from 0) ")
+        assert found["first_rows"][0].startswith(f"row {row} (counted from 0) ")
     assert not report["dropped"]
     assert "rows left out of 5 read: " in caplog.text
     config: Any = RetainingHeads.from_pretrained(tmp_path / "run").config
