@@ -30,7 +30,6 @@ _FAMILIES = {
     "ruler": "locret.data.tasks.ruler",
     "niah": "locret.data.tasks.published.niah",
     "twostage": "locret.data.tasks.published.omnikv",
-    "multistep": "locret.data.tasks.published.omnikv",
     "sirllm": "locret.data.tasks.published.sirllm",
 }
 _SHORT = {

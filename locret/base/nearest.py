@@ -48,12 +48,12 @@ _RETIRED = (
     *("option --streaming", "option --push-to-hub", "option --shuffle-buffer", "option --max-row-bytes"),
     "option --neighbours",
     *(f"task longbench_v2/{split}_cot" for split in ("all", "easy", "hard", "short", "medium", "long")),
-    *("--suite longbench-v2-cot", "--suite longbench-v2-splits-cot"),
+    *("--suite longbench-v2-cot", "--suite longbench-v2-splits-cot", "--suite multistep-omnikv", "task multistep/"),
     *("task multivalue", "task variable_tracking", "task two_stage"),
     *("task option lookalikes", "option --density", "option --lookalikes"),
     *("task option max_row_bytes", "task option answer_room", "task option replace_mask", "task option collection"),
     *("task option max_turns", "task option no_context", "task option compensated", "task option digits"),
-    *("scbench option scorer", "loogle option scorer"),
+    *("scbench option scorer", "loogle option scorer", "infinitebench option scorer"),
     *("modifier +d2o", "modifier +kvmerger", "modifier +refit", "modifier +shares"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""

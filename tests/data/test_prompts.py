@@ -84,18 +84,6 @@ def test_prompts_of_longbench_v2_are_the_official_ones() -> None:
     assert [len(items_of(f"longbench_v2/{name}", V2["records"])) for name in ("easy", "medium")] == [1, 0]
 
 
-def test_questions_are_put_step_by_step_as_omnikvs_script_puts_them() -> None:
-    row = {"context": "w1 w2", "input": "w3", "answers": ["Blue", "navy"]}
-    asked = (
-        "Answer the question based on the given passages. \n\nThe following are given passages.\nw1 w2\n\n"
-        "Answer the question based on the given passages. \n\nQuestion: w3\n"
-    )
-    (steps,), (once,) = items_of("multistep/hotpotqa", [row]), items_of("multistep/hotpotqa", [row], cot=False)
-    assert (steps.content, steps.document, steps.lead) == (asked, "w1 w2", "Evidence (step by step) then answer: 1.")
-    assert (steps.system, once.system, once.lead) == (f"{once.system} ", "You are a helpful assistant.", "")
-    assert tasks.get("multistep/2stage", style="yi").max_new_tokens == 50
-
-
 REAL = golden("digests")
 
 

@@ -19,13 +19,10 @@ from locret.data.tasks.published.leval import exact_match, rouge_parts
 ANSWERS = yaml.safe_load((HERE / "answers.yaml").read_text(encoding="utf-8"))
 
 
-def score(task: str, said: str, targets: Any, classes: tuple[str, ...] = (), **options: str) -> float:
-    family, _, name = task.partition("/")
-    if family == "locret":
-        family, options = "infinitebench", {"scorer": "locret"}
+def score(task: str, said: str, targets: Any, classes: tuple[str, ...] = ()) -> float:
     targets = [str(one) for one in (targets if isinstance(targets, list) else [targets])]
     sample = Sample(content="", targets=tuple(targets), reply="", choices=classes)
-    return tasks.get(f"{family}/{name}", **options).score(said, sample)
+    return tasks.get(task).score(said, sample)
 
 
 def test_short_answers_get_their_official_scores() -> None:

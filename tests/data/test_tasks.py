@@ -22,7 +22,7 @@ WRONG = {
 
 def test_every_task_is_found_by_name_and_says_what_it_measures() -> None:
     names = tasks.names()
-    assert len(set(names)) == len(names) > 120
+    assert len(set(names)) == len(names) > 110
     for name in names:
         task = tasks.get(name)
         assert (task.name, task.family) == (name, name.partition("/")[0])
@@ -76,8 +76,6 @@ def test_printed_cells_give_the_printed_average(suite, row) -> None:
     average = suite.average(known) if len(known) == len(suite.tasks) else None
     if not row.scores:
         assert suite.name.startswith("ruler-")
-    elif row.average is None:
-        assert suite.name == "multistep-omnikv"
     elif (wrong := WRONG.get((suite.name, row.model, row.method))) is not None:
         assert average == pytest.approx(wrong, abs=0.01)
         assert abs(row.average - wrong) > 1

@@ -133,7 +133,6 @@ def test_baselines_of_omnikv_give_half_of_30_percent_to_recent_units_and_1_perce
     [
         ("omnikv_infinitebench", 32, (2, 8, 18), 0.0667),
         ("omnikv_longbench", 32, (2, 8, 18), 0.0667),
-        ("omnikv_multi_step", 48, (3, 11, 30), 0.138),
     ],
 )
 def test_omnikv_attends_to_the_share_that_leaves_30_percent_in_fast_memory(

@@ -54,16 +54,14 @@ def book_choice(prediction: str, text: str, letter: str) -> float:
     return float(next((word for word in cleaned.split() if word in LETTERS), None) in labels)
 
 
-def code_choice(prediction: str, function: str, letter: str, line_end: bool = False) -> float:
+def code_choice(prediction: str, function: str, letter: str) -> float:
     """Return 1 if the answer is the right option: InfiniteBench's C.Debug.
 
     It must begin with the letter and a full stop or colon, or name letter or function after "is:" or "answer:". A bare
-    letter scores 0, and so does the function's name alone; with `line_end` a letter alone on its line counts too, as in
-    the Locret release.
+    letter scores 0, and so does the function's name alone.
     """
     prediction = prediction.strip()
-    ends = (".", ":", "\n") if line_end else (".", ":")
-    if prediction.startswith(tuple(letter + end for end in ends)):
+    if prediction.startswith((f"{letter}.", f"{letter}:")):
         return 1.0
     cleaned = _blanked(prediction, ("\n", "`", "'", '"', "-", "*", "Option", "option"))
     # The official list goes on with "correct option is:", which is never reached: "is:" is found before it.

@@ -11,8 +11,6 @@ import re
 from collections.abc import Sequence
 
 _MARKS = ("\n", ":", '"', "'", ".", ",", "?", "!", "{", "}")
-LOCRET_MARKS = ("</s>", "The", "To")
-"""Further texts that the Locret release takes for the end of a value, even inside a word."""
 
 
 def first_integer(prediction: str, target: str) -> float:
@@ -27,16 +25,16 @@ def all_contained(prediction: str, targets: Sequence[str]) -> float:
     return sum(target.lower() in low for target in targets) / len(targets)
 
 
-def split_words(text: str, marks: Sequence[str] = _MARKS) -> list[str]:
-    """Return the pieces of a text between white space and the given marks."""
-    for mark in marks:
+def split_words(text: str) -> list[str]:
+    """Return the pieces of a text between white space and marks."""
+    for mark in _MARKS:
         text = text.replace(mark, " ")
     return text.split()
 
 
-def value_among_words(prediction: str, value: str, more_marks: Sequence[str] = ()) -> float:
+def value_among_words(prediction: str, value: str) -> float:
     """Return 1 if the value is one of the answer's words: InfiniteBench's R.KV."""
-    return float(value in split_words(prediction, (*_MARKS, *more_marks)))
+    return float(value in split_words(prediction))
 
 
 def name_among_words(prediction: str, name: str) -> float:

@@ -7,7 +7,7 @@ Source:    OpenBMB/InfiniteBench (MIT), data set xinrongzhang2022/InfiniteBench,
            wording of the Locret release, which says **MASK** for $$MASK$$; for rows that are made its
            data/construct_synthetic_dataset.py, with the layout and spaces of the Hub files.
 Fields:    id, context, input, answer (list; a bare text or number in older copies), options (four where one is asked).
-Metrics:   src/compute_scores.py at 88b3daa; the Locret release's copy (benchmark/infinite_bench) for scorer "locret".
+Metrics:   src/compute_scores.py at 88b3daa.
 Deviates:  M.Find cuts a fraction off where the official code stops with an error, see `first_number`. The Locret
            release's loop emits one token more than `max_new_tokens` says; set it to reproduce that. In rows that are
            made, needles stand evenly from the first line to the last, in as many places as there are rows (published:
@@ -21,14 +21,12 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from locret.data.tasks.made import NOISE_LINE, random_uuid
 from locret.data.tasks.metrics.choice import book_choice, code_choice
 from locret.data.tasks.metrics.overlap import character_f1, rouge_lsum, word_f1
 from locret.data.tasks.metrics.retrieval import (
-    LOCRET_MARKS,
     first_integer,
     first_number,
     last_word_as_integer,
@@ -62,8 +60,8 @@ _NUMBERS = {"code_run": r"^-?\d+$", "math_calc": r"^-?\d+$", "math_find": r"^-?\
 _ASKED = {name for name, parts in _FORMS.items() if "{input}" in parts[1]} | {"code_run"}
 
 
-def _option(metric: Callable[..., float], **settings: Any) -> Metric:
-    return lambda said, sample: metric(said, *sample.targets, **settings)
+def _option(metric: Callable[..., float]) -> Metric:
+    return lambda said, sample: metric(said, *sample.targets)
 
 
 _METRICS: dict[str, Metric] = {
@@ -80,23 +78,14 @@ _METRICS: dict[str, Metric] = {
     "math_find": first(lambda said, target: first_number(said, whole_or_decimal(target))),
     "math_calc": over(lambda said, targets: leading_values(said, list(map(int, targets)))),
 }
-# The Locret release also takes a letter alone on its line, and ends words at "</s>", "The" and "To".
-_LOCRET = {
-    "kv_retrieval": first(partial(value_among_words, more_marks=LOCRET_MARKS)),
-    "code_debug": _option(code_choice, line_end=True),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
 class InfiniteBenchTask(PublishedTask):
     """One file of InfiniteBench."""
 
-    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "scorer")
-
     form: str
     """The file's name in the published set."""
-    scorer: Literal["official", "locret"] = "official"
-    """The benchmark's own scorer, or the Locret release's copy, which differs in C.Debug and R.KV."""
 
     def read(self, row: Row) -> list[Sample]:
         """Return the sample of a row."""
@@ -137,8 +126,7 @@ class InfiniteBenchTask(PublishedTask):
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the task's own metric."""
-        own = _LOCRET if self.scorer == "locret" else {}
-        return own.get(self.form, _METRICS[self.form])(prediction, sample)
+        return _METRICS[self.form](prediction, sample)
 
 
 def _choice(row: Row, targets: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]:
