@@ -70,26 +70,15 @@ def test_a_bad_row_is_named_with_its_file_and_number(tmp_path, row, detail) -> N
 
 CHOICE = {"context": "c", "input": "q", "options": ["a", "b", "c", "d"], "answer": ["b"]}
 EXAM = {"input": "d", "instructions": ["q", "r"], "outputs": ["a", "b"], "evaluation": "exam"}
-LOOGLE, BABI, V2 = (
-    golden(name)[key]["records"][0] if key else golden(name)["records"][0]
-    for name, key in (("loogle", "longdep_qa"), ("babilong", "qa1"), ("longbench_v2", ""))
-)
-TURNS, TURN = golden("scbench")["kv"]["records"][0], golden("scbench")["kv"]["records"][0]["multi_turns"][0]
+BABI, TURNS = (golden(name)[key]["records"][0] for name, key in (("babilong", "qa1"), ("scbench", "kv")))
 FIELDS = [
     ("infinitebench/code_debug", {**CHOICE, "answer": ["e"]}, "has ['e'] in field 'answer', which is not one of"),
     ("infinitebench/code_run", {**CHOICE, "answer": [7], "input": "f(1)"}, "names no call such as func_1(2) in field"),
-    ("infinitebench/math_find", {**CHOICE, "answer": [7], "input": "What?"}, 'does not say "The ... of" in field'),
-    ("infinitebench/math_calc", {**CHOICE, "answer": [1, "x"]}, "in field 'answer' where a number is needed"),
     ("longbench/passage_retrieval_en", GOOD, "holds 'an answer' in field 'answers' where 'Paragraph 12' is right"),
     ("leval/tpo", {**EXAM, "outputs": ["a"]}, "has 2 instructions and 1 outputs where it needs as many"),
-    ("leval/sci_fi", EXAM, "holds 'a' in field 'outputs' without its [fact: ...] part"),
     ("babilong/qa1", {**BABI, "target": "moon"}, "holds 'moon' in field 'target' where bathroom, bedroom, garden"),
-    ("loogle/longdep_qa", {**LOOGLE, "answer": None}, "has a field 'answer' of type NoneType where text is needed"),
-    ("longbench_v2/all", {**V2, "answer": "E"}, "holds 'E' in field 'answer' where A or B or C or D is right"),
     ("scbench/kv", {**TURNS, "multi_turns": [{"input": "a"}]}, "has no field 'answer'"),
     ("scbench/mf", TURNS, "has no list of numbers in field 'context'"),
-    ("scbench/summary_with_needles", TURNS, "has no field 'task'"),
-    ("sirllm/rock", {"user_choice": "D"}, "holds 'D' in field 'user_choice' where A or B or C is right"),
 ]
 
 

@@ -170,24 +170,3 @@ def test_a_graph_draws_what_steps_as_written_draw_and_its_memory_is_free_afterwa
         held.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
     assert len(replays) == 64
     assert held[1:] == [held[1]] * 3  # cuBLAS keeps a workspace from the first on
-
-
-def test_bfloat16_logits_of_a_graph_are_those_of_steps_as_written(model: torch.nn.Module, replays: list[int]) -> None:
-    model = model.to("cuda", torch.bfloat16)
-    heads = RetainingHeads.for_model(model, hidden_dim=64, seed=0)
-    cache = RetentionCache(model, heads, POLICY)
-    prefill(model, prompt(1000), cache, new_tokens=9)
-    options = {"return_dict_in_generate": True, "output_logits": True}
-    expected, found, _ = both_answers(cache, 9, **options)
-    first, other = expected.logits[0].float(), found.logits[0].float()
-    assert (first - other).norm() < 0.02 * first.norm()
-    assert len(replays) == 9
-
-
-@pytest.mark.parametrize("spec", ["a_shape:sinks=8,window=100", "vertical_slash:vertical=60,slash=120", "xattention"])
-def test_sparse_reading_on_the_gpu_agrees_with_the_cpu(model: torch.nn.Module, spec: str) -> None:
-    policy = RetentionPolicy(budget=1024, chunk_size=512, local_len=32, prefill_attention=spec)
-    expected = prefill(model, prompt(3000), RetentionCache(model, "streaming", policy))
-    model = model.to("cuda")
-    got = prefill(model, prompt(3000), RetentionCache(model, "streaming", policy))
-    torch.testing.assert_close(got.cpu(), expected, atol=2e-2, rtol=2e-2)  # TF32 products in the kernel

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,11 +14,6 @@ from locret.cli.command import run
 from locret.infer import chat_command
 from locret.infer.chat_command import command
 
-MODULE = [sys.executable, "-m", "locret.infer.chat_command"]
-PAIR = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
-TEXT = "recipes/infer/pass_key.txt"
-QUESTION = "What is the pass key?"
-ANSWER = "The pass key is 43600."
 Chat = Callable[..., tuple[int, str, str]]
 
 
@@ -41,23 +33,6 @@ def chat(
         return int(end.value.code or 0), out, err
 
     return call
-
-
-@pytest.mark.slow
-def test_three_turns_a_save_and_a_second_process_that_goes_on(tmp_path: Path) -> None:
-    def process(lines: str, *arguments: str) -> Any:
-        line = [*MODULE, *PAIR, *arguments]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-        return subprocess.run(
-            line, input=lines, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
-        )
-
-    first = process(f"{QUESTION}\n\n{QUESTION}\n{QUESTION}\n/save a.chat\n", "--prompt-file", TEXT)
-    assert (first.returncode, first.stdout) == (0, f"{ANSWER}\n" * 3), first.stderr
-    second = process(f"/memory\n{QUESTION}\n/quit\n{QUESTION}\n", "--context", "a.chat", "--quiet")
-    lines = second.stdout.splitlines()
-    assert (second.returncode, lines[1:], second.stderr) == (0, [ANSWER], "")
-    assert "tokens read" in lines[0]
 
 
 def test_a_saved_point_can_be_gone_back_to(chat: Chat, text: Path) -> None:

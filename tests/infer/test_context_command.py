@@ -197,16 +197,3 @@ def test_what_cannot_be_done_is_said_in_one_sentence(
     assert message in done.err
     assert done.err.count("\n") == 1, done.err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_what_a_file_says_of_its_conversation_is_checked(context: Run, file: Path, tmp_path: Path) -> None:
-    from safetensors import safe_open
-    from safetensors.torch import load_file, save_file
-
-    with safe_open(file, framework="pt") as saved:
-        metadata = saved.metadata()
-    held = json.loads(metadata["notes"])
-    held["conversation"] |= {"turns": 5}
-    save_file(load_file(file), tmp_path / "a.ctx", metadata={**metadata, "notes": json.dumps(held)})
-    done = context("show", tmp_path / "a.ctx")
-    assert (done.code, done.out, "is damaged" in done.err) == (2, "", True), done

@@ -30,10 +30,8 @@ from locret.loading import load_config, load_model
 from locret.loading.options import BackboneSource
 from locret.train.command import command
 from locret.train.training_options import OptimizerOptions, parse
-from locret.train.training_run import TrainingRun
 
 REPOSITORY = Path(__file__).parents[2]
-RECIPES = sorted((REPOSITORY / "recipes" / "train").rglob("*.yaml"))
 
 
 def load_backbone(folder: Path) -> torch.nn.Module:
@@ -65,15 +63,10 @@ def test_a_dry_run_prints_options_and_memory_without_weights(
     assert plan["backbone"] == sum(weight.nbytes // 2 for weight in model.parameters())
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_every_recipe_parses_and_the_papers_change_nothing_of_its_training(recipe: Path) -> None:
-    given = yaml.safe_load(recipe.read_text())
-    missing = [f"--{name}=somewhere" for name in ("dataset", "output") if name not in given]
-    training = TrainingRun(*parse([f"--config={recipe}", *missing]))
-    assert training.backbone.model == given["model"]
-    assert "policy" in training.chosen
-    if recipe.stem in ("llama_3.1_8b", "phi_3_mini_128k"):
-        assert training.chosen == {"model", "dataset", "policy", "output"}
+def test_recipes_of_the_paper_change_nothing_of_its_training() -> None:
+    for name in ("llama_3.1_8b", "phi_3_mini_128k"):
+        _, chosen = parse([f"--config={REPOSITORY / 'recipes' / 'train' / name}.yaml", "--output=somewhere"])
+        assert set(chosen) == {"model", "dataset", "policy", "output"}
     o = OptimizerOptions()
     assert (o.steps, o.lr, o.betas, o.warmup, o.clip, o.clip_limit) == (3000, 5e-4, (0.9, 0.95), 2000, "value", 0.5)
     assert usual_width(Phi3Config()) == 1024
