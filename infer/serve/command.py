@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -111,6 +112,13 @@ def _load(
     device = loading.device_of_source(model)
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
     rates, recommended = load_scorer(scorer)
+    if recommended.get("head_budgets") == "shares" and "head_budgets" not in chosen:
+        warnings.warn(
+            "the heads recommend head_budgets=shares, with which a context is no prefix that requests can share; texts "
+            "are read with equal KV heads, and with the default budget, because these need more units",
+            stacklevel=2,
+        )
+        recommended = {name: recommended[name] for name in recommended.keys() & {"positions"}}
     config = loading.load_config(model)
     final = resolve_options(policy, chosen, recommended, positions=describe(config).max_positions)
     check_matches(scorer, rates, config)

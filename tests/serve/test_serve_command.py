@@ -13,6 +13,7 @@ import openai
 import pytest
 from running import MODEL, started, text_with
 
+from locret import RetainingHeads
 from locret.infer.serve.command import command
 
 SMALL = ["--budget", "64", "--chunk-size", "128", "--kv-memory", "64MiB"]
@@ -91,3 +92,17 @@ def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     plan = json.loads(capsys.readouterr().out)
     assert (plan["kv_memory"], plan["weights"]) == (64 << 20, {"cpu": 8_072_448})
     assert not (tmp_path / "contexts").exists()
+
+
+def test_heads_that_recommend_shares_are_read_with_equal_heads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    RetainingHeads.from_pretrained("checkpoints/tiny-heads").save_pretrained(tmp_path / "heads")
+    config = json.loads((tmp_path / "heads" / "config.json").read_text())
+    config["policy"] = {"budget": 64, "head_budgets": "shares", "head_shares": [1.0] * 20}
+    (tmp_path / "heads" / "config.json").write_text(json.dumps(config))
+    line = ["--model", "checkpoints/tiny", "--heads", str(tmp_path / "heads"), "--contexts", str(tmp_path), "--dry-run"]
+    assert command(line) == 0
+    assert "texts are read with equal KV heads" in capsys.readouterr().err
+    with pytest.raises(ValueError, match='head_budgets="shares"'):
+        command([*line, "--head-budgets", "shares"])
