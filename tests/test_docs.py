@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import os
 import re
 import shlex
@@ -135,6 +136,20 @@ def test_the_first_example_of_the_readme_prints_what_it_says_in_any_folder(tmp_p
         compile(block, "README.md", "exec")
     on_an_index = re.findall(r"\]\((?!https://)[^)]+\)", README)
     assert on_an_index == [], "where README.md is shown beside a package, only whole addresses lead anywhere"
+
+
+def test_the_image_installs_as_the_readme_says_and_starts_a_command_that_parses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    installs = re.findall(r"^RUN (pip install .*)$", image, re.MULTILINE)
+    assert len(installs) == 2
+    assert [one for one in installs if one.replace("[all]", "[gguf]") not in README] == []
+    starts = [json.loads(words) for words in re.findall(r"^(?:ENTRYPOINT|CMD) (\[.*\])$", image, re.MULTILINE)]
+    assert starts[0] == ["locret"]
+    with pytest.raises(SystemExit) as end:
+        locret.__main__.command([*starts[1], "--print-config"])
+    assert end.value.code in (0, None), capsys.readouterr().err
 
 
 def test_every_link_leads_to_a_file_and_a_heading() -> None:
