@@ -126,8 +126,8 @@ def _load(
     tokenizer, weights = loading.load_tokenizer(model), plan_weights(model, config, device, dtype)
     if weights.places.keys() <= {DISK}:
         raise ValueError(
-            f"--device-map {model.device_map} leaves all weights on disk, where no engine answers; keep the embeddings "
-            "in memory"
+            f"--device-map {model.device_map} leaves all weights on disk, where no engine answers; --device-map auto "
+            "keeps what fits in memory"
         )
     backbone = loading.load_model(model, config, device, dtype)
     return LongContextModel(backbone, tokenizer, rates, final, template=options.template), weights

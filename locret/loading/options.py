@@ -41,7 +41,7 @@ class WeightOptions:
     quant_method and the method's own settings."""
     device_map: str | dict[str, int | str] | None = None
     """Where weights are, instead of --device: auto, balanced, balanced_low_0 or sequential, which fill accelerators,
-    then host memory, then the disk; or a mapping of modules to devices, cpu and disk, as JSON or a JSON file."""
+    then host memory, then the disk; or one device, cpu or disk for all of them."""
     max_memory: dict[int | str, int | str] | None = None
     """The most that --device-map may put in each place, such as {0: 20GiB, cpu: 60GiB}."""
 

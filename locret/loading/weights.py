@@ -155,7 +155,7 @@ def _numbers(module: nn.Module | None) -> int:
 
 
 def device_map_of(source: WeightOptions) -> str | dict[str, int | str] | None:
-    """Return the device map that is asked for: the name of one, or a mapping; None for one device."""
+    """Return the device map that is asked for: the name of one, or one place for everything; None where none is."""
     given: Any = source.device_map
     if given is None:
         return None
@@ -165,16 +165,13 @@ def device_map_of(source: WeightOptions) -> str | dict[str, int | str] | None:
                 f"--device-map spreads one process's weights, but {name}={os.environ[name]} processes were started, "
                 "each of which would take all devices; start one, or drop it"
             )
-    if isinstance(given, str) and (given in MAPS or _is_device(given)):
-        return given if given in MAPS else {"": _place("everything", given)}
-    given = _mapping("--device-map", given)
-    if not given:
-        raise ValueError("--device-map is empty; give a name such as auto, or a mapping of modules to devices")
-    return {name: _place(name or "everything", place) for name, place in given.items()}
-
-
-def _is_device(text: str) -> bool:
-    return text in (HOST, DISK) or text.isdigit() or re.fullmatch(r"(cuda|mps)(:\d+)?", text) is not None
+    one = given[""] if isinstance(given, Mapping) and [*given] == [""] else given
+    if str(one) in (*MAPS, HOST, DISK) or re.fullmatch(r"\d+|(cuda|mps)(:\d+)?", str(one)):
+        return one if one in MAPS else {"": _place("everything", one)}
+    raise ValueError(
+        f"--device-map {shown(given)} is none of {', '.join(MAPS)} and one device; a mapping of modules to devices was "
+        "retired, so give one of those, with --max-memory"
+    )
 
 
 def _place(what: str, given: Any) -> int | str:
@@ -229,44 +226,12 @@ def _resolved(sketch: nn.Module, source: WeightOptions, quantiser: Any) -> dict[
             made_map: dict[str, Any] = made(sketch, asked, _most_memory(source), quantiser)
             found = {name: at.index or 0 if isinstance(at, torch.device) else at for name, at in made_map.items()}
         else:
-            _check_modules(sketch, asked)
-            found = _apart(sketch, asked)
+            found = asked
         if quantiser is not None:
             quantiser.validate_environment(device_map=found)
     except (ValueError, ImportError, RuntimeError) as error:
         why = first_sentence(error)
         raise ValueError(why if why.startswith("--") else f"--device-map {shown(source.device_map)}: {why}") from error
-    return found
-
-
-def _check_modules(sketch: nn.Module, device_map: Mapping[str, int | str]) -> None:
-    from accelerate.utils import check_device_map
-
-    modules = {name for name, _ in sketch.named_modules()}
-    if unknown := [name for name in device_map if name not in modules]:
-        there = ", ".join(sorted(name for name, _ in sketch.named_children()))
-        raise ValueError(
-            f"--device-map names {shown(unknown[0])}, which is no module of {type(sketch).__name__}; its modules begin "
-            f"with {there}"
-        )
-    check_device_map(sketch, dict(device_map))
-    for name, source in getattr(sketch, "all_tied_weights_keys", {}).items():
-        places = [_place_of(weight, device_map) for weight in (name, source)]
-        if DISK in places and places[0] != places[1]:
-            raise ValueError(
-                f"--device-map puts {name} on {places[0]} and {source} on {places[1]}, which are one weight; give "
-                "their modules the same place"
-            )
-
-
-def _apart(module: nn.Module, asked: Mapping[str, int | str], name: str = "", outer: Any = None) -> dict[str, Any]:
-    """Return a map in which no module is within another: hooks of an outer one would take what an inner one holds."""
-    place = asked.get(name, outer)
-    if not any(inner != name and f"{inner}.".startswith(f"{name}." if name else "") for inner in asked):
-        return {} if place is None else {name: place}
-    found: dict[str, Any] = {}
-    for child, part in module.named_children():
-        found |= _apart(part, asked, f"{name}.{child}" if name else child, place)
     return found
 
 
@@ -302,7 +267,7 @@ def quantisation_of(source: WeightOptions, dtype: torch.dtype | None = None) -> 
     given: Any = source.quantization_config
     if given is None or hasattr(given, "quant_method"):  # made in Python
         return given
-    values = _mapping("--quantization-config", given)
+    values = _settings(given)
     values = values.get("quantization_config", values)  # a whole config.json, say
     flag, method = f"--quantization-config {shown(given)}", method_of(values)
     if method == "unknown":
@@ -320,6 +285,25 @@ def quantisation_of(source: WeightOptions, dtype: torch.dtype | None = None) -> 
     except Exception as error:  # each method checks its settings in its own way
         why = first_sentence(error) or type(error).__name__
         raise ValueError(f"{flag} cannot be used ({why}); check it against transformers' documentation") from error
+
+
+def _settings(given: Any) -> Mapping[str, Any]:
+    """Return what `--quantization-config` gives, as a mapping, JSON or a JSON file."""
+    if isinstance(given, str):
+        text = given.strip()
+        path = Path(os.path.expanduser(text))
+        if text.startswith("{"):
+            try:
+                given = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"--quantization-config {shown(text)} is no JSON ({error})") from None
+        elif path.is_file():
+            given = read_json(path, "what --quantization-config takes")
+        else:
+            raise ValueError(f"--quantization-config {shown(text)} is no file that is there; give one, or JSON")
+    if not isinstance(given, Mapping):
+        raise ValueError(f"--quantization-config {shown(given)} has no names; give a mapping")
+    return given
 
 
 def check_quantisation(source: BackboneSource, config: Any) -> None:
@@ -409,29 +393,6 @@ def _require(method: str, flag: str) -> None:
         raise ValueError(
             f"{flag} needs the package {package}, which is not installed; run pip install {package}"
         ) from None
-
-
-# -- what both share --------------------------------------------------------------------------------------------------
-
-
-def _mapping(flag: str, given: Any) -> Mapping[str, Any]:
-    """Return what is given as a mapping, as JSON or as a JSON file."""
-    if isinstance(given, str):
-        text = given.strip()
-        path = Path(os.path.expanduser(text))
-        if text.startswith("{"):
-            try:
-                given = json.loads(text)
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{flag} {shown(text)} is no JSON ({error})") from None
-        elif path.is_file():
-            given = read_json(path, f"what {flag} takes")
-        else:
-            maps = f", nor {', '.join(MAPS)} or a device" if flag == "--device-map" else ""
-            raise ValueError(f"{flag} {shown(text)} is no file that is there{maps}; give one, or JSON")
-    if not isinstance(given, Mapping):
-        raise ValueError(f"{flag} {shown(given)} has no names; give a mapping")
-    return given
 
 
 def first_sentence(error: BaseException) -> str:

@@ -20,9 +20,6 @@ from locret.train.step import train_step
 TINY = "checkpoints/tiny"
 CPU = torch.device("cpu")
 POLICY = RetentionPolicy(budget=32, chunk_size=64, stabilizers=8, local_len=16)
-LAYERS = [f"model.layers.{index}" for index in range(5)]
-REST = dict.fromkeys(("model.embed_tokens", "model.norm", "model.rotary_emb", "lm_head"), "cpu")
-HALF = {**REST, **dict.fromkeys(LAYERS[:2], "cpu"), **dict.fromkeys(LAYERS[2:], "disk")}
 
 
 def plan_of(**options: Any) -> WeightPlan:
@@ -57,11 +54,10 @@ def whole() -> list[Tensor]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"device_map": HALF},
-        {"device_map": {"model.embed_tokens": "cpu", "lm_head": "cpu", "": "disk"}},
+        {"device_map": "disk"},
         {"device_map": "auto", "max_memory": {"cpu": "5MiB"}},
     ],
-    ids=["a mapping", "all but embeddings on disk", "what does not fit"],
+    ids=["everything on disk", "what does not fit"],
 )
 def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, Any], whole: list[Tensor]) -> None:
     model = load(**options)
@@ -79,18 +75,10 @@ def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, 
     [
         ({"load_in_4bit": True, "load_in_8bit": True}, "--load-in-4bit and --load-in-8bit exclude each other"),
         ({"device_map": "auto", "device": "cpu"}, "--device cpu and --device-map exclude each other"),
-        (
-            {"device_map": {"model.layers.9": "cpu", "": "cpu"}},
-            "names 'model.layers.9', which is no module of LlamaForCausalLM",
-        ),
-        ({"device_map": {"model.layers": "cpu"}}, "does not give any device for .*model.embed_tokens.weight"),
+        ({"device_map": {"model.layers": "cpu", "": "disk"}}, "a mapping of modules to devices was retired"),
         ({"device_map": {"": 7}}, "names 7 for everything, which is not here"),
-        ({"device_map": "everywhere"}, "--device-map 'everywhere' is no file that is there, nor auto"),
+        ({"device_map": "everywhere"}, "--device-map 'everywhere' is none of auto, .* and one device"),
         ({"device_map": "auto", "max_memory": {"cpu": "much"}}, "--device-map 'auto': .*much.* not in a valid format"),
-        (
-            {"device_map": {"model.embed_tokens": "cpu", "": "disk"}},
-            "lm_head.weight on disk and model.embed_tokens.weight on cpu, which are one weight",
-        ),
         ({"quantization_config": {"quant_method": "vptq"}}, "needs the package vptq, .*run pip install vptq"),
         ({"quantization_config": {"quant_method": "gguf"}}, 'quant_method "gguf" was retired; release 0.1.0'),
         ({"gguf_file": "model.gguf", "load_in_4bit": True}, "--load-in-4bit: model.gguf is quantised already"),
@@ -120,12 +108,6 @@ def test_a_backbone_that_was_quantised_otherwise_is_not_quantised_again(
     assert loading.load_config(same).quantization_config
 
 
-def test_a_device_map_comes_as_a_file_or_as_json(tmp_path: Path) -> None:
-    file = tmp_path / "map.json"
-    file.write_text(json.dumps(HALF))
-    assert plan_of(device_map=str(file)) == plan_of(device_map=json.dumps(HALF)) == plan_of(device_map=HALF)
-
-
 def adapter_of(kind: str) -> Any:
     places = ["q_proj", "k_proj", "v_proj", "down_proj"]
     if kind == "ia3":
@@ -150,7 +132,7 @@ def test_adapters_read_as_in_peft(kind: str, tmp_path: Path) -> None:
     cache = RetentionCache(model, "streaming", RetentionPolicy(budget=128, chunk_size=32, local_len=8))
     torch.testing.assert_close(prefill(model, ids, cache), expected, atol=1e-4, rtol=1e-4)
     with pytest.raises(ValueError, match="PEFT would write into the backbone's own files"):
-        load(adapter=str(tmp_path), device_map={"": "disk"})
+        load(adapter=str(tmp_path), device_map="disk")
 
 
 def test_heads_of_a_backbone_in_other_numbers_say_so() -> None:

@@ -73,7 +73,7 @@ def test_a_server_where_nothing_runs_ends_at_once(tmp_path: Path) -> None:
         (["--max-queue", "0"], r"--max-queue 0 is too small"),
         (["--api-key", "é"], r"--api-key is empty or has characters that no header carries"),
         (["--turns", "text"], r"--turns text is not what engines do with a question"),
-        (["--device", "auto", "--device-map", '{"": "disk"}'], r"leaves all weights on disk, where no engine answers"),
+        (["--device", "auto", "--device-map", "disk"], r"leaves all weights on disk, where no engine answers"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_sentence(tmp_path: Path, options: list[str], message: str) -> None:
