@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from locret.backbone.adapters import input_device, unwrap
 from locret.backbone.passes import keeping_step, run_decoder
 from locret.cache.cache import RetentionCache
-from locret.cache.reader import Reader, answering, going_on, reading
+from locret.cache.reader import Reader, answering, reading
 from locret.token_ids import Prompt, Stream, checked_prompt, vocabulary
 
 
@@ -148,11 +147,11 @@ def _read(model: nn.Module, stream: Stream, cache: RetentionCache, way: Way) -> 
     if not stream.available(1):
         raise ValueError("input_ids is empty; a prompt needs at least one token")
     with reading(model, cache, stream.planned_length(), way.new_tokens) as reader:
-        return _read_on(model, reader, stream, way)
+        return _read_all(model, reader, stream, way)
 
 
-def _read_on(model: nn.Module, reader: Reader, stream: Stream, way: Way) -> Tensor | None:
-    """Read the chunks that are left, and the local tokens."""
+def _read_all(model: nn.Module, reader: Reader, stream: Stream, way: Way) -> Tensor | None:
+    """Read the chunks, and the local tokens."""
     cache, logits = reader.cache, None
     at_end = cache.policy.when == "prompt_end"
     tail = reader.limits.tail
@@ -187,62 +186,14 @@ def _read_on(model: nn.Module, reader: Reader, stream: Stream, way: Way) -> Tens
 
 
 def _read_rows(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Way) -> Tensor | None:
-    """Read rows that cannot be read as one batch, and make one of them."""
-    ids = prompt.ids
+    """Read rows that cannot be read as one batch, each as if it were alone, and make one batch of them."""
+    ids, own = prompt.ids, Way(turn=way.turn)
     assert isinstance(ids, Tensor)
-    width, own, logits = cache.seen + ids.shape[1], Way(turn=way.turn), list[Tensor | None]()
-    texts = [text[None, len(text) - length :] for text, length in zip(ids, prompt.lengths(), strict=True)]
-    # Before the first text nothing is a turn.
-    if cache.pad is None and cache.policy.memory != "adaptive" and not (way.turn and cache.seen):
-        rows, logits[:] = _read_together(model, texts, cache)
-    else:
-        rows = cache.split(len(texts))
-        logits += [read_prompt(model, Prompt(text, None), row, own) for text, row in zip(texts, rows, strict=True)]
+    width, rows, logits = cache.seen + ids.shape[1], cache.split(len(ids)), list[Tensor]()
+    for text, length, row in zip(ids, prompt.lengths(), rows, strict=True):
+        last = read_prompt(model, Prompt(text[None, len(text) - length :], None), row, own)
+        logits += [] if last is None else [last]
     cache.join(rows, width, way.new_tokens)
     if way.hold_last:
         cache.take_back()
-    return None if way.hold_last or way.turn else torch.cat([last for last in logits if last is not None])
-
-
-def _read_together(
-    model: nn.Module, texts: Sequence[Tensor], cache: RetentionCache
-) -> tuple[list[RetentionCache], list[Tensor]]:
-    """Read rows of different length: in one batch as long as their chunks are alike, then each length by itself.
-
-    A row is cut into chunks and evicted as if it were alone, so nothing is padded, and the results are the same.
-
-    Returns:
-        A cache of each row, and its (1, vocabulary) logits.
-    """
-    device, known = input_device(model), vocabulary(model)
-    order = sorted(range(len(texts)), key=lambda row: texts[row].shape[1])
-    of_length = {n: list(rows) for n, rows in groupby(order, key=lambda row: texts[row].shape[1])}
-    streams = {n: Stream(torch.cat([texts[row] for row in rows]), device, known) for n, rows in of_length.items()}
-    caches, logits = [cache] * len(texts), [torch.empty(0)] * len(texts)
-
-    def finish(length: int, reader: Reader) -> None:
-        last = _read_on(model, reader, streams[length], Way())
-        assert last is not None
-        parts = [reader.cache] if len(last) == 1 else reader.cache.split(len(last))
-        for row, one, its in zip(of_length[length], parts, last.split(1), strict=True):
-            caches[row], logits[row] = one, its
-
-    waiting, batch = list(of_length), cache.take_rows(torch.tensor(order))
-    with reading(model, batch, waiting[-1], 0) as reader:
-        while len(waiting) > 1:
-            staying = [n for n in waiting if n == waiting[-1] or reader.goes_on_like(n)]
-            if len(staying) == len(waiting):
-                size = reader.chunk_size
-                reader.begin_chunk(final=False)
-                tokens = torch.cat([streams[n].take(size) for n in waiting])
-                run_decoder(model, tokens, batch)
-                continue
-            in_batch = torch.tensor([n for n in waiting for _ in of_length[n]])
-            for length in (n for n in waiting if n not in staying):
-                part = batch.take_rows((in_batch == length).nonzero()[:, 0])
-                with going_on(model, part, reader, length) as own:
-                    finish(length, own)
-            batch.keep_rows(torch.isin(in_batch, torch.tensor(staying)).nonzero()[:, 0])
-            waiting = staying
-        finish(waiting[0], reader)
-    return caches, logits
+    return None if way.hold_last or way.turn else torch.cat(logits)

@@ -379,7 +379,7 @@ class RetentionCache(Whole):
     def split(self, batch: int) -> list[RetentionCache]:
         """Return one cache per row, without the empty slots in front of short rows; new ones if nothing was read."""
         if not self.seen:
-            rows = [self.fresh() for _ in range(batch)]
+            rows = [self.take_rows() for _ in range(batch)]
             for index, row in enumerate(rows):
                 row.protected = self.protected[index : index + 1] if len(self.protected) > 1 else self.protected
             return rows

@@ -158,7 +158,6 @@ class Limits:
         self.lookahead = lookahead(policy)
         """Tokens of a text of unknown length that must be seen to know that it is a long one."""
         self._answering = decode_budgets(policy, layers, self._recent(policy.decode_budget or 1))
-        self._held: tuple[int, ...] = ()
         self._step = -1
         self._final = False
         self._budgets: tuple[int, ...] = ()
@@ -296,22 +295,10 @@ class Limits:
 
     # -- one read ---------------------------------------------------------------------------------------------------
 
-    def begin(self, schedule: Schedule, held: Sequence[int]) -> None:
-        """Follow a plan, made for so many units in each layer, from its start."""
-        self.schedule, self._held, self._step, self._final = schedule, tuple(held), -1, False
+    def begin(self, schedule: Schedule) -> None:
+        """Follow a plan from its start."""
+        self.schedule, self._step, self._final = schedule, -1, False
         self._protected.check_steps(self.policy, schedule, self.read)
-
-    def goes_on_like(self, prompt_tokens: int) -> bool:
-        """Return whether the chunk to come is the same for a prompt of another length, and is not its last one."""
-        step, ours, others = self._step + 1, self._plan.steps, self._another(prompt_tokens).steps
-        return step < min(len(ours), len(others)) - 1 and ours[step] == others[step]
-
-    def go_on(self, other: Limits, prompt_tokens: int) -> None:
-        """Follow the plan of another prompt from where the chunks of both begin to differ."""
-        self.schedule, self._step, self._held = other._another(prompt_tokens), other._step, other._held
-
-    def _another(self, prompt_tokens: int) -> Schedule:
-        return self.plan(prompt_tokens, self._held)
 
     @property
     def unbounded(self) -> bool:

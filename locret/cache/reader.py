@@ -80,7 +80,7 @@ class Reader(Observer):
         capacity = self.limits.capacity(schedule, new_tokens)
         host = self.limits.host_capacity(schedule, [layer.held for layer in self.layers], new_tokens)
         cache.check_reach(max(capacity) + max(host), None if prompt_tokens is None else prompt_tokens + new_tokens)
-        self.limits.begin(schedule, held)
+        self.limits.begin(schedule)
         self.torn = True
         cache.reserve_slots(capacity, host)  # first: the second tier takes what an earlier answer leaves
         for nth, layer in enumerate(self.layers):
@@ -90,15 +90,6 @@ class Reader(Observer):
             if self.scorer.fade != 1 and layer.fill:
                 layer.store.columns["scores"].mul_(self.scorer.fade)
         self._new_tokens = new_tokens
-
-    def go_on(self, other: Reader, prompt_tokens: int) -> None:
-        """Take over, in the middle of a read, rows whose prompt is shorter: their chunks have been alike so far."""
-        self.limits.go_on(other.limits, prompt_tokens)
-        self.torn, self._patterns = True, other._patterns
-
-    def goes_on_like(self, prompt_tokens: int) -> bool:
-        """Return whether the chunk to come is the same for a prompt of another length, and more chunks follow in it."""
-        return self.limits.goes_on_like(prompt_tokens)
 
     @property
     def chunk_size(self) -> int:
@@ -417,14 +408,6 @@ def reading(model: nn.Module, cache: RetentionCache, prompt_tokens: int | None, 
         raise ValueError("rows of different length are read through locret.prefill")
     with instrumented(model), cache.read_by(Reader(cache, answering=False)) as reader:
         reader.begin(prompt_tokens, new_tokens)
-        yield reader
-
-
-@contextmanager
-def going_on(model: nn.Module, cache: RetentionCache, other: Reader, prompt_tokens: int) -> Iterator[Reader]:
-    """Go on reading rows that were taken out of the batch of another reader, of a prompt of so many tokens in all."""
-    with instrumented(model), cache.read_by(Reader(cache, answering=False)) as reader:
-        reader.go_on(other, prompt_tokens)
         yield reader
 
 

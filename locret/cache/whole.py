@@ -244,19 +244,15 @@ class Whole(Cache):
         """
         self._settled()
         with self._changed_whole():
-            self.keep_rows(rows)
+            for _, _, holder in self.holders():
+                holder.select_rows(rows)
+            self._index_rows(rows)
 
     reorder_cache = batch_select_indices = select_rows
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Do what `select_rows` says, between the chunks of a read too."""
-        for _, _, holder in self.holders():
-            holder.select_rows(rows)
-        self._index_rows(rows)
-
     @torch.inference_mode(False)
     def take_rows(self, rows: Tensor | None = None) -> Self:
-        """Return some rows, or all, as a cache of their own, between the chunks of a read too."""
+        """Return some rows, or all, as a cache of their own."""
         twin = copy.copy(self)
         twin.reader, twin.watch, twin.workspace, twin._account = None, None, Workspace(), copy.copy(self._account)
         twin.layers, twin.carriers = [], {}
@@ -270,7 +266,6 @@ class Whole(Cache):
                         holder.select_rows(rows)
         twin._show_states()
         if rows is not None:
-            twin._interrupted = False
             twin._index_rows(rows)
         return twin
 

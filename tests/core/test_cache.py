@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from families import build, padded, prompt
-from torch import Tensor, nn
+from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.backbone.adapters import find_decoder
@@ -85,21 +85,6 @@ def test_an_iterator_is_read_no_further_than_a_chunk_ahead(model: Any) -> None:
 
     prefill(model, tokens(), cache)
     assert drawn == 200
-
-
-def test_rows_whose_chunks_are_alike_are_one_pass(model: Any) -> None:
-    ids, mask = padded([prompt(length, seed=seed) for seed, length in enumerate((90, 61, 4, 90, 75))])
-    shapes: list[tuple[int, ...]] = []
-
-    def note(_module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
-        shapes.append(tuple(kwargs["input_ids"].shape))
-
-    hook = find_decoder(model).register_forward_pre_hook(note, with_kwargs=True)
-    prefill(model, ids, RetentionCache(model, "key_norm", SMALL), attention_mask=mask)
-    hook.remove()
-    # 4 tokens are local only; 61 are cut into 5 chunks of 10, one of 5 and 6 local; 75 and 90 into 6 and 8 chunks.
-    apart = [(1, 4), (1, 5), (1, 6), (1, 9), (1, 6), (2, 4), (2, 6)]
-    assert sorted(shapes) == sorted([(4, 10)] * 5 + [(3, 10)] + [(2, 10)] * 2 + apart)
 
 
 # -- conversations ----------------------------------------------------------------------------------------------------
