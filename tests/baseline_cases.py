@@ -116,7 +116,6 @@ CASES: dict[str, Case] = {
     "original positions": Case("llama", HEADS, {"positions": "original"}),
     "at the prompt's end": Case("qwen3", SNAPKV, {"when": "prompt_end"}),
     "pyramid": Case("llama", HEADS, {"layer_budgets": "pyramid", "pyramid_beta": 4}),
-    "layer shares": Case("qwen3", EXPECTED, {"layer_budgets": "shares", "layer_shares": (0.5, 0.2, 0.3)}),
     "head shares": Case("llama", HEADS, SHARES),
     "adaptive heads": Case("llama", HEADS, {"head_budgets": "adaptive"}),
     "adaptive heads in rows": Case("mixtral", SNAPKV, {"head_budgets": "adaptive"}, "rows"),

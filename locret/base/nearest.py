@@ -38,7 +38,7 @@ _RETIRED = (
     "locret patterns",
     *("--suite world", "--suite lookalikes", "task world/", "task lookalikes/", "method kvpress/", "locret compare"),
     *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means", "lookup codes"),
-    *("option --ledger", "policy field ledger", "rounding rotated"),
+    *("option --ledger", "policy field ledger", "rounding rotated", "layer_budgets shares"),
     *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
     *("label kind kvzip_plus", "quant_method gguf"),
     *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),

@@ -12,7 +12,7 @@ from locret.backbone.shape import Backbone
 from locret.cache.protected import Protected
 from locret.cache.rounding import forms_of
 from locret.policy.budget import cache_bytes, host_bytes
-from locret.policy.growth import adaptive_sizes, check_share_count
+from locret.policy.growth import adaptive_sizes
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.protection import Rows
 from locret.policy.schedule import Schedule, decode_budgets, layer_budgets, lookahead, plan, protected
@@ -56,8 +56,6 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
 
 def with_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -> RetentionPolicy:
     """Return a policy that says the share of every KV head, and so of every layer, where those have shares."""
-    if policy.layer_budgets == "shares" and policy.layer_shares is not None:
-        check_share_count(policy.layer_shares, len(heads))
     if policy.head_budgets != "shares":
         return policy
     shares = policy.head_shares or scorer.head_shares

@@ -42,39 +42,26 @@ def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 
     return tuple(max(1, most - layer * slope + window) for layer in range(layers))
 
 
-def check_shares(shares: Sequence[float], name: str = "layer_shares", of: str = "full-attention layer") -> None:
-    """Refuse numbers that are no shares."""
+def check_shares(shares: Sequence[float]) -> None:
+    """Refuse numbers that are no shares of KV heads."""
     if not (shares and all(isfinite(share) and share > 0 for share in shares)):
         raise ValueError(
-            f"{name}={list(shares)} are no shares; give a number above 0 for every {of}, such as [0.5, 1.5]"
+            f"head_shares={list(shares)} are no shares; give a number above 0 for every KV head of every "
+            "full-attention layer, such as [0.5, 1.5]"
         )
 
 
-def check_share_count(shares: Sequence[float], layers: int) -> None:
-    """Refuse shares of another number of layers."""
-    if len(shares) != layers:
-        raise ValueError(
-            f"layer_shares has {len(shares)} numbers for {layers} layers with full attention; give one for each"
-        )
-
-
-def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None, window: int = 0) -> tuple[int, ...]:
-    """Return units per layer in proportion to shares, in all exactly `layers * budget`.
-
-    Returns:
-        Units of each layer, window included; at least one of them competes where the budget leaves any.
-    """
-    mean = budget - window
-    if shares is None or mean < 1:
+def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None) -> tuple[int, ...]:
+    """Return units per layer, one at least, in proportion to shares (None: alike), in all `layers * budget`."""
+    if shares is None:
         return (budget,) * layers
-    check_share_count(shares, layers)
-    exact, left = [Fraction(share) for share in shares], (mean - 1) * layers
+    exact, left = [Fraction(share) for share in shares], (budget - 1) * layers
     own = [left * share / sum(exact) for share in exact]
     units = [1 + int(part) for part in own]
     order = sorted(range(layers), key=lambda layer: (-(own[layer] % 1), layer))
-    for layer in order[: mean * layers - sum(units)]:
+    for layer in order[: budget * layers - sum(units)]:
         units[layer] += 1
-    return tuple(window + one for one in units)
+    return tuple(units)
 
 
 def divided(units: int, shares: Sequence[float], held: Sequence[int], least: int = 0) -> list[int]:

@@ -81,12 +81,11 @@ class RetentionPolicy:
     in any engine, up to chunk_size tokens since that read; "text", it is read like more text and competes for the
     budget, as in the original package."""
     layer_budgets: str = "uniform"
-    """The budget of each layer: "uniform"; "pyramid", more in the first layers and less in the last (PyramidKV); or
-    "shares", in proportion to layer_shares."""
+    """The budget of each layer: "uniform"; or "pyramid", more in the first layers and less in the last (PyramidKV)."""
     pyramid_beta: int = 20
     """With layer_budgets="pyramid": share of the budget, 1 in so many, that the last layer keeps (PyramidKV's beta)."""
     layer_shares: tuple[float, ...] | None = None
-    """With layer_budgets="shares": the share of each full-attention layer in the units that compete."""
+    """With head_budgets="shares": what head_shares come to in each full-attention layer, from which it follows."""
     head_budgets: str = "uniform"
     """The budget of each KV head: "uniform"; "adaptive", a layer keeps the best units of all its heads (Ada-KV); or
     "shares", in proportion to numbers that the heads' training has measured, over all layers: few KV heads find what is
@@ -148,10 +147,8 @@ class RetentionPolicy:
             most = _limits(self, name, small=self.budget < reference)
             object.__setattr__(self, name, min([number, *most]))
         check_ranges(self, _RANGES)
-        if self.layer_shares is not None:
-            check_shares(self.layer_shares)
         if self.head_shares is not None:
-            check_shares(self.head_shares, "head_shares", "KV head of every full-attention layer")
+            check_shares(self.head_shares)
         for clash, sentence in _CLASHES:
             if clash(self):
                 raise ValueError(sentence.format(**vars(self), most=self.budget - 1))
@@ -266,7 +263,7 @@ class RetentionPolicy:
             "min_chunk": (self.decremental, "decremental"),
             "decode_interval": (self.decode_budget is not None, "decode-budget"),
             "pyramid_beta": (self.layer_budgets == "pyramid", "layer-budgets pyramid"),
-            "layer_shares": (self.layer_budgets == "shares", "layer-budgets shares"),
+            "layer_shares": (self.head_shares is not None, "head-shares"),
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
             "spacing": (self.head_budgets == "shares" and self.positions == "compact", "head-budgets shares"),
             **dict.fromkeys(("rounding", "exact_recent", "exact_layers"), (not self.exact_bits, "key-bits")),
@@ -287,7 +284,7 @@ _RANGES: Mapping[str, Any] = {
     "positions": ("compact", "original"),
     "when": ("chunk", "prompt_end"),
     "turns": ("local", "text"),
-    "layer_budgets": ("uniform", "pyramid", "shares"),
+    "layer_budgets": ("uniform", "pyramid"),
     "head_budgets": ("uniform", "adaptive", "shares"),
     "memory": ("fixed", "linear", "sqrt", "square", "square_sqrt", "adaptive"),
     "host_by": ("score", "recency"),
@@ -300,10 +297,6 @@ _CLASHES: tuple[tuple[Callable[[RetentionPolicy], bool], str], ...] = (
         lambda own: own.when == "chunk" and own.stabilizers >= own.budget,
         "stabilizers={stabilizers} leaves no room for scored units in budget={budget}; raise budget, lower stabilizers "
         "to at most {most}, or leave them out to follow the budget",
-    ),
-    (
-        lambda own: own.layer_budgets == "shares" and own.layer_shares is None,
-        'layer_budgets="shares" needs a share of each full-attention layer; give layer_shares',
     ),
     (
         lambda own: own.head_budgets == "shares" and own.layer_budgets != "uniform",
@@ -416,6 +409,8 @@ def without_retired(values: Any, *, keep_used: bool = False) -> Any:
         del kept["merge"]
     if str(kept.get("recall_by")).partition(":")[0] == "codes":  # which found what "exact" finds
         del kept["recall_by"]
+    if kept.get("layer_budgets") == "shares":
+        del kept["layer_budgets"]
     rounding = kept.get("rounding")
     if isinstance(rounding, str) and rounding.startswith("rotated"):  # its units are still read
         kept["rounding"] = f"earlier_{rounding}"
@@ -440,7 +435,7 @@ def policy_of(policy: Any, budget: int | None = None) -> RetentionPolicy | None:
         for name, usual in _RETIRED.items():
             if policy.get(name, usual) != usual:
                 check_retired("policy field", name)
-        for name in ("rounding", "merge"):
+        for name in ("rounding", "merge", "layer_budgets"):
             check_retired(name, str(policy.get(name)).partition(":")[0])
         return RetentionPolicy.from_dict(dict(policy), "policy")
     if policy is None or isinstance(policy, RetentionPolicy):

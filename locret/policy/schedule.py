@@ -148,8 +148,6 @@ def layer_budgets(policy: RetentionPolicy, layers: int, tokens: int | None, rece
     if policy.layer_budgets == "uniform":
         return (policy.budget,) * layers
     window = max(recent, policy.stabilizers if policy.when == "chunk" else 0)
-    if policy.layer_budgets == "shares":
-        return shared_budgets(policy.budget, layers, policy.layer_shares, window)
     return pyramid_budgets(policy.budget, layers, tokens, window, policy.pyramid_beta)
 
 
@@ -159,8 +157,6 @@ def decode_budgets(policy: RetentionPolicy, layers: int, recent: int = 0) -> tup
         return None
     # What no layer can do without: the local tokens, and the room that an eviction makes.
     window = max(recent, policy.local_len + policy.decode_interval)
-    if "shares" in (policy.layer_budgets, policy.head_budgets):
-        return shared_budgets(policy.decode_budget, layers, policy.layer_shares, window)
     if policy.layer_budgets == "uniform":
         return (policy.decode_budget,) * layers
     return pyramid_budgets(policy.decode_budget, layers, None, window, policy.pyramid_beta)

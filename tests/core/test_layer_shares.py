@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, Span, prefill
 from locret.policy.growth import divided, shared_budgets
+from locret.policy.policy import policy_of
 from locret.scorers.oracle import OracleScorer
 from locret.train.head_shares import counted
 
@@ -28,33 +29,23 @@ def ids_of(length: int) -> torch.Tensor:
     return torch.randint(3, 97, (1, length), generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize(("budget", "window"), [(33, 0), (9, 8), (500, 100)])
-@pytest.mark.parametrize("shares", [(0.2, 0.3, 2.5)])
-def test_layers_have_as_many_units_together_as_uniform_ones(
-    budget: int, window: int, shares: tuple[float, ...]
-) -> None:
-    units = shared_budgets(budget, 3, shares, window)
-    assert sum(units) == 3 * budget
-    assert min(units) >= min(budget, window + 1)
-    scored = [own - window for own in units]
-    total = sum(scored)
-    for own, share in zip(scored, shares, strict=True):
-        assert abs(own - 1 - (total - 3) * share / sum(shares)) < 1 or not total
-    assert shared_budgets(budget, 3, None, window) == (budget,) * 3
-    assert shared_budgets(64, 2, (1e308, 1e308), 8) == shared_budgets(64, 2, (5e-324, 5e-324), 8) == (64, 64)
+def test_layers_have_as_many_units_together_as_uniform_ones() -> None:
+    shares = (0.2, 0.3, 2.5)
+    for budget in (1, 33, 500):
+        units = shared_budgets(budget, 3, shares)
+        assert (sum(units), min(units) >= 1) == (3 * budget, True)
+        for own, share in zip(units, shares, strict=True):
+            assert abs(own - 1 - 3 * (budget - 1) * share / sum(shares)) < 1
+    assert shared_budgets(64, 2, (1e308, 1e308)) == shared_budgets(64, 2, (5e-324, 5e-324)) == (64, 64)
 
 
-def test_shares_that_are_none_or_of_other_layers_are_refused(model: nn.Module) -> None:
-    for shares, message in [
-        ((0.0, 1.0), "are no shares; give a number above 0 for every full-attention layer"),
-        ("half", "is not a list of finite numbers"),
-        (None, 'layer_budgets="shares" needs a share of each full-attention layer; give layer_shares'),
-    ]:
+def test_numbers_that_are_no_shares_and_shares_of_layers_are_refused() -> None:
+    for shares, message in (((0.0, 1.0), "are no shares; give a number above 0"), ("half", "is not a list of finite")):
         with pytest.raises(ValueError, match=message):
-            RetentionPolicy(**NUMBERS, layer_budgets="shares", layer_shares=shares)
-    policy = RetentionPolicy(**NUMBERS, layer_budgets="shares", layer_shares=(1.0, 1.0, 1.0))
-    with pytest.raises(ValueError, match="layer_shares has 3 numbers for 2 layers with full attention"):
-        RetentionCache(model, "random", policy)
+            RetentionPolicy(**NUMBERS, head_budgets="shares", head_shares=shares)
+    with pytest.raises(ValueError, match='layer_budgets "shares" was retired'):
+        policy_of({**NUMBERS, "layer_budgets": "shares", "layer_shares": (1.0, 2.0)})
+    assert RetentionPolicy.from_dict({**NUMBERS, "layer_budgets": "shares", "layer_shares": [1.0, 2.0]}, "a file")
 
 
 def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:

@@ -62,7 +62,6 @@ PARTS: dict[str, dict[str, Any]] = {
     "moment": {"when": "prompt_end"},
     "turns": {"turns": "text"},
     "pyramid": {"layer_budgets": "pyramid", "pyramid_beta": 4},
-    "layer shares": {"layer_budgets": "shares"},
     "adaptive heads": {"head_budgets": "adaptive"},
     "head shares": {"head_budgets": "shares", "stabilizers": 0},
     "linear": {"memory": "linear"},
@@ -117,8 +116,6 @@ class Run:
         for part in self.parts:
             rules |= {name: v(rules["budget"]) if callable(v) else v for name, v in PARTS[part].items()}
         layers, kv_heads = shape_of(self.family)
-        if rules.get("layer_budgets") == "shares":
-            rules["layer_shares"] = tuple(range(1, layers + 1))
         if rules.get("head_budgets") == "shares":
             rules["head_shares"] = tuple(1 + nth % 3 for nth in range(layers * kv_heads))
         return RetentionPolicy(**{**rules, **changes})
@@ -277,7 +274,7 @@ def test_every_chunk_keeps_as_many_units_as_are_planned_in_the_order_of_the_text
 
 # -- what is kept, and what is said -----------------------------------------------------------------------------------
 
-OF_THE_ORACLE = ("positions", "pyramid", "linear", "square_sqrt", "decremental", "adaptive heads", "layer shares")
+OF_THE_ORACLE = ("positions", "pyramid", "linear", "square_sqrt", "decremental", "adaptive heads")
 TIERS = ("tier", "tier by recency", "tier of everything")
 INV_FREQ = 10000.0 ** -(torch.arange(0, 8, 2).double() / 8)
 
@@ -399,7 +396,7 @@ def test_a_copy_a_file_and_rows_answer_and_read_on_with_the_same_bits(
 def test_a_text_in_pieces_is_read_as_the_whole(run: Run, cuts: list[int]) -> None:
     whole, pieces, ids = run.cache(), run.cache(), text_of(run)
     assume(not whole.policy.needs_length)
-    assume("pyramid" not in run.parts and "layer shares" not in run.parts)
+    assume("pyramid" not in run.parts)
     first = prefill(whole.model, ids, whole)
     parts = torch.tensor_split(ids[0], torch.tensor(cuts).cumsum(0))
     second = prefill(whole.model, iter([part.tolist() for part in parts if len(part)]), pieces)
