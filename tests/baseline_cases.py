@@ -123,9 +123,6 @@ CASES: dict[str, Case] = {
     "adaptive memory": Case("llama", SNAPKV, {"memory": "adaptive", "stabilizers": 0}),
     "shrinking chunks": Case("qwen3", "h2o", {"memory": "sqrt", "decremental": True, "min_chunk": 4}),
     "second tier": Case("llama", HEADS, TIER, "turn"),
-    "second tier by recency, original": Case(
-        "phi3-longrope", "key_norm", {**TIER, "host_by": "recency", "positions": "original"}
-    ),
     "second tier with everything, by codes": Case("qwen3", HEADS, {**TIER, "host_budget": "all"}, "turn"),
     "second tier by quest": Case("llama", HEADS, {**TIER, "recall_by": "quest:page=4"}),
     "second tier on disk, rows": Case("llama", SNAPKV, TIER, "rows"),

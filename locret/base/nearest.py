@@ -40,6 +40,7 @@ _RETIRED = (
     *("folder checkpoints/world", "folder checkpoints/world-heads", "lookup pages", "lookup means", "lookup codes"),
     *("option --ledger", "policy field ledger", "rounding rotated", "layer_budgets shares"),
     *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
+    *("option --host-by", "policy field host_by"),
     *("label kind kvzip_plus", "quant_method gguf"),
     *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),
     *("option --devices", "option --host-memory", "option --gate", "option --offload-folder"),

@@ -1,8 +1,8 @@
 """The second tier of a layer: what eviction dropped, in host memory, as far as a query may still want it.
 
-A bounded tier holds the best units by score, or the last of the text, of all that was ever evicted. What is in it does
-not depend on how the text was cut into chunks, as far as scores do not. A query recalls its own few, see
-`locret.lookups`. Keys wait un-rotated like those of the fast tier, and are rotated with them.
+A bounded tier holds the best units by score of all that was ever evicted. What is in it does not depend on how the text
+was cut into chunks, as far as scores do not. A query recalls its own few, see `locret.lookups`. Keys wait un-rotated
+like those of the fast tier, and are rotated with them.
 """
 
 # B batch, N query heads, K KV heads, L queries, H slots, G units that come, U units that move, R recalled, D head dim
@@ -43,8 +43,6 @@ class HostTier(Units):
     """Units per KV head; None: all that come."""
     recall: int
     """Units that each query recalls."""
-    by_score: bool
-    """Whether a full tier keeps the best units, rather than the last of the text."""
     resident: bool = False
     """Whether it lies in the fast tier's memory, for a layer that needs all of it in every step."""
     window: int = 0
@@ -102,7 +100,7 @@ class HostTier(Units):
         if coming > room:
             self._open(room)
             columns = (fast.held(name).to(here).gather(2, gone) for name in (SCORES, POSITIONS))
-            new, old = self._order(*columns), self._order(self.store.held(SCORES), self.store.held(POSITIONS))
+            new, old = _order(*columns), _order(self.store.held(SCORES), self.store.held(POSITIONS))
             compared = min(coming, self.store.fill)
             best, worst = new.topk(compared, dim=-1), old.topk(compared, dim=-1, largest=False)
             # Best against worst, second best against second worst: once one is not better, no other is.
@@ -125,12 +123,6 @@ class HostTier(Units):
         self.store.open(self.fast, new)
         self.store.held(SCORES)[:, :, first:] = -torch.inf
         self.store.held(POSITIONS)[:, :, first:] = NO_UNIT
-
-    def _order(self, scores: Tensor, positions: Tensor) -> Tensor:
-        """Return int64 numbers in the order in which units are worth keeping, different for all of a head's units."""
-        order = score_order(scores) if self.by_score else torch.zeros_like(positions)
-        empty = positions == NO_UNIT
-        return ((order.to(torch.int64) << 32) + positions).masked_fill(empty, torch.iinfo(torch.int64).min)
 
     def recalled(self, query: Tensor, **asked: Any) -> Recalled | None:
         """Return what (B, N, L, D) queries attend to besides the fast tier; None where nothing was evicted yet.
@@ -259,6 +251,12 @@ class HostTier(Units):
         twin.store, twin.fast = self.store.copy(Workspace()), fast
         twin.forget()
         return twin
+
+
+def _order(scores: Tensor, positions: Tensor) -> Tensor:
+    """Return int64 numbers in the order in which units are worth keeping, different for all of a head's units."""
+    order = (score_order(scores).to(torch.int64) << 32) + positions
+    return order.masked_fill(positions == NO_UNIT, torch.iinfo(torch.int64).min)
 
 
 def _sent(states: Tensor, device: torch.device) -> Tensor:

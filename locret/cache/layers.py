@@ -117,8 +117,7 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
         beside = limits.resident[nth]
         far.empty = torch.empty if beside else host_memory
         most = None if policy.host_budget == EVERYTHING else int(policy.host_budget)
-        found, by_score = lookups.get(policy.recall_by), policy.host_by == "score"
-        tier = HostTier(far, own, found, most, policy.recall, by_score, beside, limits.windows[nth])
+        tier = HostTier(far, own, lookups.get(policy.recall_by), most, policy.recall, beside, limits.windows[nth])
     folding = None if cache.merger is None else Folding(cache.merger, cache.merging, index)
     return RetentionLayer(own, selector, policy.positions == "compact", tier, folding)
 

@@ -107,8 +107,6 @@ class RetentionPolicy:
     host_budget: int | str | None = None
     """Units per layer and KV head of a second tier in host memory: the best that eviction dropped, the rest is gone
     for good; or "all", everything. None: no second tier. Needs recall."""
-    host_by: str = "score"
-    """Which evicted units a bounded second tier keeps: the best by "score", or the last of the text, "recency"."""
     recall: int = 0
     """Units of the second tier that each query of the answer, and of the prompt's local tokens, attends to besides, in
     every layer and KV head."""
@@ -256,7 +254,6 @@ class RetentionPolicy:
 
     def idle(self) -> dict[str, str]:
         """Return the names of the numbers that change nothing here, each with the setting that would let it."""
-        host = "host-budget as a number of units" if self.host_budget else "host-budget"
         # At a prompt's end 0 stabilizers say what is so anyway.
         evicting = (self.when == "chunk" or not self.stabilizers) and not self.recalls_blocks
         needed = {
@@ -267,7 +264,6 @@ class RetentionPolicy:
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
             "spacing": (self.head_budgets == "shares" and self.positions == "compact", "head-budgets shares"),
             **dict.fromkeys(("rounding", "exact_recent", "exact_layers"), (not self.exact_bits, "key-bits")),
-            "host_by": (isinstance(self.host_budget, int), host),
             "recall_by": (self.recall > 0 or self.recalls_blocks, "recall"),
             "stabilizers": (evicting, "recall-by exact" if self.recalls_blocks else "when chunk"),
         }
@@ -287,7 +283,6 @@ _RANGES: Mapping[str, Any] = {
     "layer_budgets": ("uniform", "pyramid"),
     "head_budgets": ("uniform", "adaptive", "shares"),
     "memory": ("fixed", "linear", "sqrt", "square", "square_sqrt", "adaptive"),
-    "host_by": ("score", "recency"),
     **dict.fromkeys(("key_bits", "value_bits"), BITS),
 }
 """What each number may be by itself."""
@@ -392,7 +387,7 @@ _OF_BLOCKS: Mapping[str, tuple[Any, ...]] = {
 }
 """What the method that recalls blocks has rules of its own for."""
 
-_RETIRED: dict[str, Any] = {"ledger": 0, "refit": False}
+_RETIRED: dict[str, Any] = {"ledger": 0, "refit": False, "host_by": "score"}
 """Fields that files of earlier versions have, and the values that changed nothing."""
 
 

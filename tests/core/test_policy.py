@@ -30,7 +30,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_budgets": "ragged"}, 'head_budgets="ragged" is unknown; choose one of uniform, adaptive'),
     ({"layer_budgets": "cone"}, 'layer_budgets="cone" is unknown; choose one of uniform, pyramid'),
     ({"memory": "cubic"}, 'memory="cubic" is unknown; choose one of fixed, linear, sqrt, square, square_sqrt, '),
-    ({"host_budget": 40, "recall": 4, "host_by": "luck"}, 'host_by="luck" is unknown'),
     ({"head_floor": 1.5}, "head_floor=1.5 is not a share; it must lie between 0 and 1"),
     ({"head_floor": float("nan")}, "head_floor=nan is not a finite number; give one such as 0.2"),
     ({"head_floor": 10**400}, "is not a finite number; give one such as 0.2"),

@@ -69,11 +69,10 @@ def test_bytes_of_a_tier_and_of_what_is_recalled_are_what_one_counts_by_hand(mod
     assert cache.memory().moved - memory.moved == 5 * 3 * 2 * 4 * 8 * 8
 
 
-@pytest.mark.parametrize("host_by", ["score", "recency"])
 def test_a_tier_that_an_answer_filled_is_no_larger_than_it_may_be_and_is_saved_in_order(
-    model: Any, tmp_path: Path, host_by: str
+    model: Any, tmp_path: Path
 ) -> None:
-    cache = read(model, 20, host_by=host_by, decode_budget=22, decode_interval=1)
+    cache = read(model, 20, decode_budget=22, decode_interval=1)
     answer(model, cache, new=40)
     memory = cache.memory()
     assert memory.host == memory.host_planned == 3 * 2 * 19 * UNIT

@@ -69,7 +69,6 @@ PARTS: dict[str, dict[str, Any]] = {
     "adaptive memory": {"memory": "adaptive"},
     "decremental": {"memory": "sqrt", "decremental": True, "min_chunk": 3},
     "tier": {"host_budget": 17, "recall": 4},
-    "tier by recency": {"host_budget": 17, "recall": 4, "host_by": "recency"},
     "tier of everything": {"host_budget": "all", "recall": 5},
     "tier by quest": {"host_budget": 17, "recall": 4, "recall_by": "quest:page=4"},
     "8 bits": {"key_bits": 8, "value_bits": 8},
@@ -275,7 +274,7 @@ def test_every_chunk_keeps_as_many_units_as_are_planned_in_the_order_of_the_text
 # -- what is kept, and what is said -----------------------------------------------------------------------------------
 
 OF_THE_ORACLE = ("positions", "pyramid", "linear", "square_sqrt", "decremental", "adaptive heads")
-TIERS = ("tier", "tier by recency", "tier of everything")
+TIERS = ("tier", "tier of everything")
 INV_FREQ = 10000.0 ** -(torch.arange(0, 8, 2).double() / 8)
 
 
@@ -332,7 +331,6 @@ def test_both_tiers_hold_and_recall_what_the_slow_oracle_does(run: Run, tier: st
             run.numbers,
             (rules.host_budget if isinstance(rules.host_budget, int) else None, rules.recall),
             original_positions=rules.positions == "original",
-            by_recency=rules.host_by == "recency",
         )
     assert cache.memory().host_units == len(held[0][0])
     torch.testing.assert_close(first[0].double(), logits[0], atol=2e-5, rtol=0)

@@ -29,17 +29,16 @@ def best_units(logits_GU: Tensor, recall: int) -> list[int]:
     return sorted(sorted(range(len(best)), key=lambda unit: -float(best[unit]))[:recall])
 
 
-def into_host(host: list[Unit], gone: list[Unit], host_budget: int | None, by_recency: bool = False) -> list[Unit]:
+def into_host(host: list[Unit], gone: list[Unit], host_budget: int | None) -> list[Unit]:
     """Return the second tier of one head after an eviction, ascending by position.
 
     Args:
         host: What it held.
         gone: What was evicted from the first tier.
         host_budget: Units it may hold, the best ones by score; None: all.
-        by_recency: Whether the newest stay instead.
     """
     units = sorted([*host, *gone], key=lambda unit: unit[0])
-    ratings = [float(unit[0]) if by_recency else unit[3] for unit in units]
+    ratings = [unit[3] for unit in units]
     return [units[slot] for slot in select_kept(ratings, len(units) if host_budget is None else host_budget, set())]
 
 
@@ -53,7 +52,6 @@ def answer_with_recall(
     tier: tuple[int | None, int],
     *,
     original_positions: bool = False,
-    by_recency: bool = False,
 ) -> tuple[list[list[list[int]]], Tensor]:
     """Read prompts as `read_prompt` does, but let their local tokens and the answers recall what was evicted.
 
@@ -70,7 +68,6 @@ def answer_with_recall(
         numbers: Budget, chunk size, stabilizers, local length.
         tier: Host budget (None: all), and units recalled.
         original_positions: Rotate by place in the text instead of rank.
-        by_recency: Whether the second tier holds the newest evicted units instead of the best.
 
     Returns:
         Per layer and KV head the positions that the second tier holds; and (1 + A, vocabulary) logits of the last
@@ -90,7 +87,7 @@ def answer_with_recall(
         for head, (before, after) in enumerate(zip(held, fast[index], strict=True)):
             stayed = {unit[0] for unit in after}
             gone = [unit for unit in before if unit[0] not in stayed]
-            host[index][head] = into_host(host[index][head], gone, host_budget, by_recency)
+            host[index][head] = into_host(host[index][head], gone, host_budget)
 
     seen, logits = 0, list[Tensor]()
     for prompt_T, answer_A in texts:
