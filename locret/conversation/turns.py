@@ -107,6 +107,16 @@ def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return f"{zlib.crc32(json.dumps(vocabulary).encode()):08x}"
 
 
+def turns_fingerprint(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
+    """Return a CRC-32 of what a template writes between turns; what stands before the first is read, a date perhaps."""
+    talk = (Message("user", "a question"), Message("assistant", "an answer"), Message("user", "another"))
+    try:
+        text = render(tokenizer, talk, template)
+    except Refusal:  # of a template that knows one turn
+        text = render(tokenizer, talk[:1], template)
+    return f"{zlib.crc32(text.partition('a question')[2].encode()):08x}"
+
+
 # -- turns about a document -------------------------------------------------------------------------------------------
 
 
@@ -258,6 +268,7 @@ class Talk:
         held: dict[str, Any] = {"name": self.name, "context": self.stream.context, "pending": self.stream.pending}
         held |= self.protection.data()
         held |= {"tokenizer": vocabulary_fingerprint(self.stream.tokenizer)}
+        held |= {"between_turns": turns_fingerprint(self.stream.tokenizer, script.template)}
         held |= {"template": script.template, "system": script.system, "turns": [list(turn) for turn in script.turns]}
         return {"conversation": {**held, "unread": list(self.unread), **more}}
 
@@ -277,6 +288,12 @@ def saved_talk(path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary:
     # Files of earlier versions do not say.
     if notes.get("tokenizer", ours := vocabulary_fingerprint(tokenizer)) != ours:
         raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
+    check_template(tokenizer, notes["template"])
+    if notes.get("between_turns", ours := turns_fingerprint(tokenizer, notes["template"])) != ours:
+        raise ValueError(
+            f"{path} was read with a chat template that writes other marks between turns than this tokenizer's; "
+            "give the tokenizer that one (chat_template), or read the text again"
+        )
     turns = tuple(Message(role, content) for role, content in notes["turns"])
     transcript = Transcript(tokenizer, notes["template"], notes["system"], turns)
     stream = TokenStream(tokenizer, context=notes["context"], pending=notes["pending"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ FACT = "The pass key is 71432. Remember it. 71432 is the pass key. "
 TEXT = "The grass is green. " * 40 + FACT + "The sky is blue. " * 40
 QUESTION = "What is the pass key?"
 ANSWER = "The pass key is 71432."
+TURNS = "{% for one in messages %}[{{ one.role }}] {{ one.content }}\n{% endfor %}[assistant] "
 
 
 @pytest.fixture(scope="module")
@@ -210,13 +212,19 @@ def test_a_file_is_what_it_was_saved_as_and_by_whom(lm: LongContextModel, contex
     tokenizer.add_tokens(["71432"])
     with pytest.raises(ValueError, match="was made with another tokenizer"):
         LongContextModel(lm.model, tokenizer, lm.scorer, POLICY).load(tmp_path / "context")
+    tokenizer = copy.deepcopy(lm.tokenizer)
+    for opening, same in ("Today is Sunday. ", True), ("", False):  # a date before all turns is read with the text
+        tokenizer.chat_template = opening + (lm.tokenizer.chat_template if same else TURNS)
+        dated = LongContextModel(lm.model, tokenizer, lm.scorer, POLICY)
+        with nullcontext() if same else pytest.raises(ValueError, match="writes other marks between turns"):
+            dated.load(tmp_path / "context")
     other = LongContextModel(lm.model, lm.tokenizer, "streaming", POLICY)
     with pytest.raises(ValueError, match="allow_other_scorer=True"):
         other.load(tmp_path / "context")
     assert other.load(tmp_path / "context", allow_other_scorer=True).cache.seen == context.cache.seen
     assert other.load_chat(tmp_path / "context", allow_other_scorer=True).say(QUESTION)
     notes = locret.read_notes(tmp_path / "context")["conversation"]
-    notes.pop("tokenizer")  # as earlier versions wrote it
+    del notes["tokenizer"], notes["between_turns"]  # as earlier versions wrote it
     locret.save_cache(context.cache, tmp_path / "older", notes={"conversation": notes})
     assert lm.load(tmp_path / "older").ask(QUESTION) == ANSWER
     chat.save(tmp_path / "context")  # one saved file may take the place of another
