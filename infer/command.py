@@ -10,13 +10,13 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
-from hashlib import sha256
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from locret.base.fields import Refusal
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.distributed.ranks import Ranks, joined, launched
+from locret.infer.fetch import is_address
 from locret.infer.infer_options import (
     GenerationOptions,
     OutputOptions,
@@ -81,6 +81,8 @@ def together(options: Options) -> Iterator[Options]:
         )
     if count > 1 and not output.dry_run and not options.prompt.again:
         raise ValueError("a text on standard input reaches one process alone; give it to all with --prompt-file FILE")
+    if count > 1 and any(map(is_address, options.prompt.prompt_file)):
+        raise ValueError("each process would fetch a page of its own; save it, and give it with --prompt-file FILE")
     with joined() as ranks:
         given = {f"--{name.replace('_', '-')}": one for part in options.parts for name, one in asdict(part).items()}
         with ranks.together():
@@ -113,8 +115,8 @@ def execute(options: Options) -> None:
     if output.dry_run:
         plan.print_plan(options.parts, quiet=output.quiet)
         return
-    if options.ranks.size > 1:
-        _agree(options, plan, asked)
+    with options.ranks.together():
+        options.ranks.agree({"what auto came to": plan.policy.to_dict()}, "give --kv-memory as a number")
     torch.manual_seed(options.generation.seed)
     with plan.loaded(prompt.template) as lm:
         _read_and_ask(options, plan, lm, document, asked)
@@ -137,32 +139,6 @@ def check_evidence(asked: QuestionOptions, generation: GenerationOptions) -> Non
     if asked.evidence and generation.num_beams > 1:
         rule = f"watches one answer, but --num-beams {generation.num_beams} are searched; drop one of them"
         raise Refusal("evidence", True, rule)
-
-
-def _agree(options: Options, plan: Ready, asked: Sequence[str]) -> None:
-    """Make sure that all processes have come to the same, and hold the same files."""
-    from torch import nn
-
-    from locret import shipped
-    from locret.heads.fingerprint import weight_fingerprint
-
-    digest = sha256()
-    for name in options.prompt.prompt_file:
-        path = os.path.expanduser(shipped.find(name))
-        if not os.path.isfile(path):
-            raise Refusal("prompt_file", name, "is a folder or a page, and --shard reads files; give files")
-        with open(path, "rb") as text:
-            while part := text.read(2**20):
-                digest.update(part)
-    contents = {
-        "the text of --prompt-file": digest.hexdigest()[:16],
-        "the questions": list(asked),
-        "the weights of --heads": weight_fingerprint(plan.scorer) if isinstance(plan.scorer, nn.Module) else None,
-    }
-    with options.ranks.together():
-        chosen = {"what auto came to": plan.policy.to_dict()}
-        options.ranks.agree(chosen, "give --kv-memory as a number")
-        options.ranks.agree(contents, "give all processes the same files")
 
 
 def _read_and_ask(options: Options, plan: Ready, lm: LongContextModel, document: Any, asked: Sequence[str]) -> None:

@@ -7,11 +7,14 @@ from http.client import HTTPException
 from mimetypes import guess_extension
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 from urllib.request import Request, urlopen
 
 from locret import __version__
-from locret.conversation.document import Document, open_file
+
+if TYPE_CHECKING:
+    from locret.conversation.document import Document
 
 _LARGEST = 2**30
 _PATIENCE = 60.0
@@ -33,6 +36,8 @@ def fetched(address: str, setting: str) -> Document:
     Raises:
         ValueError: If it cannot be fetched, is larger than 1 GiB, or cannot be read.
     """
+    from locret.conversation.document import open_file  # imports torch, which commands do not need at once
+
     with TemporaryDirectory(prefix="locret-") as folder:
         try:
             request = Request(address, headers={"User-Agent": f"locret/{__version__}"})
