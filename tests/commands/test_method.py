@@ -148,7 +148,6 @@ def test_the_harness_takes_options_of_a_scorer_and_no_others() -> None:
         assert model.scorer == scorers.SnapKVScorer(kernel=7, pooling="max")
         assert model.policy.positions == "compact"
     for settings, sentence in (
-        ({"scorer": "snapkv", "kernle": 7}, "--model_args: kernle is not a setting of the model locret"),
         ({"kernel": 7}, "--model_args: kernel is not a setting of the model locret"),
         ({"scorer": "snapkv:kernel=7", "kernel": 9}, "has the option kernel already; give it once"),
     ):

@@ -29,7 +29,6 @@ from locret.lookups.exact import ExactLookup
 from locret.policy import budget as budgets
 from locret.policy.selectors import Stay
 from locret.scorers import RetainingHeadScorer
-from locret.token_ids import Stream
 
 sys.path.append(str(Path(__file__).parents[1] / "core"))
 
@@ -96,10 +95,6 @@ FAULTS = {
         *({"budget"}, {"bytes"}, True),
     ),
     "padding rows shifted": Fault(RetentionCache, "number", padding_shifted, {"batch"}, after=True),
-    "a token dropped at a chunk's boundary": Fault(
-        *(Stream, "take", lambda own, stream, count: own(stream, count)[:, int(5 < count < 14) :]),
-        *({"full-budget"}, EVERYTHING | GUARDS),
-    ),
     "planned bytes lie": Fault(budgets, "unit_bytes", lambda found, *_: found - 8, {"bytes"}, after=True),
     "memory grows": Fault(DenseStore, "keep", growing_memory, {"bytes"}),
     "query groups swapped": Fault(
@@ -140,11 +135,6 @@ def report_of(policy: RetentionPolicy, only: Collection[str] = (), family: str =
     return verify(model, RetainingHeads.for_model(model, hidden_dim=12, seed=0), policy, tokens=88, only=only)
 
 
-def test_nothing_is_found_where_nothing_is_planted() -> None:
-    report = report_of(POLICY, family="qwen2")
-    assert report.ok, report.table()
-
-
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault = FAULTS[name]
@@ -168,14 +158,11 @@ def test_numbers_that_are_not_finite_are_said_before_anything_is_compared(where:
     assert "--dtype float32 or bfloat16" in row.means
 
 
-KINDS = (
-    *("llama-mqa", "phi3-longrope", "olmo3", "qwen3-moe", "gpt-oss"),
-    # Neighbours as pairs; layers that do not rotate; latent attention; layers of different shapes.
-    *("glm4", "cohere2", "deepseek_v3", "gemma4_text"),
-)
+# Two rotations; learned sinks; layers that do not rotate; latent attention; layers of different shapes.
+KINDS = ((1, "phi3-longrope"), (4, "gpt-oss"), (6, "cohere2"), (7, "deepseek_v3"), (8, "gemma4_text"))
 
 
-@pytest.mark.parametrize(("number", "family"), list(enumerate(KINDS)), ids=KINDS)
+@pytest.mark.parametrize(("number", "family"), KINDS)
 def test_no_family_raises_a_false_alarm(number: int, family: str) -> None:
     model = build(family, seed=number) if family in FAMILIES else random_model(tiny_config(family), seed=number)
     model = model.to(torch.bfloat16 if number % 2 else torch.float32)
@@ -185,21 +172,17 @@ def test_no_family_raises_a_false_alarm(number: int, family: str) -> None:
     assert {row.check for row in report.rows} == set(CHECKS)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"head_budgets": "adaptive"},
-        {"when": "prompt_end"},
-        {"positions": "original"},
-        {"key_bits": 8, "value_bits": 4},
-        {"host_budget": "all", "recall": 4},
-        {"decode_budget": 40, "decode_interval": 4},
-    ],
-    ids=str,
+POLICIES: tuple[dict[str, Any], ...] = (
+    {"head_budgets": "adaptive"},
+    {"host_budget": "all", "recall": 4, "key_bits": 8, "value_bits": 4},
+    {"when": "prompt_end"},
+    {"positions": "original", "decode_budget": 40, "decode_interval": 4},
 )
+
+
+@pytest.mark.parametrize("changes", POLICIES, ids=str)
 def test_no_policy_raises_a_false_alarm(changes: dict[str, Any]) -> None:
-    model = build("qwen3")
-    report = verify(model, RetainingHeads.for_model(model, hidden_dim=12, seed=0), POLICY.changed(**changes), tokens=88)
+    report = report_of(POLICY.changed(**changes), family="qwen2")
     assert report.ok, report.table()
 
 

@@ -6,10 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from locret import RetainingHeads, loading, shipped
-from locret.cli.command import parse_options
-from locret.infer.command import OPTION_CLASSES
-from locret.infer.infer_options import PlacedModelOptions
+from locret import shipped
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ["recipes/infer/tiny.yaml", "recipes/infer/pass_key.txt"]
@@ -33,15 +30,6 @@ def test_what_is_shipped_is_found_from_elsewhere(name: str) -> None:
 )
 def test_other_names_are_left_alone(name: str) -> None:
     assert shipped.find(name) == name
-
-
-def test_commands_and_heads_find_the_pair_without_asking_the_hub() -> None:
-    # The tests run offline, where asking the Hub raises.
-    (model, *_), _ = parse_options("test", "", OPTION_CLASSES, ["--config", "recipes/infer/tiny.yaml"])
-    assert model == PlacedModelOptions(model="checkpoints/tiny")
-    assert loading.load_config(model).num_hidden_layers == len(RetainingHeads.from_pretrained("checkpoints/tiny-heads"))
-    with pytest.raises(OSError, match="checkpoints/tiny-too"):
-        RetainingHeads.from_pretrained("checkpoints/tiny-too")
 
 
 def test_the_embedded_backbone_has_its_own_heads(elsewhere: Path) -> None:
