@@ -63,16 +63,6 @@ def stored(library: Library) -> list[Any]:
     return list((library.folder / ".uploads").iterdir())
 
 
-def read(client: httpx.Client, name: str) -> list[Any]:
-    """Return what a context looked like while it was read, each once."""
-    found = [shown(client, name)]
-    while found[-1]["state"] in ("waiting", "reading"):
-        time.sleep(0.005)
-        if (now := shown(client, name)) != found[-1]:
-            found.append(now)
-    return found
-
-
 # -- uploading and looking --------------------------------------------------------------------------------------------
 
 
@@ -80,13 +70,13 @@ def test_a_text_is_streamed_read_and_described(client: httpx.Client, shared: Lib
     begun = upload(client, "new", iter([book[at : at + 500].encode() for at in range(0, len(book), 500)]))
     assert begun.status_code == 202
     assert begun.json()["state"] in ("waiting", "reading")
-    *going, new = read(client, "new")
+    going = []
+    while (new := shown(client, "new"))["state"] in ("waiting", "reading"):
+        going.append(new)
     assert (tokens := [one["tokens"] for one in (*going, new)]) == sorted(tokens)
     ready = shown(client, "book")
     assert (new["object"], new["name"], new["state"], new["message"]) == ("context", "new", "ready", "")
-    assert [new[field] for field in ("tokens", "units", "kept")] == [
-        ready[field] for field in ("tokens", "units", "kept")
-    ]
+    assert all(new[field] == ready[field] for field in ("tokens", "units", "kept"))
     assert new["made"]["sha256"] == ready["made"]["sha256"]
     assert len(new["kept"]) == 50
     assert sum(new["kept"]) * new["tokens"] / 50 == pytest.approx(new["units"], rel=0.02)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import threading
@@ -162,7 +161,7 @@ def test_a_long_prompt_is_read_as_by_hand_and_only_where_it_is_new(
 # -- OpenAI's options -------------------------------------------------------------------------------------------------
 
 
-def test_a_stream_is_the_whole_answer_in_parts(client: openai.OpenAI, server: Running) -> None:
+def test_a_stream_is_the_whole_answer_in_parts(client: openai.OpenAI) -> None:
     shown: dict[str, Any] = {"logprobs": True, "top_logprobs": 2}
     whole = ask(client, QUESTION, **shown)
     *chunks, last = list(ask(client, QUESTION, **shown, stream=True, stream_options={"include_usage": True}))
@@ -174,14 +173,6 @@ def test_a_stream_is_the_whole_answer_in_parts(client: openai.OpenAI, server: Ru
     assert streamed == whole.choices[0].logprobs.content
     assert (last.choices, last.usage) == ([], whole.usage)
     assert len({chunk.id for chunk in chunks}) == 1
-
-    async def parts() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="any") as others:
-            about: Any = {"messages": [user(QUESTION)], "extra_body": {"context": "other"}}
-            stream = await others.chat.completions.create(model="tiny", stream=True, **about)
-            return [chunk.choices[0].delta.content or "" async for chunk in stream]
-
-    assert "".join(asyncio.run(parts())) == "The pass key is 71432."
 
 
 def test_completions_go_on_with_texts_and_ids(client: openai.OpenAI, serving: LongContextModel, book: Context) -> None:
@@ -256,39 +247,25 @@ IMAGE = [{"type": "image_url", "text": "x"}]
 MANY = 10_000
 """Parts that are wrong, fewer than a request may have."""
 FIELDS: list[tuple[dict[str, Any], int, str]] = [  # beside a message, status, sentence
-    ({"messages": []}, 400, "messages []: list should have at least 1 item after validation, not 0; change it"),
     ({"messages": [{"role": "user", "contents": "x"}]}, 400, "messages.0: contents is not a field here; did you mean"),
     ({"messages": [{"role": "user", "content": IMAGE}]}, 400, "messages.0.content"),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "the tokenizer's chat template refuses these messages ("),
     ({f"k{nth}": 1 for nth in range(MANY)}, 400, "k0 is not a field here; "),
-    ({"max_token": 1}, 400, "max_token is not a field here; did you mean max_tokens"),
     ({"temperature": 3}, 400, "temperature 3: input should be less than or equal to 2; change it"),
     ({"max_tokens": 2, "max_completion_tokens": 3}, 400, "max_tokens and max_completion_tokens exclude each other"),
     ({"max_tokens": 2**30}, 400, "max_tokens 1073741824 do not fit: next to this prompt"),
     ({"presence_penalty": 1}, 400, "presence_penalty 1 has no effect here; leave it out"),
-    ({"top_logprobs": 2}, 400, "top_logprobs has no effect without logprobs"),
     ({"context": "bok"}, 404, "there is no context 'bok'; did you mean book?"),
     ({"messages": [*HI, *HI], "context": "book"}, 400, "messages about a context are an optional system message"),
     ({"messages": [user(" ")], "context": "book"}, 400, "messages has a user's turn without text; write a question"),
-    *(
-        (
-            {"tools": [{**TOOLS[0], "function": {"name": "f", "parameters": given}}]},
-            400,
-            "half characters (lone surrogates)",
-        )
-        for given in ({"title": "\ud800"}, {"\udc00": 1}, {"enum": [["a", "\ud800"]]})
-    ),
     ({"messages": [user("\ud800")]}, 400, "half characters (lone surrogates)"),
+    ({"tools": [{**TOOLS[0], "x": [{"\udc00": 1}]}]}, 400, "half characters (lone surrogates)"),
     ({"tools": TOOLS}, 400, "tools have no effect, for this tokenizer's chat template does not write them; leave "),
-]
-PROMPTS: list[tuple[Any, str]] = [
-    ([5000], "prompt has the token id 5000, and this backbone has"),
-    ({"a": 1}, "prompt {'a': 1}: input should be a valid"),
 ]
 REFUSED = [
     ("chat/completions", {}, 400, "messages is missing; give it"),
     *(("chat/completions", {"messages": HI, **given}, status, said) for given, status, said in FIELDS),
-    *(("completions", {"prompt": given}, 400, said) for given, said in PROMPTS),
+    ("completions", {"prompt": [5000]}, 400, "prompt has the token id 5000, and this backbone has"),
 ]
 
 

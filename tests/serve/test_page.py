@@ -15,7 +15,7 @@ import pytest
 from running import ROOT, text_with
 
 from locret import LongContextModel
-from locret.infer.serve import app, command, context_routes, openai_routes, page
+from locret.infer.serve import page
 
 FOLDER = Path(page.__file__).parent
 DOCUMENTED = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
@@ -74,18 +74,6 @@ def test_the_examples_answer(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile(block("python", "import OpenAI").replace(ADDRESS, url), "docs/server.md", "exec"), {})
     first, second = out.getvalue().strip().splitlines()
     assert first == second == "The pass key is 43600."
-
-
-def test_options_and_routes_of_the_documentation_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    routers = (context_routes.router, openai_routes.router, page.router, app.watched)
-    routes = {(method, one.path) for router in routers for one in router.routes for method in one.methods}
-    with pytest.raises(SystemExit):
-        command.command(["--help", "all"])
-    told = capsys.readouterr().out
-    for option in set(re.findall(r"`(--[a-z-]+)", DOCUMENTED)) - {"--data-binary"}:
-        assert option in told, option
-    for method, path in set(re.findall(r"`(GET|POST|DELETE) (/[\w/.]*)", DOCUMENTED)) - {("GET", "/openapi.json")}:
-        assert (method, path.replace("/book", "/{name}")) in routes
 
 
 # -- what it tells of itself ------------------------------------------------------------------------------------------

@@ -52,13 +52,6 @@ def test_a_server_answers_drains_and_ends_as_it_is_told(tmp_path: Path) -> None:
         assert said.strip().endswith("locret-serve: interrupted")
 
 
-def test_a_server_where_nothing_runs_ends_at_once(tmp_path: Path) -> None:
-    with started(tmp_path / "contexts", *TINY, "--drain", "30") as (process, _):
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=20)
-        assert process.returncode == 143
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
