@@ -1,6 +1,6 @@
-"""As much of vLLM as the connector touches, for machines without it; `test_vllm_engine.py` compares both.
+"""As much of vLLM as the connector touches, for machines without it; `test_vllm_engine.py` runs the real one.
 
-Signatures and what is abstract are those of vLLM 0.32.0: `vllm/distributed/kv_transfer/kv_connector/v1/base.py`
+Signatures are those of vLLM 0.32.0: `vllm/distributed/kv_transfer/kv_connector/v1/base.py`
 (connector, metadata, roles, transfer results), `vllm/v1/core/sched/scheduler.py` (the order of calls, what happens to
 tokens that are promised, which requests fail), `vllm/v1/worker/kv_connector_model_runner_mixin.py` (the worker's calls)
 and the attention implementations' `do_kv_cache_update`.
@@ -9,7 +9,6 @@ and the attention implementations' `do_kv_cache_update`.
 import enum
 import sys
 import types
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +21,7 @@ class KVConnectorRole(enum.Enum):
     WORKER = 1
 
 
-class KVConnectorMetadata(ABC):  # noqa: B024
+class KVConnectorMetadata:
     pass
 
 
@@ -33,13 +32,11 @@ class KVConnectorTransferResults:
     failed_recving: set[str] = field(default_factory=set)
 
 
-class KVConnectorBase_V1(ABC):
+class KVConnectorBase_V1:
     def __init__(self, vllm_config, role, kv_cache_config):
-        self._connector_metadata = None
         self._vllm_config = vllm_config
         self._kv_transfer_config = vllm_config.kv_transfer_config
         self._kv_cache_config = kv_cache_config
-        self._role = role
 
     def bind_connector_metadata(self, connector_metadata):
         self._connector_metadata = connector_metadata
@@ -50,42 +47,6 @@ class KVConnectorBase_V1(ABC):
     def _get_connector_metadata(self):
         assert self._connector_metadata is not None
         return self._connector_metadata
-
-    def register_kv_caches(self, kv_caches):
-        return
-
-    @abstractmethod
-    def start_load_kv(self, forward_context, **kwargs): ...
-
-    @abstractmethod
-    def wait_for_layer_load(self, layer_name): ...
-
-    @abstractmethod
-    def save_kv_layer(self, layer_name, kv_layer, attn_metadata, **kwargs): ...
-
-    @abstractmethod
-    def wait_for_save(self): ...
-
-    def get_transfer_results(self, finished_req_ids):
-        return KVConnectorTransferResults()
-
-    def get_block_ids_with_load_errors(self):
-        return set()
-
-    @abstractmethod
-    def get_num_new_matched_tokens(self, request, num_computed_tokens): ...
-
-    @abstractmethod
-    def update_state_after_alloc(self, request, blocks, num_external_tokens): ...
-
-    @abstractmethod
-    def build_connector_meta(self, scheduler_output): ...
-
-    def on_new_request(self, request):
-        return
-
-    def request_finished(self, request, block_ids):
-        return False, None
 
 
 RANK = 0
@@ -109,14 +70,6 @@ def modules():
     made["vllm.distributed"].get_tensor_model_parallel_rank = lambda: sys.modules[__name__].RANK
     made["vllm.logger"].init_logger = lambda name: LOGGER
     return made
-
-
-def mirrored():
-    """Yield the real class and the fake one, where vLLM is installed."""
-    from vllm.distributed.kv_transfer.kv_connector.v1 import base
-
-    for name in ("KVConnectorBase_V1", "KVConnectorTransferResults"):
-        yield getattr(base, name), globals()[name]
 
 
 # -- what vLLM holds --------------------------------------------------------------------------------------------------

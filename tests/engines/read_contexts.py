@@ -2,8 +2,8 @@
 
     python tests/engines/read_contexts.py FOLDER [BUDGET [TOKENS [TEXTS]]]
 
-FOLDER/contexts/bookN.ctx are the contexts, of BUDGET + 32 units, and FOLDER/record.json says of each what was read, and
-for each question the ids that follow the context's units and those that `locret.generate` answers with.
+FOLDER/contexts/bookN.ctx are the contexts, of BUDGET + 32 units, and FOLDER/record.json says for each question about
+each the ids that follow the context's units and those that `locret.generate` answers with.
 """
 
 import json
@@ -37,20 +37,18 @@ def main(folder: str, budget: str = "224", tokens: str = "8192", texts: str = "4
         text = sample.content.removesuffix(sample.question)
         context = lm.read(text, name=f"book{seed}", progress=False)
         context.save(out / f"contexts/book{seed}.ctx")
-        record[f"book{seed}"] = {"text": text, "tokens": context.cache.seen, "questions": asked(context, sample, text)}
+        record[f"book{seed}"] = asked(context, sample, text)
     (out / "record.json").write_text(json.dumps(record))
 
 
 def asked(context: locret.Context, sample: Any, text: str) -> list[dict[str, object]]:
     """Ask for eight of the numbers in a text."""
     about, questions = re.findall(r"for (\w+) mentioned", sample.question)[0], []
-    for key, truth in re.findall(r"numbers for (\w+) is: (\d+)", text)[:8]:
-        question = sample.question.replace(about, key)
-        ids = context.question_ids(question)
-        cache = context.cache.copy()
+    for key in re.findall(r"numbers for (\w+) is: ", text)[:8]:
+        ids, cache = context.question_ids(sample.question.replace(about, key)), context.cache.copy()
         read_turn(context.lm.model, ids, cache, new_tokens=ANSWER)
         answer = locret.generate(context.lm.model, cache=cache, max_new_tokens=ANSWER, do_sample=False)
-        questions.append({"question": question, "truth": truth, "ids": ids[0].tolist(), "answer": answer[0].tolist()})
+        questions.append({"ids": ids[0].tolist(), "answer": answer[0].tolist()})
     return questions
 
 

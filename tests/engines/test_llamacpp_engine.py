@@ -72,7 +72,7 @@ def served(model: Path, folder: Path, options: list[str]) -> Iterator[Callable[[
 def test_answers_are_those_of_generate_with_the_options_in_the_record(tmp_path: Path, cache_type: str) -> None:
     reader = Path(__file__).with_name("read_contexts.py")
     subprocess.run([sys.executable, str(reader), str(tmp_path), "224", "8192", "1"], check=True, timeout=600)
-    [book] = json.loads((tmp_path / "record.json").read_text()).values()
+    [questions] = json.loads((tmp_path / "record.json").read_text()).values()
     write_gguf("checkpoints/tiny", tmp_path / "tiny.gguf")
     _, record = export(tmp_path / "contexts/book1.ctx", tmp_path / "book.bin", cache_type)
     facts = json.loads(record.read_text())
@@ -80,7 +80,7 @@ def test_answers_are_those_of_generate_with_the_options_in_the_record(tmp_path: 
     with served(tmp_path / "tiny.gguf", tmp_path, facts["server"]) as call:
         restored = call("/slots/0?action=restore", {"filename": facts["file"]})
         assert restored["n_restored"] == facts["units"]
-        for asked in book["questions"]:
+        for asked in questions:
             reply = call("/completion", {"prompt": [*facts["placeholders"], *asked["ids"]], **greedy})
             assert [one for one in reply["tokens"] if one != END] == [one for one in asked["answer"] if one != END]
             assert reply["timings"]["cache_n"] >= facts["units"]

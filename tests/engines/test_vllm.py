@@ -98,15 +98,6 @@ def assert_holds(engine, request, prefix, worker=0, heads=slice(None)):
         assert torch.equal(values, wanted_values[:, heads].to(values.dtype))
 
 
-def test_units_lie_where_the_request_has_its_first_positions(engine, folder):
-    engine.free.reverse()  # blocks in no order
-    request = about(folder)
-    engine.step(request)
-    assert request.outcome == "ok"
-    assert prefix_of(folder).units == UNITS
-    assert_holds(engine, request, prefix_of(folder))
-
-
 def test_ordinary_prompts_are_left_alone(engine, folder):
     ordinary, other = Request("a", list(range(40))), Request("b", None, kv_transfer_params={"do_remote_prefill": False})
     other.prompt_token_ids = [1]
@@ -127,9 +118,13 @@ def test_requests_share_whole_blocks_and_load_the_rest_each(engine, folder):
         assert_holds(engine, request, prefix_of(folder))
 
 
-def test_a_preempted_request_is_loaded_again_into_its_new_blocks(engine, folder):
+def test_units_lie_where_a_request_has_its_first_positions_also_when_it_was_preempted(engine, folder):
+    engine.free.reverse()  # blocks in no order
     request = about(folder)
     engine.step(request)
+    assert request.outcome == "ok"
+    assert prefix_of(folder).units == UNITS
+    assert_holds(engine, request, prefix_of(folder))
     engine.cached.clear()
     request.outcome, before = "preempted", request.blocks
     for block in before:
