@@ -13,8 +13,6 @@ from oracle.infllm import Memory, Numbers
 from test_families import frequencies
 
 from locret import RetentionCache, RetentionPolicy, generate, prefill, save_cache
-from locret.backbone.adapters import find_decoder
-from locret.backbone.rotary import long_factors
 from locret.lookups.infllm import InfLLM
 
 SMALL = "local=12,block=4,init=3,topk=2,cached=3,repr_topk=2"
@@ -38,17 +36,6 @@ def slowly(
     return reference.infllm(model, passes, *frequencies(family), oracle(policy))
 
 
-@pytest.mark.parametrize("family", ["llama", "phi3-longrope"])
-@torch.no_grad()
-def test_the_oracle_with_everything_recalled_at_true_distances_is_full_attention(family: str) -> None:
-    model, ids = build(family), prompt(61)
-    every = Numbers(block=4, init=3, local=10, topk=100, repr_topk=2, true_distance=True)
-    logits, memories = reference.infllm(model, list(ids[0].split(7)), *frequencies(family), every)
-    with long_factors(find_decoder(model)):
-        torch.testing.assert_close(logits[-1], model(ids).logits[0, -1], atol=1e-4, rtol=0)
-    assert len(memories[0].blocks) == (61 - 3 - 10) // 4
-
-
 def test_one_number_is_enough() -> None:
     assert InfLLM(preset="mistral", local=64, topk=1).completed(10**6).numbers[0] == 64
     llama = InfLLM(preset="llama-3").completed(10**6)
@@ -68,8 +55,6 @@ def test_one_number_is_enough() -> None:
         ({"local": 0}, "local=0 is too small; it must be 1 or more"),
         ({"topk": 9, "cached": 8}, "topk=9 is above cached=8, but more blocks would be seen than may lie"),
         ({"repr_topk": 9, "block": 8}, "repr_topk=9 is above block=8, but a block has no more tokens"),
-        ({"preset": "llama3"}, 'preset="llama3" is unknown; did you mean llama-3?'),
-        ({"block": "x"}, "block='x' is not a whole number"),
     ],
 )
 def test_options_that_cannot_be_are_refused(options: dict[str, object], message: str) -> None:
@@ -115,17 +100,7 @@ def test_rows_of_different_lengths_equal_runs_of_their_own() -> None:
 
 
 def test_what_contradicts_the_method_is_refused() -> None:
-    for rule in (
-        {"recall": 8},
-        {"host_budget": 64},
-        {"positions": "original"},
-        {"when": "prompt_end"},
-        {"layer_budgets": "pyramid"},
-        {"head_budgets": "adaptive"},
-        {"memory": "linear"},
-        {"decode_budget": 900},
-        {"prefill_attention": "xattention"},
-    ):
+    for rule in ({"recall": 8}, {"positions": "original"}, {"decode_budget": 900}):
         (name,) = rule
         with pytest.raises(ValueError, match=f"has a rule of its own for {name}, so .* leave {name} out"):
             RetentionPolicy(recall_by="infllm:local=64", **{"host_budget": "all", **rule})  # type: ignore[arg-type]

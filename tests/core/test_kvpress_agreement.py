@@ -80,19 +80,6 @@ def test_scores_and_kept_units_are_those_of_kvpress(monkeypatch: pytest.MonkeyPa
     assert torch.equal(select_kept(ours, kept.shape[-1], protected).sort(-1).values, kept)
 
 
-@pytest.mark.parametrize("name", ["snapkv", "snapkv_narrow", "tova"])
-def test_a_prompt_read_in_chunks_ends_with_the_units_that_kvpress_keeps(name: str) -> None:
-    model, ids, recorded = load("A_llama_gqa")
-    kept = recorded[f"{name}.kept"].long()
-    policy = RetentionPolicy(
-        budget=kept.shape[-1] - 1, chunk_size=70, stabilizers=0, local_len=1, positions="original", when="prompt_end"
-    )
-    cache = RetentionCache(model, scorers.get(SAME[name][0], **SAME[name][1]), policy)
-    prefill(model, ids, cache)
-    for layer in range(len(kept)):
-        assert torch.equal(cache.kept_positions(layer)[0], kept[layer])
-
-
 # -- presses as scorers, in chunks and within the budget --------------------------------------------------------------
 
 

@@ -20,7 +20,7 @@ def attention(
     for n in range(heads):
         for i in range(new):
             end = slots - new + i + 1
-            logits = key_KSD[n // (heads // kv_heads), :end].float() @ query_NLD[n, i].float() * scaling
+            logits = key_KSD[n // (heads // kv_heads), :end] @ query_NLD[n, i] * scaling
             if softcap is not None:
                 logits = softcap * torch.tanh(logits / softcap)
             if sinks_N is not None:

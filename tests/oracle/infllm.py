@@ -44,14 +44,13 @@ class Memory:
 
 @dataclass(frozen=True)
 class Numbers:
-    """InfLLM's own numbers, in tokens or blocks; `true_distance` turns its position rule off."""
+    """InfLLM's own numbers, in tokens or blocks."""
 
     block: int
     init: int
     local: int
     topk: int
     repr_topk: int
-    true_distance: bool = False
 
 
 def infllm(
@@ -135,11 +134,7 @@ def _attend(
             far = old + [unit for block in blocks for unit in block.units]
             near_query = rotate(query[i, n], place, *rope)
             logits = [near_query @ rotate(unit.key_KD[k], unit.position, *rope) for unit in near]
-            for unit in far:
-                if numbers.true_distance:
-                    logits.append(near_query @ rotate(unit.key_KD[k], unit.position, *rope))
-                else:  # the key stays at position 0
-                    logits.append(far_TND[i, n] @ rotate(unit.key_KD[k], 0, *rope))
+            logits += [far_TND[i, n] @ rotate(unit.key_KD[k], 0, *rope) for unit in far]  # keys stay at position 0
             weights = torch.softmax(torch.stack(logits) * attention.scaling, dim=0)
             out[i, n] = weights @ torch.stack([unit.value_KD[k] for unit in near + far])
             for unit, weight in zip(near, weights, strict=False):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oracle.attention_scorers import attention
 from oracle.head_split import select_over_heads
 
 
@@ -34,18 +35,9 @@ def attend(
     query_NLD: Tensor, key_KSD: Tensor, value_KSD: Tensor, scaling: float, sinks_N: Tensor | None = None
 ) -> Tensor:
     """Return (N, L, D): new token i of L sees slots 0 .. S - L + i, and its head's learned sink, which has no value."""
-    heads, new, _ = query_NLD.shape
-    kv_heads, slots, _ = key_KSD.shape
-    out = torch.zeros(heads, new, value_KSD.shape[-1])
-    for n in range(heads):
-        k = n // (heads // kv_heads)
-        for i in range(new):
-            seen = slots - new + i + 1
-            logits = key_KSD[k, :seen] @ query_NLD[n, i] * scaling
-            if sinks_N is not None:
-                logits = torch.cat([logits, sinks_N[n : n + 1]])
-            out[n, i] = torch.softmax(logits, dim=0)[:seen] @ value_KSD[k, :seen]
-    return out
+    weights_NLS = attention(query_NLD, key_KSD, scaling, sinks_N=sinks_N)
+    group = len(query_NLD) // len(key_KSD)
+    return torch.stack([weights_LS @ value_KSD[n // group] for n, weights_LS in enumerate(weights_NLS)])
 
 
 def labels(

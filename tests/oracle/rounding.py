@@ -47,20 +47,6 @@ def rounded_by_token(states_SD: Tensor, bits: int, group: int) -> Tensor:
     return out
 
 
-def spread(head_dim: int, signs_D: list[float]) -> Tensor:
-    """Return the orthogonal (D, D) matrix of a rotation: Walsh functions times cosines of the odd rest, rows signed."""
-    walsh = head_dim & -head_dim
-    rest = head_dim // walsh
-    matrix = torch.zeros(head_dim, head_dim, dtype=torch.float64)
-    for i in range(head_dim):
-        for j in range(head_dim):
-            parity = bin((i // rest) & (j // rest)).count("1") % 2
-            angle = math.pi / rest * (j % rest + 0.5) * (i % rest)
-            cosine = math.cos(angle) * math.sqrt((1 if i % rest == 0 else 2) / rest)
-            matrix[i, j] = signs_D[i] * (-1) ** parity / math.sqrt(walsh) * cosine
-    return matrix
-
-
 def rounded_by_channel(states_SD: Tensor, bits: int, group: int, first_SD: Tensor) -> Tensor:
     """Return the states after rounding by token, each channel around its centre and by its width.
 
