@@ -98,20 +98,6 @@ def test_captured_steps_write_the_same_tokens_and_keep_the_same_scores(
         assert captured.memory().actual <= captured.memory().planned
 
 
-def test_sampling_draws_the_same_tokens_and_a_conversation_goes_on(captures: Captures) -> None:
-    plain = read("llama", 120, 10)
-    captured = plain.copy()
-    answers = []
-    for cache, how in ((plain, as_written), (captured, write)):
-        torch.manual_seed(5)
-        first = how(cache, 10, do_sample=True)
-        prefill(cache.model, prompt(90, seed=2), cache, new_tokens=9)
-        answers.append(torch.cat([first, how(cache, 9)], dim=1))
-    assert len(captures.steps) == 2
-    assert torch.equal(*answers)
-    assert_same(plain, captured)
-
-
 def state_of(model: torch.nn.Module) -> list[Any]:
     return [(len(m._forward_hooks), len(m._forward_pre_hooks), set(vars(m))) for m in model.modules()]
 

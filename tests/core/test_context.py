@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -174,24 +173,6 @@ def test_options_that_fail_late_leave_a_turn_that_can_be_answered(
     assert chat.cache.seen == plain.cache.seen
     assert chat.say("Who?") == plain.say("Who?")
     assert chat.messages == plain.messages
-
-
-def test_a_bar_has_a_total_in_what_is_known_of_a_text(
-    lm: LongContextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    path = tmp_path / "a.txt"
-    path.write_text(TEXT * 8)
-    for source, unit in ((path, "B/s"), (TEXT * 8, "chars/s"), (lm.tokenizer(TEXT).input_ids, "token/s")):
-        lm.read(source)
-        shown = capsys.readouterr().err.split("\r")
-        assert "100%" in shown[-1]
-        assert unit in shown[-1]
-        assert "<" in shown[-2], "the time that is left"
-    lm.read(iter([TEXT]))
-    assert "%" not in capsys.readouterr().err
-    lm.read(TEXT, progress=False)
-    assert capsys.readouterr().err == ""
 
 
 def test_a_file_is_what_it_was_saved_as_and_by_whom(lm: LongContextModel, context: Context, tmp_path: Path) -> None:

@@ -3,21 +3,11 @@
 from __future__ import annotations
 
 import oracle as reference
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret.policy.selectors import select_kept
-
-
-@pytest.mark.parametrize("length", [7, 8, 63])  # below, at, above the budget
-def test_protected_slots_stay_when_all_scores_tie(length: int) -> None:
-    scores_BKS = torch.zeros(1, 2, length)
-    protected_S = torch.arange(length) < 4
-    kept_BKC = select_kept(scores_BKS, 8, protected_S)
-    assert kept_BKC.shape == (1, 2, min(8, length))
-    assert (kept_BKC[..., :4] == torch.arange(4)).all()
 
 
 def test_ties_go_to_the_newer_slot() -> None:

@@ -66,21 +66,6 @@ def test_a_full_floor_is_the_uniform_cache_in_texts_answers_and_turns(model: Any
         torch.testing.assert_close(ragged, uniform, atol=1e-5, rtol=0)
 
 
-def test_every_head_keeps_its_floor_and_its_newest_units(model: Any) -> None:
-    class OneHeadScorer(scorers.RandomScorer):
-        def score(self, chunk: Any) -> torch.Tensor:
-            scores = super().score(chunk)
-            scores[:, 1] += 10
-            return scores
-
-    for floor, protected, least in ((0.0, 0, 0), (0.0, 4, 4), (0.3, 0, 7), (0.3, 4, 7), (0.3, 9, 9)):
-        cache, kept = RetentionCache(model, OneHeadScorer(), policy(head_floor=floor, stabilizers=protected)), []
-        prefill(model, prompt(95), cache, on_chunk=lambda c, kept=kept: kept.append(c.kept_positions(1)[0].clone()))
-        held = [(positions >= 0).sum(1).tolist() for positions in kept]
-        assert held[5:-1] == [[least, 48 - least]] * (len(held) - 6)
-        assert held[-1] == [int(24 * floor), 48 - int(24 * floor)]  # nothing is protected after the final chunk
-
-
 def test_a_scorer_that_selects_equally_many_units_for_every_head_is_refused(model: Any) -> None:
     assert REFUSED
     for name in REFUSED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from families import build, prompt
 from transformers import DynamicCache
 
-from locret import RetentionCache, RetentionPolicy, generate, prefill
+from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 from locret.scorers import Chunk, KeyNormScorer
 
 POLICY = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6)
@@ -29,17 +30,14 @@ def new_cache(model: Any, scorer: Any = "snapkv", **changes: Any) -> RetentionCa
 GIVEN: dict[str, Any] = {
     "list": IDS[0].tolist(),
     "array": IDS.numpy(),
-    "uint8": IDS.to(torch.uint8),
     "dict": {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)},
     "iterator": iter(IDS[0].tolist()),
-    "range": range(3, 48),
 }
 
 
 @pytest.mark.parametrize("form", GIVEN)
 def test_ids_may_come_as_people_have_them(model: Any, form: str) -> None:
-    ids = torch.arange(3, 48)[None] if form == "range" else IDS
-    assert torch.equal(prefill(model, GIVEN[form], new_cache(model)), prefill(model, ids, new_cache(model)))
+    assert torch.equal(prefill(model, GIVEN[form], new_cache(model)), prefill(model, IDS, new_cache(model)))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +45,6 @@ def test_ids_may_come_as_people_have_them(model: Any, form: str) -> None:
     [
         (IDS[None], "input_ids has 3 dimensions"),
         (IDS.float(), "input_ids holds float32 numbers"),
-        ([], "input_ids is empty"),
         (-IDS, "token ids are 0 or more"),
         (IDS + 199, "the backbone knows 199 tokens"),
         ([3, 2**70], "input_ids is not a table of numbers"),
@@ -57,7 +54,6 @@ def test_ids_may_come_as_people_have_them(model: Any, form: str) -> None:
         ({"input_ids": IDS, "pixel_values": IDS}, "pixel_values would be ignored"),
         (iter([]), "input_ids is empty; a prompt needs at least one token"),
         (iter([3, None, 4]), "input_ids yields None, which is not a token id"),
-        (iter([3, 4, 199]), "the backbone knows 199 tokens"),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_anything_changes(model: Any, ids: Any, message: str) -> None:
@@ -99,33 +95,22 @@ def test_masks_may_come_as_people_have_them_and_hold_0_and_1(model: Any) -> None
 
 @pytest.mark.parametrize("scorer", ["snapkv", "sirllm"])
 @pytest.mark.parametrize("beams", [1, 2])
-def test_a_conversation_goes_on_only_with_what_was_answered(model: Any, scorer: str, beams: int) -> None:
+def test_a_conversation_goes_on_only_with_what_was_answered_also_from_a_file(
+    model: Any, scorer: str, beams: int, tmp_path: Path
+) -> None:
     cache = new_cache(model, scorer)
     answer = generate(model, IDS, cache=cache, num_beams=beams, **GREEDY)
     wrong = answer.clone()
     wrong[0, 3 if beams > 1 else 46] += 1
     with pytest.raises(ValueError, match="tokens of input_ids are not those that the cache has read"):
         generate(model, torch.cat([wrong, IDS], dim=1), cache=cache, **GREEDY)
-    generate(model, torch.cat([answer, IDS], dim=1), cache=cache, **GREEDY)
-    assert cache.seen >= 45 * 2
-
-
-def test_a_saved_cache_still_knows_its_text(model: Any, tmp_path: Any) -> None:
-    from locret import load_cache, save_cache
-
-    cache = new_cache(model)
-    prefill(model, IDS, cache)
-    cache.take_back()
     save_cache(cache, tmp_path / "cache.safetensors")
-    loaded = load_cache(tmp_path / "cache.safetensors", model, "snapkv")
-    with pytest.raises(ValueError, match="the first 44 tokens of input_ids are not those"):
-        generate(model, prompt(45, seed=1), cache=loaded, **GREEDY)
-    assert torch.equal(generate(model, IDS, cache=loaded, **GREEDY), generate(model, IDS, cache=cache, **GREEDY))
-
-
-def test_a_cache_of_another_kind_is_refused(model: Any) -> None:
-    with pytest.raises(ValueError, match=r"cache is a DynamicCache; give a locret\.RetentionCache"):
-        prefill(model, IDS, DynamicCache())
+    loaded = load_cache(tmp_path / "cache.safetensors", model, scorer)
+    with pytest.raises(ValueError, match="tokens of input_ids are not those that the cache has read"):
+        generate(model, torch.cat([wrong, IDS], dim=1), cache=loaded, **GREEDY)
+    for one in (cache, loaded):
+        generate(model, torch.cat([answer, IDS], dim=1), cache=one, **GREEDY)
+        assert one.seen >= 45 * 2
 
 
 # -- scores and options -----------------------------------------------------------------------------------------------

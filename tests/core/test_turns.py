@@ -98,23 +98,6 @@ def test_a_conversation_is_compacted_when_its_turns_take_more_than_a_chunk(lm: L
     assert any(later < earlier for earlier, later in zip(held, held[1:], strict=False))
 
 
-def test_rows_of_a_batch_take_their_turns_as_they_would_alone(lm: LongContextModel) -> None:
-    texts, question = [ids(300, 3), ids(220, 4)], ids(20, 5).repeat(2, 1)
-    batch = torch.cat([torch.nn.functional.pad(text, (300 - text.shape[1], 0)) for text in texts])
-    mask = (torch.arange(300) >= torch.tensor([[0], [80]])).long()
-    cache = RetentionCache(lm.model, lm.scorer, POLICY)
-    prefill(lm.model, batch, cache, mask)
-    both = torch.cat([batch, question], 1)
-    whole = torch.cat([mask, torch.ones_like(question)], 1)
-    got = generate(lm.model, both, cache=cache, attention_mask=whole, max_new_tokens=6, min_new_tokens=6)[:, 320:]
-    for row, text in enumerate(texts):
-        alone = RetentionCache(lm.model, lm.scorer, POLICY)
-        prefill(lm.model, text, alone)
-        asked = torch.cat([text, question[:1]], 1)
-        wanted = generate(lm.model, asked, cache=alone, max_new_tokens=6, min_new_tokens=6)[:, asked.shape[1] :]
-        assert torch.equal(got[row : row + 1], wanted)
-
-
 # -- contexts, their files, and what follows more than once -----------------------------------------------------------
 
 
@@ -134,18 +117,3 @@ def test_ask_writes_what_any_engine_writes_however_a_context_was_made(
         wanted = continued(plain, context.cache, context.question_ids(question), 8)[0].tolist()
         answer = context.ask(question, max_new_tokens=8, min_new_tokens=8)
         assert answer == lm.tokenizer.decode(wanted, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def test_a_second_turn_is_what_an_engine_writes_that_keeps_the_first(
-    lm: LongContextModel, plain: torch.nn.Module
-) -> None:
-    context = lm.read("The grass is green. " * 30)
-    chat = context.chat()
-    chat.say("What is green?", max_new_tokens=6, min_new_tokens=6)
-    talk = chat.talk.copy()
-    added = talk.stream.rest(talk.transcript.ask("And then?"))
-    following = torch.tensor([[*talk.unread, *added]])
-    wanted = continued(plain, chat.cache, following, 6)
-    chat.say("And then?", max_new_tokens=6, min_new_tokens=6)
-    decoded = lm.tokenizer.decode(wanted[0], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    assert chat.messages[-1]["content"] == decoded.strip()
