@@ -91,6 +91,7 @@ def build(kind: str, name: str, made: type[T], given: Mapping[str, Any], needs: 
     known = {field.name: field for field in fields(made) if field.init}  # type: ignore[arg-type]
     for option in given:
         if option not in known:
+            check_retired(f"{kind} option", f"{name}:{option}")
             hint = f"did you mean {' or '.join(nearest(option, known) or known)}?" if known else "there are none"
             raise ValueError(f'{kind} {name}: it has no option "{option}"; {hint}')
     for option, field in known.items():

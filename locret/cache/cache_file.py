@@ -42,6 +42,14 @@ _ODD = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowErr
 """What reading a header raises that says something else than ours do."""
 
 
+_RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
+    "nacl": {"group": "sum", "proxy_mask": "causal"},
+    "sirllm": {"definition": "paper"},
+    "expected_attention": {"covariance": True, "value_norm": True, "epsilon": 0.0},
+}
+"""Options of scorers that files of earlier versions have, and the values that rated as scorers do now."""
+
+
 def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, Any] | None = None) -> None:
     """Write what a cache holds to one file, so that the same context can be asked again later.
 
@@ -272,7 +280,10 @@ def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: 
 
 def _recorded_scorer(state: Mapping[str, Any]) -> dict[str, Any]:
     saved = state["scorer"]
-    return {"name": saved} if isinstance(saved, str) else dict(saved)  # files of earlier versions have the name alone
+    if isinstance(saved, str):  # files of earlier versions have the name alone
+        return {"name": saved}
+    usual, options = _RETIRED_OPTIONS.get(saved["name"], {}), saved.get("options", {})
+    return {**saved, "options": {name: one for name, one in options.items() if name not in usual or one != usual[name]}}
 
 
 def _same_scorer(saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:

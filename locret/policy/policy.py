@@ -405,7 +405,7 @@ def without_retired(values: Any, *, keep_used: bool = False) -> Any:
     if str(kept.get("recall_by")).partition(":")[0] == "codes":  # which found what "exact" finds
         del kept["recall_by"]
     if kept.get("layer_budgets") == "shares":
-        del kept["layer_budgets"]
+        kept = {name: value for name, value in kept.items() if name not in ("layer_budgets", "layer_shares")}
     rounding = kept.get("rounding")
     if isinstance(rounding, str) and rounding.startswith("rotated"):  # its units are still read
         kept["rounding"] = f"earlier_{rounding}"

@@ -27,15 +27,12 @@ REDUCTIONS = ("mean", "max", "sum")
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def attention_sums(
-    chunk: Chunk, first: int = 0, *, see_all: bool = False, weigh: Weigh | None = None, rows: int | None = None
-) -> Tensor:
+def attention_sums(chunk: Chunk, first: int = 0, *, weigh: Weigh | None = None, rows: int | None = None) -> Tensor:
     """Sum the attention that the queries from `first` on pay to every unit.
 
     Args:
         chunk: What a layer has just computed.
         first: First query, 0 .. L - 1; the queries from it to the last one count.
-        see_all: Let these queries see the later ones among them too, instead of attending causally.
         weigh: Called with a block's attention (B, K, G, R, S), the number of units that each of its queries sees,
             (1 or B, 1, 1, R, 1), and which queries of the L they are, (R, 1); returns what is summed instead. S leaves
             out units that none of these queries sees.
@@ -51,10 +48,10 @@ def attention_sums(
     step = rows or _rows_of_a_block(chunk)
     for start in range(first, new, step):
         end = min(start + step, new)
-        weights = attention_weights(_logits(chunk, start, end, see_all), sinks)
+        weights = attention_weights(_logits(chunk, start, end), sinks)
         if weigh is not None:
             steps = torch.arange(start, end, device=weights.device)
-            weights = weigh(weights, _visible(chunk, steps, see_all), steps[:, None])
+            weights = weigh(weights, _visible(chunk, steps), steps[:, None])
         total[..., : weights.shape[-1]] += weights.sum(-2)
         del weights  # or it would be alive together with the next block
     return total.reshape(batch, heads, slots)
@@ -62,7 +59,7 @@ def attention_sums(
 
 def last_logits(chunk: Chunk) -> Tensor:
     """Return (B, N, S) float32 logits of the last query, scaled and capped; -inf for empty slots."""
-    return _logits(chunk, chunk.new_tokens - 1, chunk.new_tokens, False)[..., 0, :].flatten(1, 2)
+    return _logits(chunk, chunk.new_tokens - 1, chunk.new_tokens)[..., 0, :].flatten(1, 2)
 
 
 def reduce_group(scores_BNS: Tensor, kv_heads: int, how: str) -> Tensor:
@@ -80,11 +77,11 @@ def _rows_of_a_block(chunk: Chunk) -> int:
     return max(_LEAST_ROWS, most // (batch * heads * chunk.key.shape[2]))
 
 
-def _logits(chunk: Chunk, start: int, end: int, see_all: bool) -> Tensor:
+def _logits(chunk: Chunk, start: int, end: int) -> Tensor:
     """Return (B, K, G, R, S) float32 logits of the queries start .. end - 1 over the units that the last one sees."""
     batch, heads, new, dim = chunk.query.shape
     kv_heads, slots = chunk.key.shape[1:3]
-    seen = slots if see_all else slots - new + end
+    seen = slots - new + end
     rows = chunk.query[:, :, start:end].reshape(batch, kv_heads, -1, dim)
     # Half-precision queries are scaled after the product, so that scaling rounds nothing.
     whole = rows.dtype == torch.float32
@@ -93,7 +90,7 @@ def _logits(chunk: Chunk, start: int, end: int, see_all: bool) -> Tensor:
     if chunk.softcap is not None:
         logits = logits.div_(chunk.softcap).tanh_().mul_(chunk.softcap)
     logits = logits.view(batch, kv_heads, heads // kv_heads, end - start, seen)
-    if end - start > 1 and not see_all:
+    if end - start > 1:
         later = torch.ones(end - start, end - start, dtype=torch.bool, device=logits.device).triu(1)
         logits[..., start - end :].masked_fill_(later, -torch.inf)
     if chunk.padded:
@@ -102,9 +99,8 @@ def _logits(chunk: Chunk, start: int, end: int, see_all: bool) -> Tensor:
     return logits
 
 
-def _visible(chunk: Chunk, steps_R: Tensor, see_all: bool) -> Tensor:
+def _visible(chunk: Chunk, steps_R: Tensor) -> Tensor:
     """Return (1 or B, 1, 1, R, 1): how many units each of these queries sees."""
-    slots, new = chunk.key.shape[2], chunk.new_tokens
-    visible_R = torch.full_like(steps_R, slots) if see_all else slots - new + 1 + steps_R
+    visible_R = chunk.key.shape[2] - chunk.new_tokens + 1 + steps_R
     visible_BR = visible_R - chunk.row_start[:, None] if chunk.padded else visible_R[None]
     return visible_BR[:, None, None, :, None]

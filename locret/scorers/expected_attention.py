@@ -4,7 +4,7 @@ Paper:     Expected Attention, arXiv 2510.00636, section 3; kvpress: ExpectedAtt
 Formula:   coming queries ~ N(R m, R C R'), m and C the mean and covariance of the queries at hand before rotation,
            R the mean rotation of the next `future` positions; c = 1 / sqrt(D);
            a[j] = softmax over j of (c R m . k_j + c^2 k_j' R C R' k_j / 2), mean of the group;
-           s[j] = (a[j] + epsilon) ||v_j||; sinks stay, and the softmax leaves them out.
+           s[j] = a[j] ||v_j||; sinks stay, and the softmax leaves them out.
 Deviates:  the paper rates once, after a whole prompt, by all its queries; by chunks, the queries at hand are those of
            the chunk, and with when="prompt_end" those of the last forward pass, `queries` at least. A bound on logits
            (Gemma-2) is left out of the expectation.
@@ -39,7 +39,7 @@ class ExpectedAttentionScorer(Scorer):
     rates_answers: ClassVar[bool] = False
     causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
-    ranges = {"future": Range(1, 2**20), "queries": Range(1), "sinks": Range(0), "epsilon": Range(0)}
+    ranges = {"future": Range(1, 2**20), "queries": Range(1), "sinks": Range(0)}
 
     future: int = 512
     """Coming positions over which rotations are averaged (kvpress: 512)."""
@@ -47,17 +47,6 @@ class ExpectedAttentionScorer(Scorer):
     """With when="prompt_end", least number of last queries that stand for the coming ones (kvpress: all queries)."""
     sinks: int = 4
     """First tokens that always stay and whose queries, outliers, do not count (kvpress: 4)."""
-    covariance: bool = True
-    """Count how queries scatter, not only their mean (kvpress: yes)."""
-    value_norm: bool = True
-    """Weigh by the lengths of values (kvpress: yes)."""
-    epsilon: float = 0.0
-    """Attention granted to every unit before it is weighed, so that long values count everywhere (kvpress: 0)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.value_norm:
-            self.check_effect("value_norm=true", "epsilon")
 
     @property
     def lookback(self) -> int:
@@ -82,13 +71,10 @@ class ExpectedAttentionScorer(Scorer):
         scores = key.new_zeros(key.shape[:3])
         for g in range(group):  # one query head of each group at a time, for a workspace as large as the keys
             logits_BKS = (key @ mean_BKGD[:, :, g, :, None])[..., 0] * chunk.scaling
-            if self.covariance:
-                spread_BKS = ((key @ covariance_BKGDD[:, :, g]) * key).sum(-1)
-                logits_BKS += spread_BKS * (chunk.scaling**2 / 2)
+            spread_BKS = ((key @ covariance_BKGDD[:, :, g]) * key).sum(-1)
+            logits_BKS += spread_BKS * (chunk.scaling**2 / 2)
             scores += logits_BKS.masked_fill(sinks_BKS, -torch.inf).softmax(-1) / group
-        if self.value_norm:
-            scores = (scores + self.epsilon) * chunk.value.float().norm(dim=-1)
-        return scores
+        return scores * chunk.value.float().norm(dim=-1)
 
     def _coming_queries(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return mean (B, N, D) and covariance (B, N, D, D) of the coming queries, rotated, float32."""

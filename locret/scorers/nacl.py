@@ -7,8 +7,8 @@ Formula:   s[j] = sum over the proxies, the last queries, of softmax(q . k / sqr
 Deviates:  the paper selects once, after a whole prompt (when="prompt_end"); by chunks, proxies are the last queries of
            each chunk. While answering, the newest token is the only proxy, every `decode_interval` tokens. Draws are a
            function of seed, layer, KV head and position (Gumbel top-k), so that chunks and batches do not matter. The
-           official code never evicts while answering, scores KV head j by query head j, lets proxies see later
-           proxies, and breaks below 25,600 tokens, where its recent window vanishes.
+           official code never evicts while answering, scores KV head j by query head j alone, lets proxies see later
+           proxies, and breaks below 25,600 tokens, where its recent window vanishes; none of that is repeated here.
 Cost:      `proxy_share` of the chunk's rows of attention, and two sorts.
 """
 
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import ranks_of
 from locret.backbone.chunk import Chunk
-from locret.backbone.head_ranks import HeadRanks
 from locret.base.fields import SHARE, Range
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
@@ -46,8 +45,6 @@ class NACLScorer(Scorer):
         "seed": SEED,
         "draws": ("by_head", "shared"),
         "sampling": ("attention", "uniform"),
-        "group": ("sum", "official"),
-        "proxy_mask": ("causal", "full"),
     }
 
     proxy_share: float = 0.1
@@ -65,10 +62,6 @@ class NACLScorer(Scorer):
     that with uniform odds they draw alike (an ablation of the paper)."""
     most_sinks: int = 256
     """Most first units that stay by right, out of the protected share (the paper's code: 256)."""
-    group: str = "sum"
-    """Who scores a KV head: the "sum" of its group; or the query head of its number, as the "official" code."""
-    proxy_mask: str = "causal"
-    """Whether proxies see later proxies: "causal" (no) or "full" (yes, as the official code)."""
     seed: int = 0
     """Seed of the draw."""
 
@@ -106,19 +99,16 @@ class NACLScorer(Scorer):
             )
         return max(1, min(wanted, self.most_proxies, chunk.new_tokens))
 
-    def prepare(self, model: nn.Module) -> HeadRanks | None:
-        """Return the processes that share the heads."""
-        return ranks_of(model)
+    def prepare(self, model: nn.Module) -> int:
+        """Return which process this is of those that share the KV heads, from 0."""
+        ranks = ranks_of(model)
+        return 0 if ranks is None else ranks.rank
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S): the proxies' attention, raised for units that stay by score or by lot."""
         kv_heads, slots = chunk.key.shape[1:3]
-        first = chunk.new_tokens - self._proxies(chunk)
-        sums_BNS = attention_sums(chunk, first, see_all=self.proxy_mask == "full")
-        if self.group == "official":
-            sums_BKS = _by_number(sums_BNS, kv_heads, chunk.prepared)
-        else:
-            sums_BKS = reduce_group(sums_BNS, kv_heads, "sum")
+        sums_BNS = attention_sums(chunk, chunk.new_tokens - self._proxies(chunk))
+        sums_BKS = reduce_group(sums_BNS, kv_heads, "sum")
         return self._selected(chunk, sums_BKS) if slots > chunk.budget else sums_BKS
 
     def _selected(self, chunk: Chunk, sums_BKS: Tensor) -> Tensor:
@@ -129,7 +119,7 @@ class NACLScorer(Scorer):
         own = budget - (chunk.recent - self.recent(budget))
         by_lot = places.clamp_max(round(self.random_share * own))
         best = free & (_ranks(sums_BKS.masked_fill(~free, -torch.inf)) < places - by_lot)
-        first = 0 if chunk.prepared is None else chunk.prepared.rank * positions.shape[1]
+        first = (chunk.prepared or 0) * positions.shape[1]
         draw = uniform_draw(
             positions, self.seed, chunk.layer_idx, positions.shape[1], self.draws == "shared", first=first
         )
@@ -142,13 +132,6 @@ class NACLScorer(Scorer):
         scores = torch.where(best | drawn, sums_BKS + above_all, sums_BKS)
         # Sinks come first while answering too, when the budget, and the sinks' share of it, may be smaller.
         return torch.where((positions >= 0) & (positions < chunk.sinks), sums_BKS + 2 * above_all, scores)
-
-
-def _by_number(sums_BNS: Tensor, kv_heads: int, ranks: HeadRanks | None) -> Tensor:
-    """Return (B, K, S): of each KV head the query head of its number, which the official code takes."""
-    if ranks is None:
-        return sums_BNS[:, :kv_heads]
-    return ranks.own(ranks.gather(sums_BNS, 1)[:, : kv_heads * ranks.size], 1)
 
 
 def _ranks(values_BKS: Tensor) -> Tensor:

@@ -4,10 +4,9 @@ Paper:     SirLLM, arXiv 2405.12528, section 3 ("token entropy").
 Formula:   s_t = -ln p(x_t | x_<t), under the model with the cache it had; the first `sinks` tokens
            and the `keep_recent` newest ones stay. Every further text of a conversation multiplies the scores of the
            units held by `decay`.
-           definition="official" repeats the released code: s_t is what the logits at t - 1 say of x_{t-1} itself, and
-           the first token of every forward pass gets the largest value of its pass.
 Deviates:  budget units stay after every chunk (the released code: budget less the chunk to come). Nothing precedes
            the first token of a text, so it gets ln(vocabulary), the surprisal of a blind guess; sinks keep it anyway.
+           In the released code s_t is what the logits at t - 1 say of x_{t-1} itself, which is not repeated here.
 Cost:      the language-model head on every token, in slices, so that logits of a chunk never exist at once: for a small
            backbone with a large vocabulary that is more than the layers cost. A score does not change later.
 """
@@ -37,10 +36,8 @@ class SirLLMScorer(TokenScorer):
 
     name: ClassVar[str] = "sirllm"
     over_ranks: ClassVar[bool] = True
-    ranges = {"definition": ("paper", "official"), "sinks": Range(0), "keep_recent": Range(0)}
+    ranges = {"sinks": Range(0), "keep_recent": Range(0)}
 
-    definition: str = "paper"
-    """What a token scores: its surprisal ("paper"), or what the released code stores ("official")."""
     sinks: int = 4
     """First tokens of the text that always stay (the paper: 4)."""
     keep_recent: int = 0
@@ -70,19 +67,12 @@ class SirLLMScorer(TokenScorer):
 
     def score_tokens(self, model: nn.Module, tokens: TokenPass) -> Tensor:
         """Return scores (B, L)."""
-        return self._official(model, tokens) if self.definition == "official" else self._surprisal(model, tokens)
-
-    def _surprisal(self, model: nn.Module, tokens: TokenPass) -> Tensor:
         states_BLE, ids_BL = tokens.hidden_BLE[:, :-1], tokens.ids_BL
         if tokens.before_B1E is not None:
             states_BLE = torch.cat([tokens.before_B1E, states_BLE], dim=1)
             return surprisal_of(model, states_BLE, ids_BL)
         known_BL = surprisal_of(model, states_BLE, ids_BL[:, 1:])
         return nn.functional.pad(known_BL, (1, 0), value=math.log(_head(model).weight.shape[0]))
-
-    def _official(self, model: nn.Module, tokens: TokenPass) -> Tensor:
-        own_BL = surprisal_of(model, tokens.hidden_BLE, tokens.ids_BL)
-        return torch.cat([own_BL.amax(1, keepdim=True), own_BL[:, :-1]], dim=1)
 
 
 def _head(model: nn.Module) -> Any:

@@ -35,9 +35,6 @@ SAME: dict[str, tuple[str, dict[str, Any], float, int, int]] = {
     "knorm": ("key_norm", {}, 1.0, 0, 0),
     "keydiff": ("key_difference", {}, 1.0, 0, 0),
     "expected_attention": ("expected_attention", {}, 1.0, 0, 4),
-    "expected_attention_mean": ("expected_attention", {"covariance": False, "future": 64}, 1.0, 0, 4),
-    "expected_attention_epsilon": ("expected_attention", {"epsilon": 0.01, "sinks": 2}, 1.0, 0, 2),
-    "expected_attention_unweighed": ("expected_attention", {"value_norm": False}, 1.0, 0, 4),
 }
 
 

@@ -66,25 +66,27 @@ def test_notes_come_back_without_the_units(tmp_path: Path) -> None:
     assert read_notes(FOLDER / "ragged.safetensors") == {}
 
 
-def _read_something() -> RetentionCache:
+def _read_something(scorer: str = "streaming") -> RetentionCache:
     model = build("llama")
-    cache = RetentionCache(model, "streaming", RetentionPolicy(budget=8, chunk_size=8, stabilizers=2, local_len=2))
+    cache = RetentionCache(model, scorer, RetentionPolicy(budget=8, chunk_size=8, stabilizers=2, local_len=2))
     prefill(model, torch.arange(24)[None] + 3, cache)
     return cache
 
 
 def test_what_retired_features_have_written_is_left_out(tmp_path: Path) -> None:
-    cache, path = _read_something(), tmp_path / "a.ctx"
+    cache, path = _read_something("expected_attention"), tmp_path / "a.ctx"
     save_cache(cache, path)
     metadata, tensors = content(path)
     state = json.loads(metadata["state"])
-    state["policy"] |= {"ledger": 8, "refit": True, "merge": "d2o:threshold=0.5"}
+    state["policy"] |= {"ledger": 8, "refit": True, "merge": "d2o:threshold=0.5", "host_by": "recency"}
+    state["policy"] |= {"layer_budgets": "shares", "layer_shares": [1.0, 2.0, 3.0]}
+    state["scorer"]["options"] |= {"covariance": True, "value_norm": True, "epsilon": 0.0}
     for index in cache.backbone.layers:
         tensors[f"layers.{index}.ledger"] = torch.full((2, 8), -torch.inf)
         state["layers"][index] |= {"ledger_width": 32, "ledger_end": 24}
     text = json.dumps(state)
     save_file(tensors, path, metadata={"state": text, "notes": "{}", "checksum": checksum(text, tensors)})
-    loaded = load_cache(path, cache.model, "streaming")
+    loaded = load_cache(path, cache.model, "expected_attention")
     assert loaded.policy == cache.policy
     assert torch.equal(loaded.kept_positions(0), cache.kept_positions(0))
     for given, what in {"ledger": (8, 'policy field "ledger"'), "merge": ("d2o:threshold=0.5", 'merge "d2o"')}.items():

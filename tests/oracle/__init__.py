@@ -45,7 +45,6 @@ from oracle.token_and_key_scorers import (
     key_norm,
     mean_rotation,
     surprisal,
-    surprisal_of_the_release,
 )
 
 __all__ = [
@@ -55,5 +54,5 @@ __all__ = [
     "memory_sizes", "nacl_kept", "omnikv_visible", "packed", "pyramid_budgets", "quest_visible", "ranking_loss",
     "read_by_choice", "read_prompt", "reduce_group", "rotate", "rounded_by_channel", "rounded_by_token",
     "sage_kept", "select_kept", "select_over_heads", "snapkv", "snapkv_of_imdc", "surprisal",
-    "surprisal_of_the_release", "tova",
+    "tova",
 ]  # fmt: skip

@@ -31,12 +31,6 @@ def surprisal(logits_LV: Tensor, ids_L: Tensor, before_V: Tensor | None) -> Tens
     return scores
 
 
-def surprisal_of_the_release(logits_LV: Tensor, ids_L: Tensor) -> Tensor:
-    """Return (L,): what the released code of SirLLM stores for the tokens of one forward pass."""
-    own = [float(-torch.log_softmax(logits_LV[t].double(), 0)[token]) for t, token in enumerate(ids_L.tolist())]
-    return torch.tensor([max(own), *own[:-1]])
-
-
 def key_norm(key_KLD: Tensor) -> Tensor:
     """Return (K, L): minus the Euclidean norm of every key."""
     return torch.tensor([[-math.sqrt(sum(x * x for x in key.tolist())) for key in head] for head in key_KLD])
@@ -69,10 +63,6 @@ def expected_attention(
     sinks: list[list[bool]],
     rotation_DD: Tensor,
     scaling: float,
-    *,
-    covariance: bool = True,
-    value_norm: bool = True,
-    epsilon: float = 0.0,
 ) -> Tensor:
     """Return (K, S): expected softmax weight under queries of this mean and covariance, times the value's length.
 
@@ -83,9 +73,6 @@ def expected_attention(
         sinks: Per KV head and slot, whether it is a sink: infinite, and no part of the softmax.
         rotation_DD: Mean rotation of the coming positions.
         scaling: Factor of the logits.
-        covariance: Whether queries scatter.
-        value_norm: Whether values count.
-        epsilon: Added to the weights.
     """
     (heads, count, dim), (kv_heads, slots, _) = query_NLD.shape, key_KSD.shape
     scores = torch.zeros(kv_heads, slots)
@@ -99,15 +86,11 @@ def expected_attention(
         weights = []
         for s in range(slots):
             logit = coming_D @ key_KSD[k, s] * scaling
-            if covariance:
-                logit += key_KSD[k, s] @ spread_DD @ key_KSD[k, s] * scaling**2 / 2
+            logit += key_KSD[k, s] @ spread_DD @ key_KSD[k, s] * scaling**2 / 2
             weights.append(0.0 if sinks[k][s] else math.exp(logit))
         for s in range(slots):
             scores[k, s] += weights[s] / sum(weights) / (heads // kv_heads)
     for k in range(kv_heads):
         for s in range(slots):
-            if value_norm:
-                scores[k, s] = (scores[k, s] + epsilon) * value_KSD[k, s].norm()
-            if sinks[k][s]:
-                scores[k, s] = math.inf
+            scores[k, s] = math.inf if sinks[k][s] else scores[k, s] * value_KSD[k, s].norm()
     return scores
