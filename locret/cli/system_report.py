@@ -2,28 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from locret.cli import recipes
-from locret.cli.command import parse_options, print_json, run
+from locret.cli.command import parse_options, run
 
 _PACKAGES = (
     "accelerate datasets huggingface_hub peft safetensors tokenizers lm_eval matplotlib flash_attn "
     "deepspeed fastapi uvicorn vllm llama_cpp_python gguf"
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ReportOptions:
-    """How it is shown."""
-
-    json: bool = False
-    """Print one JSON object."""
 
 
 def report() -> dict[str, Any]:
@@ -47,12 +38,9 @@ def report() -> dict[str, Any]:
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Print the report; return 0."""
-    (options,), _ = parse_options("locret env", "Show versions and devices.", [ReportOptions], argv)
-    if options.json:
-        print_json(report())
-    else:
-        print(recipes.dump(report()), end="")
+    """Print the report as JSON; return 0."""
+    parse_options("locret env", "Show versions and devices.", [], argv)
+    print(json.dumps(report(), indent=1))
     return 0
 
 

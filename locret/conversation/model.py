@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, overload
 import torch
 from torch import nn
 
-from locret import loading, scorers
+from locret import loading
 from locret.backbone.adapters import describe, unwrap
 from locret.backbone.shape import Backbone
 from locret.base.fields import Refusal, as_arguments
@@ -164,19 +164,15 @@ class LongContextModel:
                 heads = chosen.chosen_heads(heads, str(model))
             source = _source(str(model), backbone)
             place, found = loading.device_of_source(source), heads if heads is not None else scorer
-            named = ScorerOptions(heads=str(heads) if heads is not None else None, allow_other_base=allow_other_base)
-            if found is None:
-                found = scorers.FALLBACK
-                warnings.warn(
-                    f"without trained heads the scorer {found} decides which units stay; give heads for this backbone "
-                    "as heads, or another scorer as scorer",
-                    stacklevel=2,
-                )
+            named = ScorerOptions(
+                heads=str(heads) if heads is not None else None,
+                scorer=scorer if isinstance(scorer, str) else None,
+                allow_other_base=allow_other_base,
+            )
             changes = dict[str, Any]()
-            if isinstance(heads, (str, Path)):
-                found, _ = chosen.load_scorer(named)
-            elif isinstance(found, str):
-                found, changes = chosen.load_scorer(replace(named, scorer=found))
+            if found is None or isinstance(found, str | Path):
+                found, recommended = chosen.load_scorer(named)
+                changes = {} if isinstance(found, RetainingHeads) else recommended  # those of heads are the cache's
             config = loading.load_config(source)
             if changes:
                 policy = policy or RetentionPolicy(budget=usual_budget(describe(config).max_positions))
@@ -186,7 +182,6 @@ class LongContextModel:
                 policy = _with_budget(policy, budget, found)
             tokenizer = loading.load_tokenizer(source)
             whole = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
-        assert isinstance(found, (RetainingHeads, Scorer))
         return cls(whole, tokenizer, found, policy, template=template, store=store)
 
     # -- reading ------------------------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
         if spec is None:
             warnings.warn(
                 f"without trained heads the scorer {scorers.FALLBACK} decides which units stay; give heads for this "
-                "backbone with --heads, or another scorer with --scorer",
+                "backbone (--heads), or another scorer (--scorer)",
                 stacklevel=2,
             )
         spec = spec or method_spec.parse(scorers.FALLBACK)

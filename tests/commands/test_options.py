@@ -218,7 +218,7 @@ def test_locret_lists_and_runs_every_command() -> None:
         'locret: locret "compare" was retired; release 0.1.0 (git tag lab-frozen) is'
     )
     assert call("bench", "--repeets", "1").stderr == "locret bench: --repeets is unknown; did you mean --repeats?\n"
-    report = json.loads(call("env", "--json").stdout)
+    report = json.loads(call("env").stdout)
     assert {"locret", "torch", "transformers", "python", "gpus"} <= report.keys()
 
 
