@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -9,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from locret.base.fields import Range, check_license, check_ranges, checked
+from locret.base.fields import Range, check_ranges, checked
 from locret.base.nearest import check_retired
 from locret.cli.command import parse_options
 from locret.labels import kinds
@@ -234,7 +235,10 @@ class RunOptions:
 
     def __post_init__(self) -> None:
         _check_positive(self, "save_every", "keep_checkpoints", "log_every")
-        check_license(self.license)
+        if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,60}", self.license):
+            raise ValueError(
+                f"--license {self.license} is not how the Hub spells a licence; use one such as apache-2.0 or other"
+            )
         if self.output is not None and not self.output.strip():
             raise ValueError("--output is empty; give a folder")
         # A folder of that name, such as wandb makes, is a package without a file.

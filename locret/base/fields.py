@@ -115,12 +115,6 @@ def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], w
             raise ValueError(f"{text} is too large; it must be {allowed.most:,} or less")
 
 
-def check_license(value: str | None) -> None:
-    """Check the option `--license` of the commands that make or publish heads; None is no licence given."""
-    if value is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,60}", value):
-        raise ValueError(f"--license {value} is not how the Hub spells a licence; use one such as apache-2.0 or other")
-
-
 def shown(value: Any) -> str:
     """Return a value that somebody gave, for a message: on one line, and cut where it is long."""
     try:

@@ -5,18 +5,13 @@ The folder is loaded strictly before the first byte leaves, so that nothing is p
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from locret import shipped
-from locret.base.fields import check_license
 from locret.cli.command import parse_options, print_json, run
-
-if TYPE_CHECKING:
-    from locret.heads.heads import RetainingHeads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +22,6 @@ class PushOptions:
     """Folder of retaining heads, as locret-train writes it."""
     repo: str
     """Repository on the Hub, org/name; made if it does not exist."""
-    license: str | None = None
-    """Licence of the heads as the Hub spells it, such as mit or apache-2.0; what the heads record by default."""
     private: bool = False
     """Make a new repository private; one that exists keeps its visibility."""
     commit_message: str = "Upload retaining heads with locret-push"
@@ -37,9 +30,6 @@ class PushOptions:
     """Check everything and list what would be sent, without any call to the Hub."""
     json: bool = False
     """Print one JSON object."""
-
-    def __post_init__(self) -> None:
-        check_license(self.license)
 
 
 def push(options: PushOptions) -> dict[str, Any]:
@@ -89,7 +79,7 @@ def main() -> None:
 
 def _contents(options: PushOptions) -> dict[str, Path | bytes]:
     """Return what to upload under which name, after loading the heads as a user would."""
-    from locret.heads import checkpoint
+    from locret.heads import card, checkpoint
     from locret.heads.heads import RetainingHeads
 
     folder = Path(shipped.find(options.heads))
@@ -100,44 +90,16 @@ def _contents(options: PushOptions) -> dict[str, Path | bytes]:
             raise ValueError(
                 f"{folder / name} is a link to a file elsewhere, which is not sent; put the file itself there"
             )
-    heads = RetainingHeads.from_pretrained(folder)
-    before = str(heads.generate_model_card())
-    if options.license:
-        heads.annotate(license=options.license)
-    config = json.dumps(heads.config.to_json(), indent=2, ensure_ascii=False).encode() + b"\n"
-    return {
-        checkpoint.CARD: _card(folder / checkpoint.CARD, heads, before, options.repo).encode(),
-        checkpoint.CONFIG: config if options.license else folder / checkpoint.CONFIG,
-        checkpoint.WEIGHTS: folder / checkpoint.WEIGHTS,
-    }
-
-
-def _card(file: Path, heads: RetainingHeads, before: str, repo: str) -> str:
-    """Return the card with the repository in its place; one that somebody has edited keeps its text.
-
-    Args:
-        file: The card in the folder.
-        heads: With what is to be published about them.
-        before: The card that would have been made without it.
-        repo: The repository.
-    """
-    from huggingface_hub import ModelCard
-
-    from locret.heads import card as model_card
-
-    made = str(heads.generate_model_card(repo_id=repo))
+    heads, file = RetainingHeads.from_pretrained(folder), folder / checkpoint.CARD
     try:
-        text = file.read_text(encoding="utf-8") if file.is_file() else before
+        text = file.read_text(encoding="utf-8") if file.is_file() else str(heads.generate_model_card())
     except UnicodeDecodeError:
         raise ValueError(f"{file} is not text in UTF-8; write it again, or remove it for one that is made") from None
-    if text in (before, made):
-        return made
-    edited = text.replace(model_card.PLACEHOLDER, repo)
-    if str(heads.generate_model_card()) == before:
-        return edited
-    card = ModelCard(edited, ignore_metadata_errors=True)
-    card.data["license"] = heads.config.license
-    return str(card)
+    return {
+        checkpoint.CARD: text.replace(card.PLACEHOLDER, options.repo).encode(),
+        checkpoint.CONFIG: folder / checkpoint.CONFIG,
+        checkpoint.WEIGHTS: folder / checkpoint.WEIGHTS,
+    }
 
 
 if __name__ == "__main__":

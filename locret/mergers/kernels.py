@@ -1,4 +1,4 @@
-"""LoCoCo's kernels: one small convolution per full-attention layer, as a thing to train, save, publish and load."""
+"""LoCoCo's kernels: one small convolution per full-attention layer, as a thing to train, save and load."""
 
 # B rows and KV heads, S units, M merged slots, D head dim
 
@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import PyTorchModelHubMixin
 from torch import Tensor, nn
 from torch.nn.functional import conv1d
 
-from locret import hub
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 
@@ -81,13 +79,7 @@ class MergingKernel(nn.Module):
         return raised.masked_fill(empty_BS[:, None], -torch.inf).softmax(-1)
 
 
-class MergingKernels(
-    nn.Module,
-    PyTorchModelHubMixin,
-    library_name="locret",
-    paper_url="https://arxiv.org/abs/2406.05317",
-    tags=["locret", "merging-kernels", "kv-cache", "long-context"],
-):
+class MergingKernels(nn.Module):
     """One convolution for every full-attention layer of a backbone: `kernels[layer_idx]`.
 
     Examples:
@@ -138,7 +130,7 @@ class MergingKernels(
         Args:
             pretrained_model_name_or_path: Folder, or `org/name` on the Hub.
             revision: Branch, tag or commit on the Hub.
-            kwargs: Those of huggingface_hub's mixin (`token`, `cache_dir`, `local_files_only`, `map_location`).
+            kwargs: Those of huggingface_hub (`token`, `cache_dir`, `local_files_only`), and `map_location`.
         """
         device = kwargs.pop("map_location", "cpu")
         folder = checkpoint.find(str(pretrained_model_name_or_path), revision=revision, **kwargs)
@@ -148,14 +140,7 @@ class MergingKernels(
         kernels.load_state_dict(weights)
         return kernels.eval()
 
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> str | None:
-        """Write weights, `config.json` and a card; a folder is never left half-written."""
+    def save_pretrained(self, save_directory: str | Path) -> None:
+        """Write weights and `config.json`; a folder is never left half-written."""
         with checkpoint.replacing(Path(save_directory), KernelsConfig) as staging:
-            return super().save_pretrained(staging, **kwargs)
-
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Publish the kernels with their card; see `locret.hub.push`."""
-        return hub.push(repo_id, self.save_pretrained, **options)
-
-    def _save_pretrained(self, save_directory: Path) -> None:
-        checkpoint.write(save_directory, self.config, self.state_dict())
+            checkpoint.write(staging, self.config, self.state_dict())
