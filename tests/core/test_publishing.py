@@ -85,8 +85,8 @@ def test_heads_push_themselves_and_are_loaded_by_commit_as_kernels_are(
     assert torch.equal(old[0].fc1.weight, heads[0].fc1.weight)
     assert 'heads="org/heads"' in card_of(hub)
     kernels = MergingKernels.for_model(tiny_llama, slots=4, seed=0)
-    kernels.save_pretrained(tmp_path)
-    files = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    kernels.save_pretrained(tmp_path / "kernels")
+    files = {file.name: file.read_bytes() for file in (tmp_path / "kernels").iterdir()}
     hub.repos["org/kernels"] = Repo(branches={"main": "1" * 40}, commits={"1" * 40: files})
     loaded = MergingKernels.from_pretrained("org/kernels").state_dict()
     assert all(torch.equal(weight, loaded[name]) for name, weight in kernels.state_dict().items())
