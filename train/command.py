@@ -60,7 +60,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         ranks = held.enter_context(joined(_GO_ON))
         with ranks.together():
             folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
-            rows = find_local(data.dataset, data_dir=data.data_dir)
+            rows = find_local(data.dataset)
             local = backbone.local_folder() is not None and rows is not None
             if main and not run.dry_run:
                 held.enter_context(locked(folder, f"--output {run.output}"))

@@ -37,7 +37,7 @@ def training_notes(
 ) -> dict[str, Any]:
     """Return a summary of the run: its options, `earlier` ones of the heads it went on from, and other `facts`."""
     published = {name.lower(): entry for name, entry in ALIASES.items()}.get(data.dataset.lower())
-    pinned = published.revision if published and not data.data_dir else None
+    pinned = published.revision if published else None
     o = optimizer
     return {
         "dataset": published.repo if published else _public(data.dataset),

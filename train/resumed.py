@@ -27,6 +27,7 @@ SPREAD = ("shard", "shard_offload", "shard_offload_dir")
 
 
 _RETIRED = {
+    "data_dir": None,
     "label_floor": None,
     "evict_while_training": False,
     "sp_size": 1,

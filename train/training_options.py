@@ -52,13 +52,11 @@ class BackboneOptions(BackboneSource):
 class DataOptions:
     """The training rows."""
 
-    usual: ClassVar[tuple[str, ...]] = ("dataset", "data_dir", "max_tokens")
+    usual: ClassVar[tuple[str, ...]] = ("dataset", "max_tokens")
 
     dataset: str = ""
     """LongAlpaca, LongAlpaca-16k, LongAlign or Anti-Haystack (Locret, section 4.1 and its ablation); a Hub id; or a
     JSON, JSONL or Parquet file in the LongAlpaca, ShareGPT, messages, Anti-Haystack or prompt/answer schema."""
-    data_dir: str | None = None
-    """Folder with a local copy of the data set."""
     dataset_revision: str | None = None
     """Commit, branch or tag of the data set on the Hub; the named sets are pinned."""
     split: str = "train"

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 # What a resumed run may choose anew: none of it changes a step.
 _PLACES = ("device_map", "max_memory", "shard", "shard_offload", "shard_offload_dir")
-_FREE = (*_PLACES, "data_dir", "eval_every", *RunOptions.__dataclass_fields__)
+_FREE = (*_PLACES, "eval_every", *RunOptions.__dataclass_fields__)
 _AUTOCAST = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "no"}
 
 
@@ -132,7 +132,7 @@ class TrainingRun:
         """Open this process's training rows, which checks schema, template and first row, and settle the precision."""
         data, ranks = self.data, self.ranks(process)
         self.stream = TrainingStream(
-            load_rows(data.dataset, data_dir=data.data_dir, split=data.split, revision=data.dataset_revision),
+            load_rows(data.dataset, split=data.split, revision=data.dataset_revision),
             load_tokenizer(self.backbone),
             seed=self.optimizer.seed,
             max_length=self.shape.max_positions,

@@ -14,10 +14,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from glob import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any, NamedTuple, Union
 
 from locret.base.nearest import nearest
 
@@ -44,40 +43,29 @@ class BadRow(ValueError):
         self.reason = reason
 
 
-@dataclass(frozen=True)
-class PublishedSet:
-    """A data set on the Hub, and where its file lies in the published layout."""
+class PublishedSet(NamedTuple):
+    """A data set on the Hub."""
 
     repo: str
     revision: str
-    files: tuple[str, ...]  # the first that exists in a local copy is read
 
 
 ALIASES = {
-    "LongAlpaca": PublishedSet(
-        "Yukang/LongAlpaca-12k", "46dce924ed8786979556018e191c0f557d8f4aa2", ("LongAlpaca-12k.json",)
-    ),
-    "LongAlpaca-16k": PublishedSet(
-        "Yukang/LongAlpaca-16k-length", "c31057635e6d558bc4e6318118825aeddcead52f", ("LongAlpaca-16k-length.json",)
-    ),
-    "LongAlign": PublishedSet("THUDM/LongAlign-10k", "12f17c4baff1001f0d44c4f8feab09ee2ee8c6dc", ("long.jsonl",)),
-    "Anti-Haystack": PublishedSet(
-        "wenbopan/anti-haystack",
-        "49ebf84261893b13ee423acd9b36f38e1ac16d88",
-        ("data/train-00000-of-00001.parquet", "data/train-00000-of-00001.jsonl"),
-    ),
+    "LongAlpaca": PublishedSet("Yukang/LongAlpaca-12k", "46dce924ed8786979556018e191c0f557d8f4aa2"),
+    "LongAlpaca-16k": PublishedSet("Yukang/LongAlpaca-16k-length", "c31057635e6d558bc4e6318118825aeddcead52f"),
+    "LongAlign": PublishedSet("THUDM/LongAlign-10k", "12f17c4baff1001f0d44c4f8feab09ee2ee8c6dc"),
+    "Anti-Haystack": PublishedSet("wenbopan/anti-haystack", "49ebf84261893b13ee423acd9b36f38e1ac16d88"),
 }
 ENDINGS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
 """Those of files that are read, with what `datasets` calls their kind."""
 
 
-def load_rows(dataset: str, *, data_dir: str | None = None, split: str = "train", revision: str | None = None) -> Rows:
+def load_rows(dataset: str, *, split: str = "train", revision: str | None = None) -> Rows:
     """Find the rows of a training set.
 
     Args:
         dataset: A name in `ALIASES`; a Hub id `owner/name`; a `.json` (list of objects), `.jsonl` or `.parquet` file;
             or a folder of such files.
-        data_dir: Folder with a local copy: of a named set in its published layout, else of the file `dataset`.
         split: Split to read, in the syntax of `datasets` (`train[:100]`). A single file is all `train`.
         revision: Commit, branch or tag on the Hub. A named set is pinned to the commit in `ALIASES` if None.
 
@@ -89,7 +77,7 @@ def load_rows(dataset: str, *, data_dir: str | None = None, split: str = "train"
             cannot be parsed.
         OSError: If the Hub cannot be reached, or a file cannot be read.
     """
-    local = find_local(dataset, data_dir=data_dir)
+    local = find_local(dataset)
     if local is None:
         rows = _load_hub(dataset, split, revision)
     else:
@@ -120,7 +108,7 @@ def record_of(rows: Rows, index: int) -> Mapping[str, Any]:
         raise BadRow("invalid UTF-8", f"holds text that is not UTF-8 ({error.reason})") from None
 
 
-def find_local(dataset: str, *, data_dir: str | None = None) -> Path | None:
+def find_local(dataset: str) -> Path | None:
     """Return the local file or folder that `load_rows` will read, or None for the Hub; nothing is read or fetched.
 
     Raises:
@@ -129,8 +117,6 @@ def find_local(dataset: str, *, data_dir: str | None = None) -> Path | None:
     if not dataset.strip():
         raise ValueError(f"--dataset is empty; give {', '.join(ALIASES)}, a Hub id or a file")
     alias = _alias(dataset)
-    if data_dir is not None:
-        return _in_data_dir(dataset, alias, Path(os.path.expanduser(data_dir)))
     path = Path(os.path.expanduser(dataset))
     if alias is None and path.exists():
         return path
@@ -150,23 +136,6 @@ def _alias(dataset: str) -> str | None:
     """The alias meant by a name: its own, in any case, or the Hub id behind it."""
     meant = (one for one, known in ALIASES.items() if dataset.lower() in (one.lower(), known.repo.lower()))
     return next(meant, None)
-
-
-def _in_data_dir(dataset: str, alias: str | None, folder: Path) -> Path:
-    if not folder.is_dir():
-        raise ValueError(f"--data-dir {folder} is not a folder; give the folder that holds the data set's files")
-    candidates = [dataset]
-    if alias is not None:
-        published = ALIASES[alias]
-        names = (".", published.repo, published.repo.split("/")[1], alias, alias.lower().replace("-", "_"))
-        candidates = [os.path.normpath(f"{name}/{file}") for name in names for file in published.files]
-    for candidate in candidates:
-        if (folder / candidate).exists():
-            return folder / candidate
-    raise ValueError(
-        f"--data-dir {folder} holds no copy of --dataset {dataset}; looked for {', '.join(dict.fromkeys(candidates))}; "
-        "put the published file there or leave out --data-dir to read the Hub"
-    )
 
 
 def _load_local(path: Path, dataset: str, split: str) -> Rows:
@@ -213,11 +182,11 @@ def _load_hub(dataset: str, split: str, revision: str | None) -> Rows:
     except datasets.exceptions.DatasetNotFoundError as error:
         raise ValueError(
             f"--dataset {dataset}: the Hub has no data set {repo} at revision {revision or 'main'} that you may read "
-            f"({error}); check the name and --dataset-revision, log in with `hf auth login`, or pass --data-dir"
+            f"({error}); check the name and --dataset-revision, log in with `hf auth login`, or give a file"
         ) from None
     except (ValueError, OSError) as error:
         kind = ValueError if isinstance(error, ValueError) else OSError
         raise kind(
             f"--dataset {dataset}: {repo} could not be fetched from the Hub ({' '.join(str(error).split())}); "
-            "try again, or pass --data-dir with a local copy"
+            "try again, or give a local copy of its file"
         ) from error

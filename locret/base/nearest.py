@@ -69,6 +69,7 @@ _BY_ITSELF = {
     "option save_context": "locret-context read TEXT --output FILE writes a context",
     "option shares": "each context has as many units; locret-context shrink FILE gives one fewer, or all the best",
     "option progress": "LongContextModel.read shows a bar, and prefill calls on_chunk after every chunk",
+    **dict.fromkeys(("option data_dir", "option --data-dir"), "--dataset FILE reads a local copy of a named set"),
     "option text_file": "verify(model, ids=...) of locret.infer.verify takes the tokens of a text",
     "option disk": "a second tier lies in host memory, and host_budget bounds it",
     "option context": "locret-context ask FILE --question TEXT asks a context",

@@ -60,7 +60,6 @@ def test_local_data_of_every_kind_give_their_rows(tmp_path: Path, name: str) -> 
     else:
         path.write_bytes(FILES[name]())
         assert list(load_rows(str(path), split="train[:2]")) == ROWS[:2]
-        assert list(load_rows(name, data_dir=str(tmp_path))) == ROWS
     assert list(load_rows(str(path))) == ROWS
 
 
@@ -75,7 +74,6 @@ REFUSED = [
         r"rows.json cannot be read \(Unknown split \"test\".*\); check the file and the split",
     ),
     ("rows.json", {"split": "train[7:]"}, r"split 'train\[7:\]' has no rows"),
-    ("LongAlign", {"data_dir": "."}, r"holds no copy of --dataset LongAlign; looked for long.jsonl, .*; put the"),
 ]
 
 
