@@ -225,10 +225,5 @@ def _typed() -> Iterator[str]:
             return
 
 
-def main() -> None:
-    """Entry point of `locret-chat`."""
-    run(command, prog="locret-chat")
-
-
 if __name__ == "__main__":
-    main()
+    run(command, prog="locret-chat")

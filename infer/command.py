@@ -279,10 +279,5 @@ def _summary(result: Measured) -> str:
     )
 
 
-def main() -> None:
-    """Entry point of `locret-infer`."""
-    run(command, prog="locret-infer")
-
-
 if __name__ == "__main__":
-    main()
+    run(command, prog="locret-infer")

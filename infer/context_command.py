@@ -254,10 +254,5 @@ def command(argv: Sequence[str] | None = None) -> int:
     return run_subcommand(PROG, COMMANDS, argv)
 
 
-def main() -> None:
-    """Entry point of `locret-context`."""
-    run(command, prog=" ".join([PROG, *(word for word in sys.argv[1:2] if word in COMMANDS)]))
-
-
 if __name__ == "__main__":
-    main()
+    run(command, prog=" ".join([PROG, *(word for word in sys.argv[1:2] if word in COMMANDS)]))

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-
-from locret.cli import subcommands
-from locret.cli.command import run
+from pathlib import PurePath
 
 COMMANDS = {
     "infer": ("locret.infer.command", "read a text of any size in fixed memory, and answer a question about it"),
@@ -34,6 +32,8 @@ def command(argv: Sequence[str] | None = None) -> int:
         ValueError: If there is no such command, or it refuses its options.
         OSError: If it fails.
     """
+    from locret.cli import subcommands  # as below
+
     about = {name: text for name, (_, text) in COMMANDS.items()}
     name, arguments = subcommands.chosen("locret", about, sys.argv[1:] if argv is None else argv)
     code: int | None = import_module(COMMANDS[name][0]).command(arguments)
@@ -41,8 +41,20 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Entry point of `locret`."""
-    run(command, prog=" ".join(["locret", *(name for name in sys.argv[1:2] if name in COMMANDS)]))
+    """Entry point of `locret`, and of `locret-NAME` by the name under which it was started."""
+    from locret.base import interrupts  # signals are answered before what takes longer is imported
+
+    prog, arguments = PurePath(sys.argv[0]).stem, sys.argv[1:]
+    if (name := prog.removeprefix("locret-")) in COMMANDS:
+        arguments.insert(0, name)
+        words = [word for word in arguments[1:2] if name == "context" and word.isalpha()]
+    else:
+        prog, words = "locret", [word for word in arguments[:1] if word in COMMANDS]
+    prog = " ".join([prog, *words])
+    interrupts.answer(prog)
+    from locret.cli.command import run
+
+    run(command, arguments, prog=prog)
 
 
 if __name__ == "__main__":

@@ -156,10 +156,5 @@ def _on_cpu() -> bool:
     return parse_flag_from_env("ACCELERATE_USE_CPU") or not torch.accelerator.is_available()
 
 
-def main() -> None:
-    """Entry point of `locret-train`."""
-    run(command, prog="locret-train")
-
-
 if __name__ == "__main__":
-    main()
+    run(command, prog="locret-train")

@@ -153,10 +153,5 @@ def _steps(model: nn.Module, heads: Any, kernels: MergingKernels, stream: Any, o
     return [sum(losses[:window]) / window, sum(losses[-window:]) / window]
 
 
-def main() -> None:
-    """Entry point of `python -m locret.train.merging_command`."""
-    run(command, prog="locret kernels")
-
-
 if __name__ == "__main__":
-    main()
+    run(command, prog="locret kernels")

@@ -92,10 +92,5 @@ def _say(job: Job, named: bool) -> None:
         sys.stderr.write(f"locret-eval: {line}\n")
 
 
-def main() -> None:
-    """Entry point of `locret-eval`."""
-    run(command, prog="locret-eval")
-
-
 if __name__ == "__main__":
-    main()
+    run(command, prog="locret-eval")

@@ -94,10 +94,5 @@ def command(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def main() -> None:
-    """Entry point."""
-    run(command)
-
-
 if __name__ == "__main__":
-    main()
+    run(command)

@@ -192,10 +192,5 @@ def _say(state: ServerState, listening: socket.socket, options: ServeOptions) ->
         sys.stderr.write(f"{plan.table()}\n{state.model} answers at {url}\n")
 
 
-def main() -> None:
-    """Entry point of `locret-serve`."""
-    run(command, prog="locret-serve")
-
-
 if __name__ == "__main__":
-    main()
+    run(command, prog="locret-serve")

@@ -55,10 +55,5 @@ def _execute(options: BenchOptions, output: BenchOutput, chosen: set[str], line:
         write_text(path, text)
 
 
-def main() -> None:
-    """Entry point of `locret-bench`."""
-    run(command, prog="locret-bench")
-
-
 if __name__ == "__main__":
-    main()
+    run(command, prog="locret-bench")

@@ -123,10 +123,5 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     return 0 if report.ok else FAILURE
 
 
-def main() -> None:
-    """Entry point of `locret-verify`."""
-    run(command, prog="locret-verify")
-
-
 if __name__ == "__main__":
-    main()
+    run(command, prog="locret-verify")

@@ -72,11 +72,6 @@ def command(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def main() -> None:
-    """Entry point of `locret-push`."""
-    run(command, prog="locret-push")
-
-
 def _contents(options: PushOptions) -> dict[str, Path | bytes]:
     """Return what to upload under which name, after loading the heads as a user would."""
     from locret.heads import card, checkpoint
@@ -103,4 +98,4 @@ def _contents(options: PushOptions) -> dict[str, Path | bytes]:
 
 
 if __name__ == "__main__":
-    main()
+    run(command, prog="locret-push")

@@ -60,6 +60,13 @@ def start(folder: Path, *line: str) -> subprocess.Popen[str]:
     return process
 
 
+def test_signals_are_answered_before_a_command_is_imported() -> None:
+    code = "import sys, locret.__main__; print(*sorted(name for name in sys.modules if name.startswith('locret.')))"
+    told = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    light = {"__main__", "_version", "backbone_names", "base", "base.nearest", "base.on_demand", "shipped"}
+    assert {name.removeprefix("locret.") for name in told.split()} <= light, "what takes longer is not answered"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("after", [0.0, 4.0])
 @pytest.mark.parametrize("name", LINES)

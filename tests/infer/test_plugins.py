@@ -95,7 +95,7 @@ def installed(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(module: str, *arguments: Any, site: Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     # As an installed command does, without the current folder on the path.
-    code = f"import sys; sys.path.remove(''); from {module} import main; main()"
+    code = f"import sys; sys.path.remove(''); from runpy import run_module; run_module('{module}', run_name='__main__')"
     path = os.pathsep.join([str(ROOT), str(site)])
     environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", code, *map(str, arguments)]
