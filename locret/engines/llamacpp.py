@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
+from torch import Tensor
 
 from locret.base.fields import shown
 from locret.base.files import written_whole
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from locret.cache.cache import RetentionCache
     from locret.conversation.context import Context
     from locret.engines.prefix import Prefix
@@ -40,6 +39,7 @@ STATE_VERSION = 3
 """LLAMA_STATE_SEQ_VERSION of builds since 2026."""
 CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30}
 """Numbers of ggml's types (ggml/include/ggml.h)."""
+_DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 INTERLEAVED = {
     **dict.fromkeys(
         ("arcee", "granite", "granitemoe", "llama", "ministral3", "mistral", "mixtral", "olmo", "smollm3"), True
@@ -196,47 +196,24 @@ def _parts(prefix: Prefix, cache_type: str) -> Iterator[bytes]:
     yield np.array([[place, 1, 0] for place in range(prefix.units)], "<i4").tobytes()
     yield struct.pack("<II", False, len(prefix.keys))
     for keys in prefix.keys:
-        states = _floats(keys)
-        yield from _rows(_interleaved(states) if INTERLEAVED[prefix.model_type] else states, cache_type)
+        yield from _rows(_interleaved(keys) if INTERLEAVED[prefix.model_type] else keys, cache_type)
     for values in prefix.values:
-        yield from _rows(_floats(values), cache_type)
+        yield from _rows(values, cache_type)
 
 
-def _floats(states: Tensor) -> NDArray[np.float32]:
-    floats: NDArray[np.float32] = states.detach().float().cpu().numpy()
-    if not np.isfinite(floats).all():
+def _rows(states: Tensor, kind: str) -> Iterator[bytes]:
+    """Yield (U, K, D) as one row for each unit, in a type of ggml."""
+    rows = states.detach().flatten(1).to("cpu", torch.float32)
+    if not bool(rows.isfinite().all()):
         raise ValueError("some units are no finite numbers, with which nothing can be answered; read the text again")
-    return floats
-
-
-def _rows(states: NDArray[np.float32], kind: str) -> Iterator[bytes]:
-    """Yield (U, K, D) as one row for each unit."""
-    rows = encoded(states.reshape(len(states), -1), kind)
+    rows = rows.to(_DTYPES[kind])
+    if not bool(rows.isfinite().all()):
+        name, wider = str(rows.dtype).removeprefix("torch."), "bf16 or f32" if kind == "f16" else "f32"
+        raise ValueError(f"some units are beyond the range of {name}; give cache_type={wider}")
     yield struct.pack("<iQ", CACHE_TYPES[kind], rows.shape[1] * rows.itemsize)
-    yield rows.tobytes()
+    yield rows.view(torch.uint8).numpy().tobytes()
 
 
-def _interleaved(keys: NDArray[np.float32]) -> NDArray[np.float32]:
+def _interleaved(keys: Tensor) -> Tensor:
     """Make neighbours of the element i of the first half of a head and the element i of the second."""
-    return keys.reshape(*keys.shape[:-1], 2, -1).swapaxes(-1, -2).reshape(keys.shape)
-
-
-def encoded(rows: NDArray[np.float32], kind: str) -> NDArray[Any]:
-    """Return rows (N, W) of float32 in a type of ggml.
-
-    Raises:
-        ValueError: If the type cannot hold the values.
-    """
-    if kind == "f32":
-        return np.ascontiguousarray(rows, "<f4")
-    if kind == "bf16":
-        bits = np.ascontiguousarray(rows, "<f4").view("<u4")
-        rounded = np.asarray((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, "<u2")
-        if ((rounded & 0x7FFF) == 0x7F80).any():
-            raise ValueError("some units are beyond the range of bfloat16; give cache_type=f32")
-        return rounded
-    with np.errstate(over="ignore"):
-        halves = np.ascontiguousarray(rows, "<f2")
-    if not np.isfinite(halves).all():
-        raise ValueError("some units are beyond the range of float16; give cache_type=bf16 or f32")
-    return halves
+    return keys.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
