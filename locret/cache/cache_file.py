@@ -45,6 +45,7 @@ _ODD = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowErr
 _RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
     "nacl": {"group": "sum", "proxy_mask": "causal"},
     "sirllm": {"definition": "paper"},
+    "h2o": {"normalise": False},
     "expected_attention": {"covariance": True, "value_norm": True, "epsilon": 0.0},
 }
 """Options of scorers that files of earlier versions have, and the values that rated as scorers do now."""

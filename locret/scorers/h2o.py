@@ -13,7 +13,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from locret.backbone.chunk import Chunk
@@ -37,8 +36,6 @@ class H2OScorer(Scorer):
     """How the query heads of a KV head vote: "mean" (kvpress, KVCache-Factory), "max" (OmniKV) or "sum"."""
     recent_share: float = 0.5
     """Share of the budget that goes to the newest units (the paper: half); 0 leaves them to the policy alone."""
-    normalise: bool = False
-    """Divide by the queries that saw a unit, so that old units have no head start (kvpress: ObservedAttention)."""
     accumulate: bool = True
     """Count the queries of all chunks (the paper), not only those of the last one (LoCoCo, arXiv 2406.05317)."""
 
@@ -49,16 +46,6 @@ class H2OScorer(Scorer):
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S): attention accumulated until now."""
         totals = reduce_group(attention_sums(chunk), chunk.key.shape[1], self.reduce)
-        old = totals[:, :, : -chunk.new_tokens]
-        if not self.normalise:
-            if self.accumulate:
-                old += chunk.stored_scores
-            return totals
-        # A unit that is still here has been seen by every query since its own.
-        if not self.accumulate:
-            seen = (chunk.positions[..., -1:] - chunk.unit_positions + 1).clamp_max(chunk.new_tokens)
-            return totals / seen.to(torch.float32)
-        seen_before = (chunk.positions[..., :1] - chunk.unit_positions).clamp_min(0)[:, :, : -chunk.new_tokens]
-        old += chunk.stored_scores * seen_before
-        seen = chunk.positions[..., -1:] - chunk.unit_positions + 1
-        return totals / seen.to(torch.float32)
+        if self.accumulate:
+            totals[:, :, : -chunk.new_tokens] += chunk.stored_scores
+        return totals

@@ -31,7 +31,6 @@ SAME: dict[str, tuple[str, dict[str, Any], float, int, int]] = {
     "snapkv": ("snapkv", {"window": 64, "kernel": 5}, 1 / 64, 64, 0),
     "snapkv_narrow": ("snapkv", {"window": 16, "kernel": 7}, 1 / 16, 16, 0),
     "tova": ("tova", {}, 1.0, 1, 0),
-    "observed_attention": ("h2o", {"normalise": True}, 1.0, 0, 0),
     "knorm": ("key_norm", {}, 1.0, 0, 0),
     "keydiff": ("key_difference", {}, 1.0, 0, 0),
     "expected_attention": ("expected_attention", {}, 1.0, 0, 4),

@@ -24,9 +24,9 @@ from locret.base.method_spec import parse, split
         ("locret+recall:recall_by=quest,page=4", "locret", {}, ("recall:recall_by=quest,page=4",)),
         ("locret+pyramid:pyramid_beta=10+linear", "locret", {}, ("pyramid:pyramid_beta=10", "linear")),
         (
-            "h2o:normalise=true+adaptive_heads:head_floor=1e-1",
+            "h2o:accumulate=false+adaptive_heads:head_floor=1e-1",
             "h2o",
-            {"normalise": True},
+            {"accumulate": False},
             ("adaptive_heads:head_floor=0.1",),
         ),
         ("a+b/c.py:Scorer:power=2", "a+b/c.py:Scorer", {"power": 2}, ()),

@@ -145,7 +145,7 @@ def test_scores_do_not_depend_on_chunks_or_neighbours_in_the_batch(name: str) ->
         ("snapkv:pooling=median", 'scorer snapkv: pooling="median" is unknown; choose one of avg, max'),
         ("snapkv:kernle=7", 'scorer snapkv: it has no option "kernle"; did you mean kernel?'),
         ("streaming:sinks=-1", "scorer streaming: sinks=-1 is too small; it must be 0 or more"),
-        ("h2o:normalise=abc", "scorer h2o: normalise='abc' is not true or false"),
+        ("h2o:accumulate=abc", "scorer h2o: accumulate='abc' is not true or false"),
         ("nacl:random_share=0,seed=3", "scorer nacl: seed=3 has no effect without a random_share above 0"),
         ("nacl:group=official", 'scorer option "nacl:group" was retired; release 0.1.0'),
         ("sirllm:decay=0", "scorer sirllm: decay=0 is not above 0 and at most 1"),
