@@ -158,12 +158,3 @@ def _mesh_of(module: nn.Module) -> Any:
 
 def _style(plan: dict[str, str], name: str) -> str | None:
     return plan.get(name, plan.get(re.sub(r"\d+", "*", name)))
-
-
-def is_spread(weight: Tensor) -> bool:
-    """Return whether processes hold parts of a weight."""
-    if not dist.is_available():
-        return False
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(weight, DTensor)

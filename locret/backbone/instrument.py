@@ -21,6 +21,7 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
@@ -38,7 +39,7 @@ from locret.backbone.adapters import (
 from locret.backbone.attention import MaskMemo, View, attend
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.latent import DOWN, UP, Latent, own_view, query_projection
-from locret.backbone.recurrence import carried
+from locret.backbone.recurrence import stepping
 from locret.backbone.rotary import long_factors, uses_long_factors
 from locret.backbone.shape import BOTH, FULL, SLIDING, Backbone, LayerShape
 
@@ -48,7 +49,7 @@ _QUERIES = ("q_norm", "q_layernorm", "q_proj")
 
 
 class Observer:
-    """What a forward pass talks to: the reader of a cache, or, as it stands here, one who looks on at a pass."""
+    """What a forward pass talks to: the reader of a cache, or one who looks on."""
 
     projections: Mapping[int, Projections]
     """Per full-attention layer, the record that its hooks fill before its keys go to the cache."""
@@ -59,12 +60,9 @@ class Observer:
         """Return what the decoder's forward pass, `plain`, returns for these arguments."""
         return plain(*args, **kwargs)
 
-    def positions(self, tokens: Tensor) -> Tensor | None:
-        """Return (B, L) rotary positions for the coming pass over `tokens`, or None for 0, 1, 2, ...
-
-        `tokens` are (B, L) ids, or (B, L, E) embeddings where the backbone was given those.
-        """
-        return None
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Return (1 or B, L) rotary positions for the pass over (B, L) ids, or (B, L, E) embeddings."""
+        raise NotImplementedError
 
     def view(self, layer_idx: int, query: Tensor, scaling: float) -> View | None:
         """Return what (B, N, L, D) queries of a layer attend to; None: the keys and values of this pass alone."""
@@ -78,12 +76,16 @@ class Observer:
 
 
 class LayerObserver(Observer):
-    """An observer of `instrumented` for a pass without cache: every layer's tensors go to `on_layer` as they appear."""
+    """An observer of a pass behind `seen` tokens: every layer's tensors go to `on_layer` as they appear."""
 
-    def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None]) -> None:
+    def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None], seen: int = 0) -> None:
         self.projections = {index: Projections(backbone.shape(index)) for index in backbone.layers}
         self.masks = MaskMemo()
-        self._on_layer = on_layer
+        self._on_layer, self._seen = on_layer, seen
+
+    def positions(self, tokens: Tensor) -> Tensor:
+        """Number the tokens from where those before them end."""
+        return torch.arange(self._seen, self._seen + tokens.shape[1], device=tokens.device)[None]
 
     def attended(self, layer: Attended) -> None:
         """Hand it on."""
@@ -222,8 +224,8 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
         stack.callback(base.set_attn_implementation, implementation)
         stack.enter_context(replaced(decoder, "forward", _run_by_readers(decoder.forward)))
         stack.enter_context(_fixed_factors(base, decoder))
-        if backbone.recurrent:
-            stack.enter_context(carried(state_modules(model).items()))
+        for index, module in state_modules(model).items() if backbone.recurrent else ():
+            stack.enter_context(replaced(module, "forward", stepping(module, module.forward, index)))
         instrument.undo = stack.pop_all()
     return instrument
 
@@ -392,11 +394,8 @@ def _pass_hooks(instrument: _Instrument) -> tuple[Any, Any, Any]:
                 "the backbone was called without this RetentionCache, as decoding with guidance_scale or an assistant "
                 "model does; use sampling or beams"
             )
-        positions = observer.positions(tokens)
         # The observer's cache knows what is padding, so the mask that `generate` carries along is not needed.
-        kwargs["attention_mask"] = None
-        if positions is not None:
-            kwargs["position_ids"] = positions
+        kwargs |= {"attention_mask": None, "position_ids": observer.positions(tokens)}
         if kwargs.get("logits_to_keep") is not None:  # layers without keys of their own would leave tokens out
             kwargs["logits_to_keep"] = 0
         _PASS.set(_Pass(observer, instrument, outer))

@@ -14,8 +14,8 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -152,29 +152,8 @@ _RESTARTS: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
 """Whether a module begins with a new state wherever it is given more than one token."""
 
 
-@contextmanager
-def carried(modules: Iterable[tuple[int, nn.Module]]) -> Iterator[None]:
-    """Carry the states of modules from pass to pass, however many tokens a pass has, until the block ends.
-
-    Args:
-        modules: Each with the index of its layer.
-    """
-    changed = []
-    try:
-        for index, module in modules:
-            own = vars(module).get("forward")
-            changed.append((module, own))
-            module.forward = _stepping(module, module.forward, index)
-        yield
-    finally:
-        for module, own in reversed(changed):
-            if own is None:
-                del module.forward
-            else:
-                module.forward = own
-
-
-def _stepping(module: nn.Module, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
+def stepping(module: nn.Module, forward: Callable[..., Any], index: int) -> Callable[..., Any]:
+    """Return a forward that carries the state of a layer's module from pass to pass, however many tokens a pass has."""
     signature = inspect.signature(forward)
     name = next(iter(signature.parameters))  # of the hidden states
 

@@ -9,7 +9,7 @@ the middle of something, the cache says so wherever it is used next.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
@@ -137,10 +137,6 @@ class Reader(Observer):
         self.cache.end_reading(self._new_tokens)
 
     # -- what a forward pass asks and tells ---------------------------------------------------------------------------
-
-    def run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what the decoder's forward pass, `plain`, returns for these arguments."""
-        return plain(*args, **kwargs)
 
     def positions(self, tokens: Tensor) -> Tensor:
         """Return the (B, L) rotary positions of the coming tokens."""

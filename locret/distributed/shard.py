@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed
-from torch import Tensor, nn
+from torch import nn
 
 from locret.backbone.adapters import describe, on_rank, sharers_of
 from locret.backbone.head_ranks import SPLIT
@@ -71,20 +70,6 @@ def _digest(path: Path) -> str:
             file.seek(block * max(0, size - _BLOCK) // (_BLOCKS - 1))
             digest.update(file.read(_BLOCK))
     return digest.hexdigest()[:16]
-
-
-@contextmanager
-def whole(parameter: nn.Parameter) -> Iterator[Tensor]:
-    """Bring a parameter together that all processes hold a part of; all must enter the block."""
-    if hasattr(parameter, "ds_id"):
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            yield parameter.data
-    elif hasattr(parameter, "full_tensor"):
-        yield parameter.full_tensor()
-    else:
-        yield parameter.data
 
 
 def _load_fsdp(device: torch.device, read: Read, *, offload: bool) -> tuple[nn.Module, Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from locret.backbone.adapters import sharers_of, unwrap
 from locret.backbone.computation import inactive_adapters
-from locret.backbone.head_ranks import is_spread
 
 _SAMPLES = 16
 _EXACT = (torch.float64, torch.float32, torch.bfloat16)
@@ -80,27 +79,25 @@ def any_fingerprint(model: nn.Module) -> str | None:
     return f"{' '.join(sorted(forms))}:{digest.hexdigest()}"
 
 
-def sample_sharded(model: nn.Module, whole: Callable[[nn.Parameter], AbstractContextManager[Tensor]]) -> None:
-    """Sample the weights of a backbone whose processes hold parts of it; all of them must call this at once.
-
-    Args:
-        model: The backbone, with its adapter if it has one.
-        whole: Gives a parameter as a whole; called for one after the other.
-    """
+def sample_sharded(model: nn.Module) -> None:
+    """Sample the weights of a backbone whose processes hold parts of it; all of them must call this at once."""
     samples = []
     for name, weight in sorted(unwrap(model).named_parameters()):
-        with torch.no_grad(), whole(weight) as gathered:
+        with torch.no_grad(), _whole(weight) as gathered:
             samples.append(_Sample(name, tuple(gathered.shape), _values(gathered), plain=True))
     _GATHERED[unwrap(model)] = samples
 
 
-def sample_spread(model: nn.Module) -> None:
-    """Sample the weights of a backbone that processes share by tensor parallelism; all of them must call this at once.
+@contextmanager
+def _whole(weight: Any) -> Iterator[Tensor]:
+    """Bring a parameter together that all processes may hold a part of; all must enter the block."""
+    if hasattr(weight, "ds_id"):
+        import deepspeed  # an extra
 
-    Of any other backbone nothing is sampled.
-    """
-    if sharers_of(model) is not None:
-        sample_sharded(model, _brought_together)
+        with deepspeed.zero.GatheredParameters([weight]):
+            yield weight.data
+    else:
+        yield weight.full_tensor() if hasattr(weight, "full_tensor") else weight.data
 
 
 def _active_samples(model: nn.Module) -> Iterator[_Sample | None]:
@@ -115,8 +112,8 @@ def _active_samples(model: nn.Module) -> Iterator[_Sample | None]:
 def _samples_of(model: nn.Module) -> Iterator[_Sample | None]:
     """Yield what counts, parameter by parameter; None for one that is not there to be read."""
     base = unwrap(model)
-    if base not in _GATHERED:
-        sample_spread(base)
+    if base not in _GATHERED and sharers_of(base) is not None:
+        sample_sharded(base)
     if base in _GATHERED:
         yield from _GATHERED[base]
         return
@@ -145,12 +142,6 @@ def crc(tensor: Tensor, start: int = 0) -> int:
     """Return the CRC-32 of a tensor's bytes, continued from that of others."""
     held = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
     return zlib.crc32(held.data, start) if held.size else start
-
-
-@contextmanager
-def _brought_together(weight: Any) -> Iterator[Tensor]:
-    """Bring a weight together of which processes may hold parts."""
-    yield weight.full_tensor() if is_spread(weight) else weight.data
 
 
 def _values(weight: Tensor) -> Tensor:

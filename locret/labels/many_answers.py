@@ -17,25 +17,13 @@ from locret.backbone.adapters import describe, input_device, latents, unwrap
 from locret.backbone.chunk import Attended
 from locret.backbone.instrument import LayerObserver, instrumented
 from locret.backbone.passes import keeping_step, run_decoder
-from locret.backbone.shape import FULL, SLIDING, Backbone
+from locret.backbone.shape import FULL, SLIDING
 from locret.labels import kinds
 from locret.labels.base import LabelKind
 from locret.labels.labels import _BLOCK_ELEMENTS, answer_labels, layer_labels, observe, token_row
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
 """Ids of questions and their answers, (1, m) each."""
-
-
-class _Following(LayerObserver):
-    """Observes a pass whose tokens follow those of a cache."""
-
-    def __init__(self, backbone: Backbone, on_layer: Callable[[Attended], None], seen: int) -> None:
-        super().__init__(backbone, on_layer)
-        self.seen = seen
-
-    def positions(self, tokens: Tensor) -> Tensor:
-        """Number the tokens from where the cache ends."""
-        return torch.arange(self.seen, self.seen + tokens.shape[1], device=tokens.device)[None]
 
 
 @torch.no_grad()
@@ -110,7 +98,7 @@ def _from_one_read(
     read: Any = DynamicCache(config=unwrap(model).config)
     rows: list[Tensor] = []
     with instrumented(model):
-        read.reader = _Following(backbone, on_document or (lambda chunk: None), 0)
+        read.reader = LayerObserver(backbone, on_document or (lambda chunk: None))
         run_decoder(model, document_1D.to(device), read)
         for question, answer in pairs:
             prompt = length + question.shape[1]
@@ -121,7 +109,7 @@ def _from_one_read(
 
             read.reader = None
             fork = copy.deepcopy(read)
-            fork.reader = _Following(backbone, on_layer, length)
+            fork.reader = LayerObserver(backbone, on_layer, length)
             run_decoder(model, torch.cat([question.to(device), answer.to(device)], dim=1), fork)
             yield pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
             rows.clear()

@@ -20,8 +20,8 @@ from locret import backbone_names, hub, shipped
 from locret.backbone.adapters import describe
 from locret.base.fields import shown
 from locret.base.files import read_json, shards
-from locret.distributed.shard import load_sharded, whole
-from locret.heads.fingerprint import sample_sharded, sample_spread
+from locret.distributed.shard import load_sharded
+from locret.heads.fingerprint import sample_sharded
 from locret.loading import weights
 from locret.loading.options import ADAPTER_CONFIG, CONFIG, BackboneSource
 
@@ -303,10 +303,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
     _name(model.config, options)
     if source.adapter:
         model = _with_adapter(model, source)
-    if options.shard in ("fsdp", "zero3"):
-        sample_sharded(model, whole)
-    elif options.shard == "tp":
-        sample_spread(model)
+    if options.shard is not None:
+        sample_sharded(model)
     return model.eval().requires_grad_(False)
 
 
