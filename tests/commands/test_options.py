@@ -157,7 +157,7 @@ PRINTED = {
     "rows": ["--texts", "recipes", "--output", "rows.jsonl", "--characters", "300-900"],
     "kernels": ["--model=checkpoints/tiny", "--heads=checkpoints/tiny-heads", "--dataset=rows.json", "--output=out"],
     "demo": [],
-    "env": ["--json"],
+    "env": [],
     "context read": ["--model", "checkpoints/tiny", "--prompt-file", "book.txt", "--output", "a.ctx"],
     "context show": ["--context", "a.ctx", "b,c.ctx", "--json"],
     "context ask": ["--model", "checkpoints/tiny", "--context", "a.ctx", "--question", "Why, and who?"],
