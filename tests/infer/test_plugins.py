@@ -44,22 +44,9 @@ class Nameless(Scorer):
     def score(self, chunk: Chunk) -> Tensor: ...
 
 
-class Loose(ValueNorm):
-    """No dataclass of its own is needed where there is no option of its own."""
-
-
 @dataclass
 class Open:
     pass
-
-
-@dataclass(frozen=True, kw_only=True)
-class Strict(ValueNorm):
-    least: int
-
-    def __post_init__(self) -> None:
-        if self.least < 1:
-            raise ValueError("least is below 1")
 
 
 KEYS = NeedleTask(
@@ -124,7 +111,6 @@ def test_an_announced_scorer_is_as_good_as_ours_in_methods_and_benchmarks_too(in
 
     assert "acme_norm" in scorers.names()
     assert scorers.get("acme_norm:power=2") == scorers.get("acme_memory:ValueNorm", power=2.0)
-    assert scorers.get("acme_memory:Loose").power == 1  # type: ignore[attr-defined]
     with pytest.warns(UserWarning, match='scorer "snapkv" is ours; a package announces another one in vain'):
         assert scorers.get("snapkv") == scorers.SnapKVScorer()
     found = methods.get("acme_norm:power=2+pyramid")
@@ -137,7 +123,6 @@ REFUSED = {
     "acme_memory:Open": "is no subclass of locret.scorers.Scorer, and no press",
     "acme_memory:Valuenorm": "acme_memory has no Valuenorm; did you mean ValueNorm",
     "acme_norm:pwer=2": 'scorer acme_norm: it has no option "pwer"; did you mean power?',
-    "acme_memory:Strict:least=0": "scorer acme_memory:Strict: least is below 1",
     "acme_gone": 'scorer "acme_gone" of acme-memory: acme_memory has no Gone',
     "acme_nrm": 'scorer "acme_nrm" is unknown; did you mean acme_norm',
     "acme_memory.more:X": "Python finds no module acme_memory.more; install its package",
