@@ -58,12 +58,7 @@ def test_a_server_answers_drains_and_ends_as_it_is_told(tmp_path: Path) -> None:
         (["--kv-memory", "1MiB"], r"--kv-memory 1MiB is too small: "),
         (["--port", "70000"], r"--port 70000 is no port; give 1 to 65535"),
         (["--host", "0.0.0.0"], r"--host 0.0.0.0 lets other machines ask, and there is no key; set LOCRET_API_KEY or"),
-        (
-            ["--host", "no.such.host.invalid", "--api-key", "open"],
-            r"--host no.such.host.invalid is no address of this machine",
-        ),
         (["--host", "203.0.113.9", "--port", "0", "--api-key", "k"], r"--port 0 at --host 203.0.113.9 cannot be had"),
-        (["--max-queue", "0"], r"--max-queue 0 is too small"),
         (["--api-key", "é"], r"--api-key is empty or has characters that no header carries"),
         (["--turns", "text"], r"--turns text is not what engines do with a question"),
         (["--device", "auto", "--device-map", "disk"], r"leaves all weights on disk, where no engine answers"),
