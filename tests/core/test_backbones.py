@@ -45,7 +45,6 @@ def random_model(model_type: str, **changes: Any) -> Any:
         ("mamba", {}, "no layer of mamba has softmax attention, so there is nothing to evict"),
         ("deepseek_v4", {}, "the layers of deepseek_v4 choose by an indexer of their own what they attend to"),
         ("llama4_text", {"head_dim": 8}, "llama4_text has layers of chunked_attention"),
-        ("granitemoehybrid", {"mamba_n_heads": 8}, "no layer of granitemoehybrid has softmax attention"),
         ("minimax", {"head_dim": 8, "block_size": 8}, "minimax carries states that transformers' own cache does not"),
     ],
 )
@@ -145,9 +144,6 @@ def test_files_that_hold_no_tensors_or_are_elsewhere_are_refused(backbone: Path)
 TASK, LAYERS = {"task_type": "CAUSAL_LM"}, {"target_modules": ["q_proj", "k_proj", "v_proj"]}
 DROPPED = {
     "PROMPT_TUNING": peft.PromptTuningConfig(num_virtual_tokens=4, **TASK),
-    "PREFIX_TUNING": peft.PrefixTuningConfig(num_virtual_tokens=4, **TASK),
-    "ADAPTION_PROMPT": peft.AdaptionPromptConfig(adapter_len=4, adapter_layers=2, **TASK),
-    "POLY": peft.PolyConfig(r=4, n_tasks=2, **LAYERS, **TASK),
     "activated LoRA": peft.LoraConfig(alora_invocation_tokens=[5, 6], **LAYERS, **TASK),
 }
 
@@ -159,10 +155,9 @@ def test_adapters_that_would_be_dropped_are_refused(kind: str) -> None:
     for make in (lambda: RetentionCache(model, "snapkv", POLICY), lambda: RetainingHeads.for_model(model)):
         with pytest.raises(ValueError, match=message):
             make()
-    if kind not in ("ADAPTION_PROMPT", "POLY"):  # these replace attention modules and projections
-        base = model.base_model if kind != "activated LoRA" else build("llama")
-        with pytest.raises(ValueError, match=message):
-            prefill(model, IDS, RetentionCache(base, "snapkv", POLICY))
+    base = model.base_model if kind != "activated LoRA" else build("llama")
+    with pytest.raises(ValueError, match=message):
+        prefill(model, IDS, RetentionCache(base, "snapkv", POLICY))
 
 
 def test_the_folder_of_an_adapter_is_its_base_model_with_the_adapter(backbone: Path) -> None:

@@ -63,7 +63,7 @@ def frequencies(cache: RetentionCache) -> Tensor:
 
 @pytest.mark.parametrize("family", ["llama", "phi3-partial", "llama-yarn"])
 @pytest.mark.parametrize(
-    ("budget", "shares"), [(None, "fair"), (40, "fair"), (40, "score"), (9, "fair"), (999, "score")]
+    ("budget", "shares"), [(40, "score"), (40, "fair"), (None, "fair"), (9, "fair"), (999, "score")]
 )
 def test_joined_units_are_those_of_the_oracle(family: str, budget: int | None, shares: str) -> None:
     caches = [read(family, tokens, seed) for seed, tokens in enumerate((71, 50, 22))]

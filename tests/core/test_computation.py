@@ -46,7 +46,6 @@ CHANGES: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
         lambda model: every(model, "scaling", lambda s: {"first": 9.0} if isinstance(s, dict) else s),
     ),
     "another epsilon": (lambda: build("llama"), lambda model: every(model, "variance_epsilon", lambda _: 1e-3)),
-    "another attention scale": (lambda: build("gemma3"), lambda model: every(model, "scaling", lambda s: 2 * s)),
 }
 
 

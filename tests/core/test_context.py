@@ -72,14 +72,11 @@ def test_everything_that_can_be_read_gives_the_same_answer(lm: LongContextModel,
     ("source", "said"),
     [
         ("", "the text is empty"),
-        (iter([" ", "\n"]), "is empty; give a text to read"),
         ("bok.txt", "bok.txt: no such file"),
-        (Path("bok"), "bok: no such file"),
         ("checkpoints/tiny/model.safetensors", "model.safetensors: not UTF-8 text"),
         (7, "int cannot be read; give a text"),
         ([1, 10**9], "input_ids holds 1000000000, but the backbone knows 900 tokens"),
         ("half a \ud800 character", "which is no text in Unicode"),
-        (iter(["half a \ud800 character"]), "which is no text in Unicode"),
         ([1, 2.5], "input_ids yields 2.5, which is not a token id"),
         (iter(["The tower ", None]), "a piece of the text is None"),
     ],
@@ -94,10 +91,8 @@ def test_what_cannot_be_read_is_refused(lm: LongContextModel, source: Any, said:
     [
         ({"temperature": 1e-40}, "temperature 1e-40 makes no usable"),
         ({"max_new_token": 5}, "did you mean max_new_tokens"),
-        ({"max_new_tokens": 0}, "max_new_tokens=0 is not a whole number"),
         ({"num_return_sequences": 2}, "there is one answer"),
         ({"streamer": None}, "use context.stream or chat.stream"),
-        ({"prompt_lookup_num_tokens": 3}, "assisted and prompt-lookup"),
         ({"num_beams": "2"}, "num_beams='2' is not a whole number"),
         ({"do_sample": False, "temperature": 0.5}, "temperature=0.5 has no effect with do_sample=False"),
     ],
@@ -202,7 +197,6 @@ def test_a_file_is_what_it_was_saved_as_and_by_whom(lm: LongContextModel, contex
     other = LongContextModel(lm.model, lm.tokenizer, "streaming", POLICY)
     with pytest.raises(ValueError, match="allow_other_scorer=True"):
         other.load(tmp_path / "context")
-    assert other.load(tmp_path / "context", allow_other_scorer=True).cache.seen == context.cache.seen
     assert other.load_chat(tmp_path / "context", allow_other_scorer=True).say(QUESTION)
     notes = locret.read_notes(tmp_path / "context")["conversation"]
     del notes["tokenizer"], notes["between_turns"]  # as earlier versions wrote it

@@ -16,7 +16,9 @@ from families import LLAMA3, LONGROPE, build, prompt
 from registry import random_model, tiny_config
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
-from locret.backbone.adapters import attention_modules, describe
+from locret.backbone.adapters import attention_modules, describe, find_decoder
+from locret.backbone.instrument import LayerObserver, instrumented
+from locret.backbone.rotary import Rotary, long_factors, rotate, unrotate
 from locret.labels import answer_labels
 
 POLICY = RetentionPolicy(budget=20, chunk_size=9, stabilizers=6, local_len=5)
@@ -71,6 +73,27 @@ def test_longrope_uses_long_factors_below_the_original_length_and_is_put_back_af
         after = model(ids).logits
     assert torch.equal(before, after)
     assert (inside - before[:, -1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])  # norms after heads have moved in front of tokens, and before
+@torch.no_grad()
+def test_features_of_as_many_tokens_as_heads_are_those_of_a_longer_texts_beginning(family: str) -> None:
+    model, ids, found = build(family), prompt(9), []
+    for length in (9, 4, 2, 1):
+        recorder = LayerObserver(describe(model), lambda layer: found.append(layer.features()))
+        with instrumented(model, recorder):
+            model(ids[:, :length], use_cache=False)
+    layers = len(describe(model).layers)
+    for nth, features in enumerate(found[layers:]):
+        torch.testing.assert_close(features, found[nth % layers][:, : features.shape[1]], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["phi3-longrope", "llama-yarn"])  # both scale what they rotate
+def test_turning_back_gives_the_key(family: str) -> None:
+    decoder, keys = find_decoder(build(family)), torch.randn(2, 3, 50, 8)
+    with long_factors(decoder):
+        cos, sin = Rotary(decoder).table(100, 50, torch.zeros(1))
+    torch.testing.assert_close(unrotate(rotate(keys, cos, sin), cos, sin), keys, atol=1e-5, rtol=0)
 
 
 # -- layers that carry a state ----------------------------------------------------------------------------------------

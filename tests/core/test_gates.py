@@ -120,7 +120,6 @@ REFUSED: list[tuple[str, Callable[[Path], None], str]] = [
     ("fast-kvzip", module(lambda m: m[:2]), "has gates of 2 layers, but qwen3 has 3"),
     ("fast-kvzip", lambda f: next(f.glob("*.pt")).write_bytes(pickle.dumps([Evil()])), "loading it could run code"),
     ("fast-kvzip", lambda f: (f / "q2_dim8_sink1.pt").touch(), "several gates (q2_dim16_sink16.pt, q2_dim8_sink1.pt)"),
-    ("dms", changed(dms_alpha_scale=0), "has dms_alpha_scale=0; give one such as 100.0"),
     ("dms", changed(dms_separate_alpha=False), "are a number of its own queries (dms_separate_alpha=false)"),
     ("dms", lambda f: (f / "model-00001-of-00002.safetensors").unlink(), "has no model-00001-of-00002.safetensors"),
 ]

@@ -103,7 +103,6 @@ def test_a_press_keeps_what_the_same_scorer_keeps(press: str, ours: str, positio
     ("spec", "sentence"),
     [
         ("presses:WindowPress:window_size=0.5", "presses:WindowPress: window_size=0.5 is not a whole number"),
-        ("presses:WindowPress:windowsize=9", 'has no option "windowsize"; did you mean window_size?'),
         ("presses:ChoosyPress", "has a compress of its own, which selects or rewrites units; take a press that only"),
         ("presses:Nothing", "presses has no Nothing; check the spelling"),
     ],

@@ -11,16 +11,12 @@ from locret import RetentionCache, RetentionPolicy, lookups
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("ques", 'lookup "ques" is unknown; did you mean quest'),
         ("codes:bits=2", 'lookup "codes" was retired; release 0.1.0'),
         ("omnikv:filter_layers=8-2", "filter_layers=8-2 are not layers in ascending order; write 2-8-18"),
-        ("omnikv:selector=first", 'selector="first" is unknown; choose one of uniform, exp, last, raw'),
         ("omnikv:tokens=0", "tokens=0 is neither a number of units nor a share"),
         ("omnikv:memory=1.5", "memory=1.5 is not a share"),
         ("omnikv:tokens=9,memory=0.5", "tokens=9 and memory=0.5 both say"),
         ("omnikv:window=4", "window=4 is what uniform and exp look from"),
-        ("omnikv:filters=2", 'has no option "filters"; did you mean filter_layers'),
-        ("quest:page=0", "page=0 is too small"),
     ],
 )
 def test_a_lookup_that_makes_no_sense_is_refused(spec: str, says: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -40,7 +39,6 @@ def units_of(held: int, kept: int) -> Units:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("lococo", 'merge "lococo" is unknown; did you mean loco?'),
         ("d2o:threshold=0.5", 'merge "d2o" was retired; release 0.1.0'),
         ("loco", "merge loco needs its option kernels; write loco:kernels=VALUE"),
         ("loco:kernels=nowhere/at/all", "merge loco: there is no folder 'nowhere/at/all'"),
@@ -108,11 +106,6 @@ def test_kernels_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     tight = RetentionPolicy(budget=24, chunk_size=10, stabilizers=22, local_len=6, merge=merge)
     with pytest.raises(ValueError, match="makes 3 units per KV head, more than budget=24 holds beside stabilizers=22"):
         RetentionCache(model, "random", tight)
-    config = json.loads((saved / "config.json").read_text())
-    for kind in ({"kernel_size": 4}, {"kernel_size": "wide"}, {"hidden_dim": 5}):
-        (saved / "config.json").write_text(json.dumps({**config, **kind}))
-        with pytest.raises(ValueError, match="kernel_size|kernels.0"):
-            MergingKernels.from_pretrained(saved)
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
@@ -141,7 +134,6 @@ def test_training_lowers_what_an_eviction_costs_and_touches_nothing_else(family:
     [
         (["--slots", "0"], "--slots 0 is not between 1 and the 48 units of --policy.budget 64"),
         (["--policy.key-bits", "4"], "the kernels merge"),
-        (["--policy.host-budget", "8", "--policy.recall", "2"], "the kernels merge"),
     ],
 )
 def test_what_does_not_go_with_kernels_is_refused_before_training(

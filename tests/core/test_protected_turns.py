@@ -149,8 +149,6 @@ def test_an_answer_that_could_outgrow_its_protection_is_refused_before_it_is_wri
         ("sytem", "protect='sytem' names nothing to protect; give system, document"),
         ("system=2", "has no share of the budget"),
         ("each", "give a share, as each=0.05"),
-        ("tokens:9-3", "is empty"),
-        (3, "protect=3 names nothing"),
         ({"system": 0.01}, "is a mapping; give a list of rules, as"),
         ("system", "give a system message"),
     ],

@@ -104,17 +104,10 @@ def test_what_would_not_work_is_refused_and_says_what_does(model: Any) -> None:
     cache = new_cache(model)
     with pytest.raises(ValueError, match=r"filled by locret\.prefill, locret\.generate and the generate method of its"):
         model(IDS, past_key_values=cache)
-    with pytest.raises(ValueError, match="made for another model"):
-        build("llama").generate(IDS, past_key_values=new_cache(model), **GREEDY)
-    cache = new_cache(model)
     with pytest.raises(ValueError, match="assistant_early_exit has no effect here"):
         model.generate(IDS, past_key_values=cache, assistant_early_exit=1, **GREEDY)
     with pytest.raises(ValueError, match="inputs_embeds has no effect here"):
         model.generate(inputs_embeds=torch.ones(1, 5, 32), past_key_values=cache, **GREEDY)
-    assert not cache.seen
-    for name, value in {"max_new_tokens": "5", "num_beams": 2.5, "num_return_sequences": 0}.items():
-        with pytest.raises(ValueError, match=f"{name}={value!r} is not a whole number of 1 or more"):
-            model.generate(IDS, past_key_values=cache, **{**GREEDY, name: value})
     assert not cache.seen
 
 

@@ -19,7 +19,6 @@ from locret import (
     generate,
     load_cache,
     prefill,
-    read_notes,
     save_cache,
 )
 from locret.cache.schema import checksum
@@ -54,16 +53,6 @@ def test_a_context_of_an_earlier_version_does_what_every_context_does(tmp_path: 
     with pytest.raises(ValueError, match="it was written by an earlier version; load it with its backbone, and save"):
         Prefix.from_file(FOLDER / "context.ctx")
     assert Prefix.from_file(tmp_path / "a.ctx").digest == Prefix.of(context).digest
-
-
-def test_notes_come_back_without_the_units(tmp_path: Path) -> None:
-    cache = _read_something()
-    notes = {"text": "book.txt", "tokens": [1, 2], "template": None, "nested": {"é": 1.5}}
-    save_cache(cache, tmp_path / "a.ctx", notes=notes)
-    assert read_notes(tmp_path / "a.ctx") == notes
-    save_cache(cache, tmp_path / "b.ctx")
-    assert read_notes(tmp_path / "b.ctx") == {}
-    assert read_notes(FOLDER / "ragged.safetensors") == {}
 
 
 def _read_something(scorer: str = "streaming") -> RetentionCache:

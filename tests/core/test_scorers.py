@@ -74,27 +74,6 @@ def test_scores_are_float32_one_per_unit_and_no_worse_than_finite(
 
 
 @pytest.mark.parametrize("when", MOMENTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_rows_of_a_batch_equal_single_runs(name: str, when: str) -> None:
-    model, policy = build("llama"), policy_of(name, when=when)
-    scorer, together = make(name, model), prompt(61, batch=2)
-    ids, mask = padded([prompt(length, seed=length) for length in (59, 4, 33)])
-    for batch, masks, rows in (
-        (together, None, [together[:1], together[1:]]),
-        (ids, mask, [row[None, keep.bool()] for row, keep in zip(ids, mask, strict=True)]),
-    ):
-        cache = RetentionCache(model, scorer, policy)
-        logits = prefill(model, batch, cache, attention_mask=masks)
-        for index, row in enumerate(rows):
-            alone = RetentionCache(model, scorer, policy)
-            torch.testing.assert_close(logits[index], prefill(model, row, alone)[0], atol=1e-5, rtol=0)
-            for layer in range(3):
-                kept, own = cache.kept_positions(layer)[index], alone.kept_positions(layer)[0]
-                assert torch.equal(kept[:, kept.shape[1] - own.shape[1] :], own)
-                assert (kept[:, : kept.shape[1] - own.shape[1]] == -1).all()
-
-
-@pytest.mark.parametrize("when", MOMENTS)
 @pytest.mark.parametrize("name", RATES_ANSWERS)
 def test_answers_evict_alike_however_their_prompt_was_read(name: str, when: str) -> None:
     # In a padded batch, or by `prefill` first, the last token is read with the prompt; by `generate`, with the answer.

@@ -128,16 +128,12 @@ def test_patterns_of_a_file_serve_the_heads_that_it_names(tmp_path: Path) -> Non
     ("text", "about"),
     [
         ("[]", "is not a list of layers"),
-        ("[1]", "layer 0 of .* is 1, not a mapping of heads"),
         ('[{"a": []}]', "has a head 'a', which is no number"),
         ('[{"0": ["strem_llm", 1, 1, 0]}]', "head 0 in layer 0 of .* must be"),
         ('[{"0": ["stream_llm", 1.5, 1, 0]}]', "has sizes"),
-        ('[{"0": ["stream_llm", 1, 99999999999, 0]}]', "has sizes"),
-        ('[{"0": ["stream_llm", 5, 0, 0]}]', "window=0 is too small"),
         ('[{"0": ["stream_llm", 1, 1, 0], "0": ["stream_llm", 1, 1, 0]}]', "twice"),
         ("[{}]", "has 1 layers, but the backbone has 3"),
         ('[{}, {}, {"4": ["stream_llm", 1, 1, 0]}]', "has a head 4 in layer 2, but the backbone has 4 heads"),
-        ("[{", "not valid JSON"),
     ],
 )
 def test_a_file_of_patterns_is_refused_before_anything_is_read(tmp_path: Path, text: str, about: str) -> None:
@@ -155,12 +151,9 @@ def test_a_file_of_patterns_is_refused_before_anything_is_read(tmp_path: Path, t
 @pytest.mark.parametrize(
     ("spec", "about"),
     [
-        ("minferenc", "did you mean minference"),
         ("xattention:treshold=0.9", "did you mean threshold"),
         ("xattention:threshold=0", "threshold=0 is not a share"),
         ("xattention:stride=7", "stride=7 does not divide block=128"),
-        ("a_shape:window=0", "window=0 is too small"),
-        ("block_sparse:blocks=1.5", "not a whole number"),
         ("dense:threshold=1", "dense has no options"),
         ("", "not NAME"),
     ],

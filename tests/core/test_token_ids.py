@@ -54,6 +54,7 @@ def test_ids_may_come_as_people_have_them(model: Any, form: str) -> None:
         ({"input_ids": IDS, "pixel_values": IDS}, "pixel_values would be ignored"),
         (iter([]), "input_ids is empty; a prompt needs at least one token"),
         (iter([3, None, 4]), "input_ids yields None, which is not a token id"),
+        (iter([3, 4, 199]), "the backbone knows 199 tokens"),
     ],
 )
 def test_what_cannot_be_read_is_refused_before_anything_changes(model: Any, ids: Any, message: str) -> None:

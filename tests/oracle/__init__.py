@@ -24,20 +24,8 @@ from oracle.omnikv import omnikv_visible
 from oracle.protected import kept_with_protection
 from oracle.quest import quest_visible
 from oracle.recall import answer_with_recall, best_units
-from oracle.retaining import (
-    attend,
-    labels,
-    loss,
-    ranking_loss,
-    read_prompt,
-    rotate,
-    select_kept,
-)
-from oracle.rounding import (
-    packed,
-    rounded_by_channel,
-    rounded_by_token,
-)
+from oracle.retaining import attend, labels, loss, ranking_loss, read_prompt, rotate, select_kept
+from oracle.rounding import packed, rounded_by_channel, rounded_by_token
 from oracle.sparse_reading import read_by_choice
 from oracle.token_and_key_scorers import (
     expected_attention,
