@@ -17,7 +17,7 @@ from locret.data.tasks.task import SAMPLES, NoSamples, Selection
 from locret.distributed.ranks import Ranks
 from locret.infer.evaluation import output_folder
 from locret.infer.evaluation.eval_options import ALL_METHODS, BudgetOptions, EvalOptions, ReportOptions
-from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, RANDOM_ANSWER, document_tokens, rule
+from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, document_tokens, rule
 from locret.infer.evaluation.plan import Allotment, Case, Run, plan_cases, plan_runs, settled
 from locret.infer.evaluation.records import AGNOSTIC
 from locret.infer.infer_options import ModelOptions
@@ -170,11 +170,7 @@ def prepare(
     heads, recommended = load_scorer(scorer)
     allotments = budgets.allotments(chosen, recommended)
     for one in allotments:  # refuses numbers that need no prompt to be refused
-        if one.policy(1).decode_budget is None and RANDOM_ANSWER in map(rule, methods):
-            raise ValueError(
-                f"--methods {RANDOM_ANSWER} evicts an answer's units at random while it is written, but without "
-                "--decode-budget none are; give it, or take random"
-            )
+        one.policy(1)
     config = loading.load_config(model)
     check_matches(scorer, heads, config)
     for method in methods:

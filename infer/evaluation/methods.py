@@ -32,7 +32,7 @@ from locret.loading.options import LOCRET
 from locret.scorers import Scorer
 from locret.scorers.chosen import FULL
 
-UNTRAINED, ORACLE, ORACLE_AGNOSTIC, RANDOM_ANSWER = "untrained", "oracle", "oracle_agnostic", "random_answer"
+UNTRAINED, ORACLE, ORACLE_AGNOSTIC = "untrained", "oracle", "oracle_agnostic"
 _OWN = (
     Method(UNTRAINED, "retaining heads with fresh weights"),
     Method(ORACLE, "labels of the true answer: the upper bound that trained heads chase"),
@@ -198,7 +198,7 @@ def make_scorer(method: Method, prompt: Prompt) -> RetainingHeads | Scorer:
         return setup.untrained
     if base.name in (ORACLE, ORACLE_AGNOSTIC):
         return scorers.get("oracle", labels=prompt.labels if base.name == ORACLE else prompt.agnostic_labels)
-    if base.name in ("random", RANDOM_ANSWER) and "seed" not in base.options:
+    if base.name == "random" and "seed" not in base.options:
         return scorers.get(base.name, seed=setup.seed)
     assert method.scorer is not None
     return method.scorer

@@ -43,6 +43,7 @@ _RETIRED = (
     *("option --host-by", "policy field host_by"),
     *(f"scorer option nacl:{option}" for option in ("group", "proxy_mask")),
     *(f"scorer option expected_attention:{option}" for option in ("covariance", "value_norm", "epsilon")),
+    *("method random_answer", "scorer random_answer"),
     *("scorer option sirllm:definition", "scorer option h2o:normalise"),
     *("label kind kvzip_plus", "quant_method gguf"),
     *("option --evict-while-training", "option --label-floor", "option --sp-size", "locret-train --shard tp"),

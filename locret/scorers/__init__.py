@@ -17,7 +17,7 @@ from locret import shipped
 from locret.backbone.chunk import Chunk
 from locret.base import method_spec, plugins, registry
 from locret.base.method_spec import MethodSpec
-from locret.base.nearest import nearest
+from locret.base.nearest import check_retired, nearest
 from locret.scorers.base import FeatureScorer, Rated, Scorer, TokenPass, TokenScorer
 from locret.scorers.expected_attention import ExpectedAttentionScorer
 from locret.scorers.h2o import H2OScorer
@@ -27,7 +27,7 @@ from locret.scorers.kvpress import is_press, press_scorer
 from locret.scorers.nacl import NACLScorer
 from locret.scorers.oracle import OracleScorer
 from locret.scorers.published_gates import DMSScorer, FastKVzipScorer, KVzapScorer
-from locret.scorers.random import RandomAnswerScorer, RandomScorer
+from locret.scorers.random import RandomScorer
 from locret.scorers.retaining_heads import RetainingHeadScorer
 from locret.scorers.sage_kv import SageKVScorer
 from locret.scorers.scissorhands import ScissorhandsScorer
@@ -43,7 +43,7 @@ __all__ = [
 
 _SCORERS: tuple[type[Scorer], ...] = (
     DMSScorer, ExpectedAttentionScorer, FastKVzipScorer, H2OScorer, KVzapScorer, KeyDifferenceScorer, KeyNormScorer,
-    NACLScorer, OracleScorer, RandomAnswerScorer, RandomScorer, RetainingHeadScorer, SageKVScorer, ScissorhandsScorer,
+    NACLScorer, OracleScorer, RandomScorer, RetainingHeadScorer, SageKVScorer, ScissorhandsScorer,
     SirLLMScorer, SnapKVScorer, StreamingScorer, TOVAScorer,
 )  # fmt: skip
 
@@ -121,6 +121,7 @@ def find(name: str) -> type[Scorer]:
             f'scorer "{name}" is a folder; if it holds retaining heads, give RetainingHeads.from_pretrained("{name}") '
             f"in Python, or --heads {name}"
         )
+    check_retired("scorer", name)
     near = nearest(name, names()) or names()
     raise ValueError(f'scorer "{name}" is unknown; did you mean {" or ".join(near)}?')
 

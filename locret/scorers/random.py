@@ -1,8 +1,6 @@
-"""Random scores: the floor that every policy must beat at the same budget, and the floor of long answers.
+"""Random scores: the floor that every policy must beat at the same budget.
 
-Formula:   s ~ U(0, 1), drawn from the seed, the layer, the KV head and the unit's original position. `random_answer`:
-           of a prompt's unit 2 more, so that none of them goes while an answer's is left that `local_len` does not
-           protect. A prompt's last token, which `generate` feeds itself, counts as the answer's first.
+Formula:   s ~ U(0, 1), drawn from the seed, the layer, the KV head and the unit's original position.
 Cost:      O(L) per chunk. The draw does not depend on chunking, batch or device.
 """
 
@@ -21,7 +19,6 @@ from locret.scorers.base import Scorer
 
 SEED = Range(1 - 2**32, 2**32 - 1)
 """Seeds that the arithmetic of the draw can hold."""
-_PROMPT = 2.0
 _MASK = (1 << 31) - 1
 
 
@@ -49,19 +46,6 @@ class RandomScorer(Scorer):
         first = (chunk.prepared or 0) * kv_heads
         draw = uniform_draw(chunk.positions, self.seed, chunk.layer_idx, kv_heads, first=first)
         return draw.float().expand(batch, -1, -1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RandomAnswerScorer(RandomScorer):
-    """Keep the prompt, and of the answer units drawn at random."""
-
-    name: ClassVar[str] = "random_answer"
-
-    def score(self, chunk: Chunk) -> Tensor:
-        """Return scores (B, K, L)."""
-        drawn = super().score(chunk)
-        # A question that follows its text comes several tokens at once, an answer one by one.
-        return drawn if chunk.generating and chunk.new_tokens == 1 else drawn + _PROMPT
 
 
 def uniform_draw(
