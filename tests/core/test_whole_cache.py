@@ -303,6 +303,7 @@ def test_what_is_kept_and_said_is_what_the_slow_oracle_keeps_and_says(run: Run) 
 
 
 @examples(8)
+@example(run=Run("llama", HEADS, (), (20, 11, 4, 5), 70), tier="tier", second=20)
 @given(
     run=runs(families=("llama", "llama-mqa", "qwen3"), names=(HEADS,), parts=("positions",)),
     tier=st.sampled_from(TIERS),
