@@ -1,4 +1,4 @@
-"""A method is written in one way everywhere, and what is written otherwise gets one sentence."""
+"""A method is written in one way everywhere; what is written otherwise gets one sentence, with names that are meant."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from locret.base.method_spec import parse, split
+from locret.base.nearest import nearest
 
 
 @pytest.mark.parametrize(
@@ -79,3 +80,21 @@ def test_any_text_is_a_method_or_refused_in_one_sentence(text: str) -> None:
         assert "\n" not in refusal
         if spec is not None:
             assert str(parse(str(spec))) == str(spec)
+
+
+KNOWN = ("passkey", "two_stage", "long/qa", "long/vt", "short/vt", "other/narrative_qa")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("Passky", ["passkey"]),
+        ("vt", ["long/vt", "short/vt"]),
+        ("narrativeqa", ["other/narrative_qa"]),
+        ("lung/vt", ["long/vt"]),  # with a slash only whole names count
+        ("stage", ["two_stage"]),
+        ("nothing of the kind", []),
+    ],
+)
+def test_names_are_compared_in_lower_case_and_without_what_precedes_their_slash(name: str, expected: list[str]) -> None:
+    assert nearest(name, KNOWN) == expected
