@@ -1,4 +1,4 @@
-"""What all tests share: one thread, no network, reference numbers, a small random backbone, a Hub on the loopback."""
+"""What all tests share: one thread, no network, reference data, a small random backbone, a Hub on the loopback."""
 
 from __future__ import annotations
 
@@ -22,8 +22,6 @@ from hub_server import WRITE_TOKEN, HubServer
 from hypothesis import HealthCheck, settings
 
 TESTS = Path(__file__).resolve().parent
-GOLDEN = TESTS / "golden"
-CASES = ("A_llama_gqa", "B_llama_mha", "C_phi3_mha")
 
 torch.set_num_threads(1)
 
@@ -41,12 +39,6 @@ def _own_signals() -> Iterator[None]:
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
-
-
-@pytest.fixture(params=CASES)
-def golden_case(request: pytest.FixtureRequest) -> Path:
-    """Return the folder of each reference case in turn."""
-    return GOLDEN / request.param
 
 
 @pytest.fixture

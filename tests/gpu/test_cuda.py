@@ -113,10 +113,10 @@ def test_the_host_never_waits_for_the_device_after_the_first_chunk(model: torch.
         torch.cuda.set_sync_debug_mode("default")
 
 
-def both_answers(cache: RetentionCache, new: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+def both_answers(cache: RetentionCache, new: int) -> tuple[torch.Tensor, torch.Tensor, Any]:
     """Return the ids of steps as written and of captured ones, and the cache of these."""
     cache.model.generation_config.eos_token_id = None
-    captured, options = cache.copy(), {"max_new_tokens": new, "do_sample": False, **options}
+    captured, options = cache.copy(), {"max_new_tokens": new, "do_sample": False}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(captured_step, "DEVICES", ())
         expected = generate(cache.model, cache=cache, **options)

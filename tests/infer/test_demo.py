@@ -47,8 +47,6 @@ def test_a_text_is_marked_piece_by_piece_and_another_one_refused() -> None:
     assert "".join(piece for piece, _ in pieces) == text
     assert pieces[-1][1] == 1.0
     assert all(0 <= one <= 1 for _, one in pieces)
-    with pytest.raises(ValueError, match="so it is another one; give that one"):
-        kept_page.marked(text, torch.zeros(count + 1), tokenizer, "chat")
 
 
 def test_shares_count_kept_positions_column_by_column() -> None:

@@ -175,7 +175,6 @@ def test_a_store_of_a_file_holds_the_units(infer: Infer, usual: tuple[object, ..
 
 REFUSED = {
     "--budget 0": "budget=0 is too small",
-    "--prompt-file {empty}": "empty.txt is empty; give a text",
     "--model checkpoints/tinny": "--model checkpoints/tinny: there is no such folder",
     "--model checkpoints/tiny-heads": "holds retaining heads",
     "--heads {other}": "num_hidden_layers is 3 in the heads and 2 in the model",
@@ -199,7 +198,6 @@ REFUSED = {
     "--protect message:9": "--protect message:9 is none of 1 messages",
     "--protect document=0.5 --protect document": "--protect document=0.5 adds nothing to document",
     "--config {recipe}": "budgett",
-    "--host-budget 64": "host_budget=64 keeps units that nothing recalls; give recall",
     "--recall-by exact:page=16": "--recall-by exact:page=16 changes nothing without --recall",
     "--host-budget 1000000000000 --recall 4": "bytes of host memory, but this machine has",
     "--budget 64 --kv-memory 1MiB": "--budget 64 and kv_memory exclude each other; drop one",
@@ -211,7 +209,7 @@ REFUSED = {
     "--scorer full --budget 64": "--budget 64 means nothing to full, which keeps every unit",
 }
 """A line, and what it is refused with; of one with a scorer and its numbers, the usual heads are left out."""
-WITH_WEIGHTS = ("--prompt-file {empty}", "--adapter no/such/adapter", "--protect message:9")
+WITH_WEIGHTS = ("--adapter no/such/adapter", "--protect message:9")
 """Lines that are refused once the backbone has been loaded, or while the text is read."""
 
 
