@@ -12,14 +12,15 @@ from typing import Any
 import oracle as reference
 import pytest
 import torch
-from families import LLAMA3, LONGROPE, build, prompt
+from families import FAMILIES, LLAMA3, LONGROPE, build, prompt
 from registry import random_model, tiny_config
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
-from locret.backbone.adapters import attention_modules, describe, find_decoder
+from locret.backbone.adapters import attention_modules, describe, find_decoder, input_device
 from locret.backbone.instrument import LayerObserver, instrumented
 from locret.backbone.rotary import Rotary, long_factors, rotate, unrotate
 from locret.labels import answer_labels
+from locret.labels.many_answers import labels_of_answers
 
 POLICY = RetentionPolicy(budget=20, chunk_size=9, stabilizers=6, local_len=5)
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 6}
@@ -121,6 +122,25 @@ def test_labels_are_those_of_the_backbones_own_attention(family: str) -> None:
     expected = [weights[0, :, 40:, :40].unflatten(0, (2, 2)).amax((1, 2)) for weights in found]
     labels = answer_labels(model, ids[:, :40], ids[:, 40:], kind="log_attention")
     torch.testing.assert_close(labels, torch.stack(expected).log(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "bamba", "lfm2"])
+def test_one_read_gives_the_labels_of_all_prompts(family: str) -> None:
+    model, document = build(family), prompt(61)
+    lengths = ((5, 7), (1, 1), (9, 3))
+    asked = [(prompt(q, seed=q), prompt(a, seed=10 * a)) for q, a in lengths]
+    for kind in ("logit", "log_attention"):
+        alone = [answer_labels(model, torch.cat([document, q], 1), a, kind, True)[..., :61] for q, a in asked]
+        wanted = torch.stack(alone).amax(0)
+        found = labels_of_answers(model, document, asked, kind, include_last_prompt_token=True)
+        torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-4)
+    assert found.shape[-1] == 61
+    assert found.device == input_device(model)
+
+
+def test_labels_of_no_question_are_refused() -> None:
+    with pytest.raises(ValueError, match="asked is empty; give at least one question with its answer"):
+        labels_of_answers(build("llama"), prompt(5), [])
 
 
 # -- layers of different shapes, and latents --------------------------------------------------------------------------
