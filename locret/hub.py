@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import CommitOperationAdd, HfApi, constants, errors, get_token
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
@@ -80,14 +78,6 @@ def upload(
 def address(repo: str) -> str:
     """Return the page of a repository."""
     return f"{constants.ENDPOINT}/{repo}"
-
-
-def push(repo: str, save: Callable[[Path], object], **options: Any) -> str:
-    """Publish what `save` writes into a folder, with options and refusals of `upload`; return where it is."""
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place, "saved")
-        save(folder)
-        return upload(repo, {file.name: file for file in sorted(folder.iterdir())}, **options)[0]
 
 
 def merged_card(ours: str, theirs: str | None, repo: str) -> str:

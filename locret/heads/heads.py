@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -266,12 +267,10 @@ class RetainingHeads(nn.Module):
             self.generate_model_card(repo_id=repo_id).save(fresh / checkpoint.CARD)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Upload the heads with their model card, in one commit; see `locret.hub.push`.
-
-        Returns:
-            The URL of the repository.
-        """
-        return hub.push(repo_id, lambda folder: self.save_pretrained(folder, repo_id=repo_id), **options)
+        """Upload the heads with their model card, in one commit, and return where they are; see `locret.hub.upload`."""
+        with tempfile.TemporaryDirectory() as place:
+            self.save_pretrained(folder := Path(place, "heads"), repo_id=repo_id)
+            return hub.upload(repo_id, {file.name: file for file in sorted(folder.iterdir())}, **options)[0]
 
     def generate_model_card(self, repo_id: str | None = None) -> ModelCard:
         """Return the filled model card, whose example loads `repo_id`."""

@@ -147,7 +147,7 @@ def load_config(options: BackboneSource) -> Any:
                 "backbone as --model"
             )
     read = options.gguf_flag if gguf else f"--model {source.model} has a config.json that"
-    with _one_sentence(f"{read} cannot be read", backbone_names.repair(options.model)):
+    with _one_sentence(f"{read} cannot be read"):
         config = AutoConfig.from_pretrained(
             source.model, revision=source.revision, trust_remote_code=options.trust_remote_code, **gguf
         )
@@ -237,9 +237,7 @@ def load_tokenizer(options: BackboneSource) -> Any:
     # A tokenizer beside a GGUF file is the original, which the file describes in its own way.
     beside = os.path.isfile(os.path.join(source.tokenizer, "tokenizer_config.json"))
     inside = {} if beside else _gguf(options)
-    with _one_sentence(
-        f"--model {options.model} has no tokenizer that can be read", backbone_names.repair(options.model)
-    ):
+    with _one_sentence(f"--model {options.model} has no tokenizer that can be read"):
         return AutoTokenizer.from_pretrained(
             source.tokenizer, revision=revision, trust_remote_code=options.trust_remote_code, **inside
         )
@@ -274,8 +272,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             f"--adapter {source.adapter} changes weights that --shard tp splits; merge it into the backbone, or use "
             "--shard fsdp"
         )
-    where, repair = _where(source, options, config, device, dtype), backbone_names.repair(options.model)
-    with _one_sentence(f"--model {options.model} cannot be loaded", repair):
+    where = _where(source, options, config, device, dtype)
+    with _one_sentence(f"--model {options.model} cannot be loaded"):
         model: nn.Module
         read = partial(
             AutoModelForCausalLM.from_pretrained,
@@ -368,7 +366,7 @@ def _check_weights(folder: Path, sketch: nn.Module, gguf: str | None) -> None:
 
 
 @contextmanager
-def _one_sentence(what: str, way_out: str = "check that it is whole and of the right kind") -> Iterator[None]:
+def _one_sentence(what: str) -> Iterator[None]:
     """Turn the paragraphs that loaders raise into the first line that says something."""
     try:
         yield
@@ -382,4 +380,4 @@ def _one_sentence(what: str, way_out: str = "check that it is whole and of the r
         if isinstance(error, (KeyError, IndexError, AttributeError)):
             reason = f"{type(error).__name__}: {reason}"
         reason = "".join(letter if letter.isprintable() else "?" for letter in reason)
-        raise ValueError(f"{what} ({reason}); {way_out}") from error
+        raise ValueError(f"{what} ({reason}); check that it is whole and of the right kind") from error
