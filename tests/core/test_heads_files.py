@@ -105,7 +105,7 @@ def test_folders_that_are_missing_or_not_of_heads_are_named(tmp_path: Path, save
         RetainingHeads.from_official(tmp_path / "nowhere", CONFIG)
 
 
-@pytest.mark.parametrize("value", [float("nan"), {1: 2}, object(), mutations.DEEP])
+@pytest.mark.parametrize("value", [float("nan"), {1: 2}, object()])
 def test_notes_that_json_cannot_hold_or_that_nobody_knows_are_refused_at_once(value: Any) -> None:
     with pytest.raises(ValueError, match="training .*plain"):
         made().annotate(training={"a": value})
