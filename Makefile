@@ -12,7 +12,7 @@ demo: $(VENV)/installed
 
 # What every commit must hold: each claim once or twice.
 test: $(VENV)/installed
-	$(BIN)/python -m pytest -n 2 -m "not slow"
+	$(BIN)/python -m pytest -n 2 -m "not long"
 
 # The same claims in more families, seeds and lengths, real engines where they are installed: before a release.
 test-all: $(VENV)/installed

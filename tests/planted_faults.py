@@ -65,7 +65,7 @@ def caught_by(fault: Fault, tests: list[str], options: list[str]) -> tuple[list[
         tree, log = Path(folder) / "tree", Path(folder) / "log"
         shutil.copytree(ROOT, tree, ignore=_LEFT_OUT, symlinks=True)
         plant(fault, tree)
-        line = ["-n", "0", "-p", "no:cacheprovider", "-m", "not slow", "--tb=line", *options, *tests]
+        line = ["-n", "0", "-p", "no:cacheprovider", "-m", "not long", "--tb=line", *options, *tests]
         began = time.monotonic()
         # A fork of this process has torch and transformers, which take most of the time, and none of the package.
         run = multiprocessing.get_context("fork").Process(target=_run, args=(tree, log, line))

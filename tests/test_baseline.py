@@ -16,7 +16,7 @@ from tests.baseline import difference, differences, quiet
 from tests.baseline_cases import RECORD
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_is_computed_is_what_was_recorded() -> None:
     quiet()
     found = dict(differences(RECORD, close=True))

@@ -57,7 +57,7 @@ COMMANDS = sorted({words for page in PAGES for words in commands_of(page) if wor
 
 
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_command_runs_if_it_is_quick_and_parses(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -79,7 +79,7 @@ def test_every_command_runs_if_it_is_quick_and_parses(
     assert capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_tutorial_runs_as_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +99,7 @@ def test_the_tutorial_runs_as_it_stands(
     assert "| locret | 128 |" in (tmp_path / "runs" / "evaluation" / "results.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:the embedded backbone knows")
 def test_the_page_about_contexts_runs_in_two_processes_worth_of_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -119,6 +119,7 @@ def test_the_page_about_contexts_runs_in_two_processes_worth_of_names(
     assert capsys.readouterr().out == key + number + key
 
 
+@pytest.mark.slow
 def test_the_first_example_of_the_readme_prints_what_it_says_in_any_folder(tmp_path: Path) -> None:
     pytest.importorskip("gguf", reason="the file of SmolLM2 needs locret[gguf]")
     if backbone_names.find("smollm2").count("/") == 1:
@@ -172,7 +173,7 @@ def test_every_path_named_in_the_text_exists() -> None:
     assert [f"{page}: {path}" for page, path in sorted(paths) if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("mkdocs") is None, reason="the extra 'docs' is not installed")
 def test_the_site_builds_without_warnings(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]

@@ -10,6 +10,8 @@ import pytest
 
 from locret import backbone_names
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[1]
 
 

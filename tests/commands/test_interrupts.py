@@ -67,7 +67,7 @@ def test_signals_are_answered_before_a_command_is_imported() -> None:
     assert {name.removeprefix("locret.") for name in told.split()} <= light, "what takes longer is not answered"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("after", [0.0, 4.0])
 @pytest.mark.parametrize("name", LINES)
 def test_a_signal_at_any_moment_is_answered_by_one_line(folder: Path, name: str, after: float) -> None:

@@ -205,6 +205,7 @@ def test_names_of_other_tools_work_as_flags_and_keys_and_each_is_of_use_to_a_com
     assert not [alias for alias in ALIASES if "--" + alias.replace("_", "-") not in shown]
 
 
+@pytest.mark.slow
 def test_locret_lists_and_runs_every_command() -> None:
     def call(*arguments: str) -> subprocess.CompletedProcess[str]:
         line = [sys.executable, "-m", "locret", *arguments]

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("locret", "data", "train", "infer")
 MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": ("locret",), "locret": ()}
@@ -92,6 +94,7 @@ def test_the_oracle_needs_only_torch() -> None:
     assert not foreign
 
 
+@pytest.mark.slow
 def test_public_names_load_on_demand_nothing_heavy_before_and_no_module_hides_one() -> None:
     code = (
         "import pkgutil, sys, locret; heavy = {'torch', 'datasets', 'peft', 'matplotlib', 'tensorboard'};"

@@ -183,6 +183,7 @@ def damaged(draw: st.DrawFn, file: Path) -> bytes:
     return save(tensors, metadata)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(data=st.data())
 def test_no_damage_is_worked_with_or_said_in_more_than_a_sentence(saved: dict[str, Path], data: st.DataObject) -> None:

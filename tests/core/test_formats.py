@@ -13,10 +13,17 @@ from threading import Thread
 import pytest
 
 from locret.conversation.document import open_document
-from locret.conversation.formats import CONVERTED
 from locret.infer.reading import open_all
 
 HTML = "<html><body><h1>Tea</h1><p>Green tea takes <b>70</b> degrees.</p><script>no()</script></body></html>"
+EPUB = {
+    "META-INF/container.xml": '<container xmlns="urn:oasis:names:tc:opendocument:xmlns:container"><rootfiles>'
+    '<rootfile full-path="book.opf" media-type="application/oebps-package+xml"/></rootfiles></container>',
+    "book.opf": '<package xmlns="http://www.idpf.org/2007/opf"><metadata/><manifest>'
+    '<item id="a" href="a.xhtml" media-type="application/xhtml+xml"/></manifest>'
+    '<spine><itemref idref="a"/></spine></package>',
+    "a.xhtml": HTML,
+}
 WORD = 'xmlns:w="http://schemas.openxmlformats.org/wordprocessingml/2006/main"'
 OFFICE = "http://schemas.openxmlformats.org"
 DOCX = {
@@ -55,15 +62,14 @@ def read(path: Path | str) -> str:
     return "".join(pieces)
 
 
-@pytest.mark.parametrize("ending", ["html", "docx"])
+@pytest.mark.parametrize("ending", ["epub", "docx", "html"])
 def test_chapters_and_their_names_become_markdown(tmp_path: Path, ending: str) -> None:
-    markitdown = pytest.importorskip("markitdown", reason="the extra documents is not installed")
-    assert all(hasattr(markitdown.converters, name) for name in CONVERTED.values())
+    pytest.importorskip("markitdown", reason="the extra documents is not installed")
     path = tmp_path / f"tea.{ending}"
     if ending == "html":
         path.write_text(HTML)
     else:
-        packed(path, DOCX)
+        packed(path, EPUB if ending == "epub" else DOCX)
     text = read(str(path))
     assert "# Tea" in text
     assert "Green tea takes" in text

@@ -9,6 +9,8 @@ import registry
 import transformers
 from registry import FAMILIES, row, walk
 
+pytestmark = pytest.mark.slow
+
 PAGE = Path(__file__).parents[2] / "docs" / "backbones.md"
 VERSION, LINES = registry.documented(PAGE.read_text(encoding="utf-8"))
 HERE = transformers.__version__ == VERSION

@@ -134,7 +134,7 @@ def rows_of(file: str, model: str, task: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("file", "model", "task"), PREDICTED)
 def test_a_prediction_file_gets_its_official_figure_to_the_printed_precision(file, model, task) -> None:
     """Four figures are printed only as "< 5%"; no figure belongs to the files of L-Eval's two ROUGE tasks."""

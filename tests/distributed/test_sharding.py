@@ -13,7 +13,7 @@ import torch
 from launches import ROOT, alone, done, finish, found, start
 from safetensors.torch import load_file
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 MODEL = ("--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads")
 TRAIN, EVAL, INFER = "locret.train.command", "locret.infer.evaluation.command", "locret.infer.command"
 TIMES = ("prefill_seconds", "decode_seconds")

@@ -31,7 +31,7 @@ from locret.engines.llamacpp import export
 PROGRAM = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.slow,
+    pytest.mark.long,
     pytest.mark.skipif(not PROGRAM, reason="LLAMA_SERVER names no llama-server"),
 ]
 END = 2

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.engine, pytest.mark.slow]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from locret.engines.prefix import Prefix  # noqa: E402

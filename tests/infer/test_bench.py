@@ -17,6 +17,8 @@ from locret.infer.speed.plan import BenchPlan, make_plan
 from locret.infer.speed.report import make_record, page
 from locret.infer.speed.ways import Given, Held
 
+pytestmark = pytest.mark.slow
+
 LENGTH, NEW = 150, 5
 NUMBERS = {"budget": 32, "chunk_size": 24, "stabilizers": 8, "local_len": 7, "new_tokens": NEW, "threads": 1}
 FLAGS = [part for name, value in NUMBERS.items() for part in (f"--{name.replace('_', '-')}", str(value))]

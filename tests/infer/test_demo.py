@@ -13,6 +13,8 @@ from locret import shipped
 from locret.infer import demo, kept_page
 from locret.pictures import Retention, as_lines, kept_shares, require_matplotlib
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "What is the pass key?"
 
 

@@ -22,6 +22,8 @@ from locret.data import tasks
 from locret.infer.evaluation import figures, output_folder, report, runner
 from locret.infer.evaluation.records import PART, SAMPLES, SampleLog, key
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--threads", 1, "--figures", "none")
 SMALL = (*SMALL, "--max-new-tokens", 6)
 ONE = ("--methods", "random", "--tasks", "passkey", "--lengths", 500, "--budget", 64, "--samples", 1, *SMALL)

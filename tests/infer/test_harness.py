@@ -146,7 +146,7 @@ def test_unknown_settings_and_numbers_without_effect_are_refused(backbone: Path,
 
 
 @NEEDED
-@pytest.mark.slow
+@pytest.mark.long
 def test_command_line_of_the_harness_runs_our_model_on_our_tasks(
     backbone: Path, heads: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

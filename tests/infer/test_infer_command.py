@@ -14,6 +14,8 @@ import torch
 from locret import LongContextModel, RetainingHeads, scorers
 from locret.conversation.turns import Transcript
 
+pytestmark = pytest.mark.slow
+
 QUESTION = "What is the pass key?"
 FULL = ("--budget", 8000, "--stabilizers", 0, "--chunk-size", 700)
 Infer = Callable[..., Any]

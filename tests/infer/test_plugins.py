@@ -89,7 +89,7 @@ def run(module: str, *arguments: Any, site: Path, cwd: Path) -> subprocess.Compl
     return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_module_in_the_current_folder_is_not_imported_unless_its_file_is_named(site: Path, tmp_path: Path) -> None:
     (tmp_path / "here.py").write_text(f"open('ran', 'w').close()\n{MODULE.replace('from __future__', '#', 1)}")
     (tmp_path / "text.txt").write_text("The pass key is 12345. " * 20)

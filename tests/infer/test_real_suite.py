@@ -19,6 +19,8 @@ from locret.infer.evaluation import command as locret_eval
 from locret.infer.evaluation.real import Cell, RealOptions, _Reading, recovered, summary, tables
 from locret.loading.options import ScorerOptions
 
+pytestmark = pytest.mark.slow
+
 TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
 SMALL = ["--sets", "sqlite_faq", "--tokens", "128", "--pieces", "1", "--questions", "2", "--quiet"]
 SMALL += ["--chunk-size", "64"]

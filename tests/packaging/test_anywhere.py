@@ -27,7 +27,7 @@ files += map(shipped.find, ["recipes/infer/tiny.yaml", "checkpoints/tiny/", "che
 print(json.dumps(files))
 """
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.mark.parametrize("place", ["inside", "above", "elsewhere"])

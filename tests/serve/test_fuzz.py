@@ -39,7 +39,7 @@ def api(process: tuple[str, Path, Any]) -> Iterator[Any]:
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 def test_what_is_refused_is_refused_in_one_sentence(api: Any, mode: GenerationMode) -> None:
     for found in api.get_all_operations():

@@ -21,7 +21,7 @@ CLIENTS, ROUNDS = 16, 12
 KEYS = {f"book{nth}": 10_000 + 7919 * nth for nth in range(4)}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_many_clients_lose_nothing_and_leave_nothing(process: tuple[str, Path, psutil.Process]) -> None:
     url, _, child = process
     client = httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(max_connections=CLIENTS))

@@ -74,7 +74,7 @@ def test_the_gradient_of_a_step_is_the_mean_over_its_rows(paths: tuple[Path, Pat
     assert norms[1] == pytest.approx(norms[0], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_processes_do_what_one_does_with_accumulation(paths: tuple[Path, Path], tmp_path: Path) -> None:
     options = ("--steps=4", "--warmup-steps=1", "--clip-limit=0.01")
     assert train(paths, tmp_path / "one", *options, "--gradient-accumulation=2") == 0
