@@ -28,7 +28,7 @@ def make_app(state: ServerState) -> FastAPI:
     """
     app = FastAPI(title="Locret", version=__version__, docs_url=None, redoc_url=None)
     app.state.server = state
-    for router in (openai_routes.router, context_routes.router, page.router, watched):
+    for router in (openai_routes.router, context_routes.router, context_routes.files, page.router, watched):
         app.include_router(router)
     for kind in (Refusal, RequestValidationError, HTTPException, OSError, Exception):
         app.add_exception_handler(kind, _refused)

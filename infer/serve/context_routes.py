@@ -1,4 +1,4 @@
-"""`/v1/contexts`: texts are uploaded, read in the background, listed, looked at and deleted.
+"""`/v1/contexts`: texts are uploaded, read in the background, listed, looked at and deleted; `/v1/files`: the same.
 
 A context in JSON, as every route here returns it:
 
@@ -16,8 +16,11 @@ from __future__ import annotations
 import asyncio
 import codecs
 import hashlib
+import re
 import time
+import unicodedata
 from contextlib import suppress
+from itertools import chain, count
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,14 +30,16 @@ from safetensors import SafetensorError
 from starlette.concurrency import run_in_threadpool
 
 from locret.base.fields import shown
+from locret.infer.serve.convert import PURPOSES, converted
 from locret.infer.serve.gate import STALL
-from locret.infer.serve.index import Entry
+from locret.infer.serve.index import SUFFIX, Entry
 from locret.infer.serve.jobs import retention_in, shares_of
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.state import state_of
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
+files = APIRouter(prefix="/v1/files", tags=["files"])
 
 _LOOK = 0.025
 """Seconds between two looks at whether a text has been read."""
@@ -102,7 +107,7 @@ async def upload(
         raise Refusal(415, f"Content-Encoding {coding[:40]} is not taken; send the text as it is")
     file = await run_in_threadpool(library.upload, name)
     try:
-        notes = await _stored(request, file, library)
+        notes = await _stored(request, file, library, text=True)
         entry = await run_in_threadpool(library.read, name, file, source=source, system=system, notes=notes)
     except BaseException:
         file.unlink(missing_ok=True)
@@ -110,8 +115,8 @@ async def upload(
     return await _answered(request, entry, wait)
 
 
-async def _stored(request: Request, file: Path, library: Library) -> dict[str, Any]:
-    """Write a body into a file as it comes; return its bytes and digest."""
+async def _stored(request: Request, file: Path, library: Library, *, text: bool) -> dict[str, Any]:
+    """Write a body, which may have to be a text, into a file as it comes; return its bytes and digest."""
     digest, decoder, size, parts = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")(), 0, request.stream()
     began = time.monotonic()
     with open(file, "xb") as out:
@@ -130,7 +135,7 @@ async def _stored(request: Request, file: Path, library: Library) -> dict[str, A
                     "with a larger --max-upload",
                 )
             try:
-                decoder.decode(part or b"", final=part is None)
+                decoder.decode((text and part) or b"", final=part is None)
             except UnicodeDecodeError as error:
                 why = f"the text is not UTF-8 ({error.reason} before byte {size:,})"
                 raise Refusal(400, f"{why}; convert it, for instance with `iconv -t UTF-8`") from None
@@ -166,3 +171,74 @@ async def _answered(request: Request, entry: Entry, wait: bool) -> JSONResponse:
     if entry.state == "failed":
         raise Refusal(entry.fault, f"context {entry.name} could not be made: {entry.message}")
     return JSONResponse(described(entry), 201 if entry.state == "ready" else 202)
+
+
+# -- the same as files, for OpenAI's clients: the id of a file is its context's name ----------------------------------
+
+_PARTS = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": PURPOSES}}
+_FORM = {"multipart/form-data": {"schema": {"type": "object", "properties": _PARTS, "required": [*_PARTS]}}}
+
+
+@files.post("", summary="Upload a document and read it", openapi_extra={"requestBody": {"content": _FORM}})
+async def create(request: Request) -> dict[str, Any]:
+    """Take a document (text in UTF-8, Markdown, PDF, EPUB, DOCX or HTML, as its name's ending says) and read it.
+
+    Its id is a name made of the file's; it can be asked when its status is processed.
+    """
+    state, library, kind = state_of(request), _library(request), request.headers.get("content-type", "")
+    file = await run_in_threadpool(library.upload)
+    try:
+        await _stored(request, file, library, text=False)
+        async with state.converting:
+            notes = await run_in_threadpool(converted, file, kind, state.options.timeout)
+        source = notes.pop("file")
+        entry = await run_in_threadpool(lambda: library.read(_name(source, library), file, source=source, notes=notes))
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
+    finally:
+        for document in file.parent.glob(f"{file.name}.*"):
+            document.unlink()
+    return _as_file(entry)
+
+
+def _name(source: str, library: Library) -> str:
+    """Return a name of a context made of a file's, with a number where that is taken."""
+    plain = unicodedata.normalize("NFKD", Path(source).stem).encode("ascii", "ignore").decode()
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain)[:60].strip("._-").removesuffix(SUFFIX) or "file"
+    taken = {entry.name for entry in library.entries() if entry.state != "failed"}
+    return next(one for one in chain([name], (f"{name}-{nth}" for nth in count(2))) if one not in taken)
+
+
+def _as_file(entry: Entry) -> dict[str, Any]:
+    return {
+        "id": entry.name,
+        "object": "file",
+        "bytes": entry.notes.get("bytes", entry.size),
+        "created_at": int(entry.created),
+        "filename": entry.source,
+        "purpose": entry.notes.get("purpose", PURPOSES[0]),
+        "status": "uploaded" if entry.going else "processed" if entry.state == "ready" else "error",
+        "status_details": entry.message or None,
+    }
+
+
+@files.get("", summary="All contexts, as files")
+def listed_as_files(request: Request) -> dict[str, Any]:
+    """Return all contexts, in the order of names."""
+    if asked := request.query_params.keys():
+        raise Refusal(400, f"{shown(min(asked))} has no effect here; leave it out, all files are listed")
+    return {"object": "list", "data": [_as_file(one) for one in _library(request).entries()], "has_more": False}
+
+
+@files.get("/{name}", summary="One context, as a file")
+def show_as_file(request: Request, name: str) -> dict[str, Any]:
+    """Return a context."""
+    return _as_file(_library(request).find(name))
+
+
+@files.delete("/{name}", summary="Delete a context")
+def delete_file(request: Request, name: str) -> dict[str, Any]:
+    """Delete a context as `/v1/contexts` does."""
+    _library(request).delete(name)
+    return {"id": name, "object": "file", "deleted": True}

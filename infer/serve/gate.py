@@ -20,7 +20,7 @@ from locret.infer.serve.state import ServerState
 
 OPEN = re.compile(r"/|/healthz|/page/.*|/favicon.ico")
 """Paths that need no key: they tell nothing but that a server is here."""
-STREAMED = ("POST", "/v1/contexts")
+STREAMED = (("POST", "/v1/contexts"), ("POST", "/v1/files"))
 """What takes a text as a stream, which the route itself bounds."""
 STALL = 30.0
 """Seconds without a byte of a body that is not complete."""
@@ -71,7 +71,7 @@ class Gate:
         try:
             try:
                 self._check(scope["method"], scope["path"], headers)
-                whole = (scope["method"], scope["path"]) != STREAMED
+                whole = (scope["method"], scope["path"]) not in STREAMED
                 if whole:
                     await self._take(body, headers, take)
                 await self.app(scope, _once(bytes(body), receive) if whole else take, answer)

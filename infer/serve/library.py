@@ -131,9 +131,10 @@ class Library:
 
     # -- making contexts ----------------------------------------------------------------------------------------------
 
-    def upload(self, name: str) -> Path:
+    def upload(self, name: str | None = None) -> Path:
         """Return the file for the bytes of a text that is to be read under a name; give it to `read`, or remove it."""
-        self._check_new(name)
+        if name is not None:
+            self._check_new(name)
         self._check_waiting()
         path = self.folder / UPLOADS / uuid.uuid4().hex
         path.parent.mkdir(exist_ok=True)
@@ -187,7 +188,7 @@ class Library:
         with self._lock:
             self._check_new(name)
             self._check_waiting()
-            entry = Entry(name, self._index.path(name), source=called, created=time.time())
+            entry = Entry(name, self._index.path(name), source=called, created=time.time(), notes=notes or {})
             self._index.named[name] = entry
             entry.job = Job(make, ended)
             entry.job.start()

@@ -23,8 +23,8 @@ from locret.engines.transformers import Sampling, Written
 from locret.infer.serve.answers import Asked, Piece, TimeLimit
 from locret.infer.serve.prompts import Prompt
 from locret.infer.serve.refusal import Refusal
-from locret.infer.serve.responses import Answer, ChatForm, CompletionForm, usage
-from locret.infer.serve.schemas import ChatRequest, CompletionRequest
+from locret.infer.serve.responses import Answer, ChatForm, CompletionForm, ResponsesForm, usage
+from locret.infer.serve.schemas import Body, ChatRequest, CompletionRequest, ResponsesRequest
 from locret.infer.serve.state import ServerState, state_of
 
 LEAST_TEMPERATURE = 1e-3
@@ -34,7 +34,7 @@ LONG_BODY = 1 << 16
 
 router = APIRouter(prefix="/v1", responses={"4XX": {"description": "What has to change, as one sentence."}})
 _T = TypeVar("_T")
-_Body = TypeVar("_Body", ChatRequest, CompletionRequest)
+_Body = TypeVar("_Body", ChatRequest, CompletionRequest, ResponsesRequest)
 _log = logging.getLogger(__name__)
 
 
@@ -43,6 +43,13 @@ async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation, about a context if one is named."""
     state, body = state_of(request), _of_context(request, body)
     return await _Work(request, body, ChatForm, 1, partial(state.prompts.of_chat, body)).respond()
+
+
+@router.post("/responses")
+async def responses(request: Request, body: ResponsesRequest) -> Response:
+    """Answer a text or a conversation, in the newer of OpenAI's shapes."""
+    state, body = state_of(request), _of_context(request, body)
+    return await _Work(request, body, ResponsesForm, 1, partial(state.prompts.of_chat, body)).respond()
 
 
 @router.post("/completions", response_model=Completion)
@@ -103,13 +110,13 @@ class _Work:
     def __init__(
         self,
         request: Request,
-        body: ChatRequest | CompletionRequest,
-        form: type[ChatForm],
+        body: Body,
+        form: type[ChatForm | ResponsesForm],
         count: int,
         read: Callable[[], list[Prompt]],
     ) -> None:
         self.state, self.request, self.body, self._prompts = state_of(request), request, body, read
-        self.form = form(self.state.model, body.top is not None)
+        self.form = form(self.state.model, body)
         self.answers = [Answer() for _ in range(count * body.choices)]
         self.prompts: list[Prompt] = []
         self._deadline = time.monotonic() + self.state.options.timeout
@@ -135,10 +142,10 @@ class _Work:
                 for chunk in self.form.opening(len(self.answers)):
                     yield _event(chunk)
                 async for piece in pieces:
-                    if piece is not None:
-                        yield _event(self.form.piece(piece))
-                if self.body.stream_options is not None and self.body.stream_options.include_usage:
-                    yield _event({**self.form.chunk([]), "usage": usage(self.prompts, self.answers)})
+                    for chunk in [] if piece is None else self.form.piece(piece):
+                        yield _event(chunk)
+                for chunk in self.form.closing(self.answers, usage(self.prompts, self.answers)):
+                    yield _event(chunk)
             except Refusal as refusal:
                 yield _event(refusal.body())
                 return
@@ -146,7 +153,7 @@ class _Work:
                 _log.exception("a stream broke off")
                 yield _event(Refusal(500, "the server has failed; its log says why").body())
                 return
-        yield "data: [DONE]\n\n"
+        yield self.form.ending
 
     async def pieces(self) -> AsyncGenerator[Piece | None, None]:
         """Yield None when the prompts have been read, and then the pieces of all answers; to leave cancels them."""
@@ -225,7 +232,8 @@ async def _finished(pieces: AsyncGenerator[Piece | None, None]) -> None:
 
 
 def _event(value: dict[str, Any]) -> str:
-    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+    named = f"event: {value['type']}\n" if "type" in value else ""
+    return f"{named}data: {json.dumps(value, separators=(',', ':'))}\n\n"
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T] | Any) -> _T:

@@ -18,7 +18,7 @@ from locret.conversation.turns import Talk, written
 from locret.infer.serve.index import Entry
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal, one_line
-from locret.infer.serve.schemas import ChatRequest, CompletionRequest, Message
+from locret.infer.serve.schemas import Body, CompletionRequest, Conversation, Message
 from locret.token_ids import vocabulary
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class Prompts:
         self.lm, self.library = lm, library
         self._vocabulary = vocabulary(lm.model) or len(lm.tokenizer)
 
-    def of_chat(self, request: ChatRequest) -> list[Prompt]:
+    def of_chat(self, request: Conversation) -> list[Prompt]:
         """Return the prompt of a conversation."""
         base = self._named(request)
         return [self._prompt(self._written(request) if base is None else self._ids_after(base, request), base)]
@@ -89,7 +89,7 @@ class Prompts:
         holder = self.library.read_on(prompt.ids[:end], known, prompt.base, cancelled)
         return replace(prompt, holder=holder, known=end, read=end - prompt.known)
 
-    def _named(self, request: ChatRequest | CompletionRequest) -> Entry | None:
+    def _named(self, request: Body) -> Entry | None:
         return None if request.context is None else self.library.get(request.context)
 
     def _prompt(self, ids: list[int], base: Entry | None) -> Prompt:
@@ -100,19 +100,18 @@ class Prompts:
 
     # -- without a context --------------------------------------------------------------------------------------------
 
-    def _written(self, request: ChatRequest) -> list[int]:
+    def _written(self, request: Conversation) -> list[int]:
         """Return a conversation as the template writes it."""
-        tools = [] if request.tool_choice == "none" else request.tools or []
         if self.lm.template != "chat":
             _check_plain(request)
         with _refused("messages"):
             messages = [_as_template_takes(one) for one in request.messages]
-            given = [one.model_dump(exclude_none=True) for one in tools]
+            given = [one.model_dump(exclude_none=True) for one in request.callable]
             return written(self.lm.tokenizer, self.lm.template, messages, given, raw=self.lm.parse_special)
 
     # -- after a context ----------------------------------------------------------------------------------------------
 
-    def _ids_after(self, named: Entry, request: ChatRequest) -> list[int]:
+    def _ids_after(self, named: Entry, request: Conversation) -> list[int]:
         """Return the ids of turns that follow a context, as `locret.Chat` would read and write them."""
         _check_plain(request)
         talk = _conversation(named)
@@ -167,9 +166,9 @@ def _role(message: Message) -> str:
     return "system" if message.role == "developer" else message.role
 
 
-def _check_plain(request: ChatRequest) -> None:
+def _check_plain(request: Conversation) -> None:
     """Refuse what only a tokenizer's own chat template could write, in front of the conversation."""
-    tools = bool(request.tools) and request.tool_choice != "none"
+    tools = bool(request.callable)
     if tools or any(one.role == "tool" or one.tool_calls for one in request.messages):
         why = "the first turn has been read with the context, or the server has no chat template; leave them out"
         raise Refusal(400, f"tools have no effect here: {why}", param="tools" if tools else "messages")

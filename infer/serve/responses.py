@@ -6,11 +6,14 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 from locret.conversation.document import HALF_A_CHARACTER
 from locret.infer.serve.answers import Piece, Token
+from locret.infer.serve.calls import CallText
 from locret.infer.serve.prompts import Prompt
+from locret.infer.serve.schemas import Body, ChatRequest
 
 
 @dataclass
@@ -50,9 +53,13 @@ class ChatForm:
     """Shapes of `/v1/chat/completions`."""
 
     name, chunk_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    ending = "data: [DONE]\n\n"
+    """What a stream ends with."""
 
-    def __init__(self, model: str, logprobs: bool) -> None:
-        self.logprobs = logprobs
+    def __init__(self, model: str, body: Body) -> None:
+        self.logprobs, self.options = body.top is not None, body.stream_options
+        parted = isinstance(body, ChatRequest) and body.callable
+        self.calls = [CallText() for _ in range(body.choices)] if parted else []
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
     def whole(self, answers: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
@@ -60,23 +67,45 @@ class ChatForm:
         choices = [self._choice(nth, answer) for nth, answer in enumerate(answers)]
         return {**self.head, "object": self.name, "choices": choices, "usage": counts}
 
-    def opening(self, count: int) -> list[dict[str, Any]]:
+    def opening(self, answers: int) -> list[dict[str, Any]]:
         """Return the chunks before the first piece."""
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return [self.chunk([_shaped(nth, None, None, delta=delta)]) for nth in range(count)]
+        return [self._chunk([_shaped(nth, None, None, delta=delta)]) for nth in range(answers)]
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
-        """Return the chunk of a piece."""
-        delta = {"content": piece.text} if piece.text or piece.finish is None else {}
-        return self.chunk([_shaped(piece.choice, self._likely(piece.tokens), piece.finish, delta=delta)])
+    def piece(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the chunks of a piece."""
+        words, calls, finish = self._parted(piece.choice, piece.text, piece.finish)
+        delta: dict[str, Any] = {"content": words} if words or not (calls or finish) else {}
+        if calls:
+            first = self.calls[piece.choice].made - len(calls)
+            delta["tool_calls"] = [{"index": first + nth, **call} for nth, call in enumerate(calls)]
+        return [self._chunk([_shaped(piece.choice, self._likely(piece.tokens), finish, delta=delta)])]
 
-    def chunk(self, choices: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """Return a chunk; without choices it is the last one, which counts tokens."""
+    def closing(self, answers: Sequence[Answer], counts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the chunks after the last piece: that which counts tokens, if it is asked for."""
+        counted = self.options is not None and self.options.include_usage
+        return [{**self._chunk([]), "usage": counts}] if counted else []
+
+    def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {**self.head, "object": self.chunk_name, "choices": choices}
 
     def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": answer.text, "refusal": None}
-        return _shaped(nth, self._likely(answer.tokens), answer.finish, message=message)
+        words, calls, finish = self._parted(nth, answer.text, answer.finish)
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": words if words or not calls else None,
+            "refusal": None,
+        }
+        if calls:
+            message["tool_calls"] = calls
+        return _shaped(nth, self._likely(answer.tokens), finish, message=message)
+
+    def _parted(self, nth: int, text: str, finish: str | None) -> tuple[str, list[dict[str, Any]], str | None]:
+        """Return the words and the calls in more of an answer's text, and why it ends, if it does."""
+        if not self.calls:
+            return text, [], finish
+        words, calls = self.calls[nth].add(text, last=finish is not None)
+        return words, calls, "tool_calls" if finish == "stop" and self.calls[nth].made else finish
 
     def _likely(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         """Return the log-probabilities of tokens of an answer."""
@@ -103,13 +132,13 @@ class CompletionForm(ChatForm):
 
     name, chunk_name, prefix = "text_completion", "text_completion", "cmpl"
 
-    def opening(self, count: int) -> list[dict[str, Any]]:
+    def opening(self, answers: int) -> list[dict[str, Any]]:
         """Return no chunks."""
         return []
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
+    def piece(self, piece: Piece) -> list[dict[str, Any]]:
         """Return the chunk of a piece."""
-        return self.chunk([self._choice(piece.choice, Answer(piece.text, list(piece.tokens), piece.finish))])
+        return [self._chunk([self._choice(piece.choice, Answer(piece.text, list(piece.tokens), piece.finish))])]
 
     def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
         return _shaped(nth, self._likely(answer.tokens), answer.finish, text=answer.text)
@@ -128,3 +157,64 @@ class CompletionForm(ChatForm):
 
 def _shaped(nth: int, logprobs: Any, finish: str | None, **answer: Any) -> dict[str, Any]:
     return {"index": nth, **answer, "logprobs": logprobs, "finish_reason": finish}
+
+
+class ResponsesForm:
+    """Shapes of `/v1/responses`: one message with one text, whole or as events."""
+
+    ending = ""
+
+    def __init__(self, model: str, body: Any) -> None:
+        said = {name: getattr(body, name) for name in ("instructions", "max_output_tokens", "temperature", "top_p")}
+        fixed = {"tools": [], "tool_choice": "auto", "parallel_tool_calls": True, "error": None}
+        head = {"id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": int(time.time())}
+        self.head = {**head, "model": model, **said, **fixed}
+        self._place = {"item_id": f"msg_{secrets.token_hex(12)}", "output_index": 0, "content_index": 0}
+        self._events = count()
+
+    def whole(self, answers: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
+        """Return the response."""
+        cut = answers[0].finish == "length"
+        status, why = ("incomplete", {"reason": "max_output_tokens"}) if cut else ("completed", None)
+        used = {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": counts["prompt_tokens_details"],
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": counts["total_tokens"],
+        }
+        output = [self._message(status, _output(answers[0].text))]
+        return {**self.head, "status": status, "incomplete_details": why, "output": output, "usage": used}
+
+    def opening(self, answers: int) -> list[dict[str, Any]]:
+        """Return the events before the first piece."""
+        return [
+            self._event("created", response={**self.head, "status": "in_progress", "output": []}),
+            self._event("output_item.added", output_index=0, item=self._message("in_progress")),
+            self._event("content_part.added", **self._place, part=_output("")),
+        ]
+
+    def piece(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the event of a piece."""
+        return [self._event("output_text.delta", **self._place, delta=piece.text, logprobs=[])]
+
+    def closing(self, answers: Sequence[Answer], counts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the events after the last piece."""
+        whole, text = self.whole(answers, counts), answers[0].text
+        return [
+            self._event("output_text.done", **self._place, text=text, logprobs=[]),
+            self._event("content_part.done", **self._place, part=_output(text)),
+            self._event("output_item.done", output_index=0, item=whole["output"][0]),
+            self._event(whole["status"], response=whole),
+        ]
+
+    def _message(self, status: str, *content: dict[str, Any]) -> dict[str, Any]:
+        about = {"id": self._place["item_id"], "type": "message", "role": "assistant"}
+        return {**about, "status": status, "content": list(content)}
+
+    def _event(self, name: str, **fields: Any) -> dict[str, Any]:
+        return {"type": f"response.{name}", "sequence_number": next(self._events), **fields}
+
+
+def _output(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

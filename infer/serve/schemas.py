@@ -7,7 +7,7 @@ with no other.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -32,6 +32,14 @@ Several = Annotated[list[_T], Field(fail_fast=True, min_length=1, max_length=MOS
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]
 
 
+_INSTEAD = {
+    **dict.fromkeys(("response_format", "text"), "leave it out, ask for JSON in a message, and check the answer"),
+    **dict.fromkeys(("previous_response_id", "conversation"), "nothing is stored; send all turns so far as input"),
+    "tools": "ask /v1/chat/completions, which hands them to the chat template",
+}
+"""What to do without a field."""
+
+
 class _Body(BaseModel):
     """A body that is refused for one field that it does not have, however many it has."""
 
@@ -51,7 +59,7 @@ class _Body(BaseModel):
             if name in cls.idle:
                 allowed = cls.idle[name]
                 if given is not None and allowed is not None and given not in allowed:
-                    raise ValueError(f"{name} {shown(given)} has no effect here; leave it out")
+                    raise ValueError(f"{name} {shown(given)} has no effect here; {_INSTEAD.get(name, 'leave it out')}")
             elif name not in cls.model_fields:
                 near = nearest(str(name), list(cls.model_fields))
                 hint = f"did you mean {' or '.join(near)}?" if near else "leave it out"
@@ -120,7 +128,8 @@ class _Asked(_Body):
 
 
 class TextPart(_Body):
-    type: Literal["text"]
+    idle = {"annotations": ([],), "logprobs": ([],)}
+    type: Literal["text", "input_text", "output_text"]
     text: str
 
 
@@ -140,7 +149,8 @@ class ToolCall(_Body):
 class Message(_Body):
     """A turn of the conversation."""
 
-    idle = {"refusal": (), "annotations": ([],), "audio": (), "function_call": ()}
+    idle = {"refusal": (), "annotations": ([],), "audio": (), "function_call": (), "type": ("message",)}
+    idle |= {"id": None, "status": None}  # of a message that an earlier response has
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Few[TextPart] | None = None
     name: str | None = None
@@ -189,7 +199,7 @@ class ChatRequest(_Asked):
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Few[Tool] | None = None
-    """Handed to the backbone's chat template; calls come back in the answer's text."""
+    """Handed to the backbone's chat template; calls between <tool_call> tags come back as tool_calls."""
     tool_choice: Literal["auto", "none"] | None = None
 
     @model_validator(mode="after")
@@ -206,9 +216,53 @@ class ChatRequest(_Asked):
         return self.max_completion_tokens or self.max_tokens
 
     @property
+    def callable(self) -> Sequence[Tool]:
+        """The tools that may be called."""
+        return () if self.tool_choice == "none" else self.tools or ()
+
+    @property
     def top(self) -> int | None:
         """Likeliest tokens to name with each token; None if log-probabilities are not asked for."""
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class ResponsesRequest(_Asked):
+    """Body of `/v1/responses`."""
+
+    idle = {
+        **_Asked.idle,
+        **dict.fromkeys(("metadata", "safety_identifier", "prompt_cache_key")),
+        **dict.fromkeys(("previous_response_id", "conversation", "prompt", "reasoning", "max_tool_calls"), ()),
+        **dict.fromkeys(("n", "max_tokens", "stream_options"), ()),
+        **dict.fromkeys(("tools", "include"), ([],)),
+        **dict.fromkeys(("store", "background"), (False,)),
+        "tool_choice": ("auto", "none"),
+        "parallel_tool_calls": (True,),
+        "text": ({"format": {"type": "text"}},),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+        "service_tier": ("auto", "default"),
+    }
+    callable: ClassVar[Sequence[Tool]] = ()
+    top: ClassVar[None] = None
+    input: str | Annotated[Few[Message], Field(min_length=1)]
+    """A question, or a conversation that ends with one."""
+    instructions: str | None = None
+    """A system message before it."""
+    max_output_tokens: Count | None = None
+    """Longest answer in tokens."""
+
+    @property
+    def longest(self) -> int | None:
+        """Longest answer in tokens, where it is said."""
+        return self.max_output_tokens
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation, as chats have it."""
+        opening = [] if self.instructions is None else [Message(role="system", content=self.instructions)]
+        said = [Message(role="user", content=self.input)] if isinstance(self.input, str) else self.input
+        return [*opening, *said]
 
 
 class CompletionRequest(_Asked):
@@ -229,3 +283,7 @@ class CompletionRequest(_Asked):
         """The prompts, one or several."""
         one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if one else list(self.prompt)  # type: ignore[list-item,arg-type]
+
+
+Conversation: TypeAlias = ChatRequest | ResponsesRequest
+Body: TypeAlias = Conversation | CompletionRequest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ class ServerState:
         self.answers = Answers(self.lm.tokenizer, self.lm.end_ids, max_queue=self.options.max_queue)
         self.prompts = Prompts(self.lm, self.library)
         self.short_work = ThreadPoolExecutor(SHORT_WORK, "locret-short")
+        self.converting = asyncio.Lock()  # one document at a time
         self.long_work = ThreadPoolExecutor(LONG_WORK, "locret-long")
 
     def close(self) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from running import FILLER, QUESTION, Running, refused, running, text_with, unti
 
 from locret import Context, LongContextModel, generate, prefill
 from locret.conversation.document import decode
+from locret.engines.transformers import Written
+from locret.infer.serve.calls import CallText
 from locret.infer.serve.prompts import Prompts
 from locret.infer.serve.schemas import ChatRequest
 from locret.infer.serve.serve_options import ServeOptions
@@ -113,7 +115,9 @@ def test_a_question_about_a_context_is_answered_token_by_token_as_by_ask(
     ids, ends = new[0, -24:].tolist(), set(lm.end_ids)
     written = [one.token for one in answer.choices[0].logprobs.content]
     texts = [decode(lm.tokenizer, ids[:count]) for count in range(len(ids) + 1)]
-    assert written == [now[len(before) :] for before, now in pairwise(texts)][: -1 if ids[-1] in ends else None]
+    assert (
+        written == [now[len(before) :] for before, now in itertools.pairwise(texts)][: -1 if ids[-1] in ends else None]
+    )
     assert "".join(written) == text_of(answer)
     assert answer.choices[0].finish_reason == ("stop" if ids[-1] in ends else "length")
     usage, details = answer.usage, answer.usage.prompt_tokens_details
@@ -195,6 +199,92 @@ def test_completions_go_on_with_texts_and_ids(client: openai.OpenAI, serving: Lo
     assert len(table.tokens) == len(table.token_logprobs) == len(table.top_logprobs) == len(table.text_offset)
 
 
+def test_responses_are_the_answers_of_chats_whole_and_as_events(client: openai.OpenAI) -> None:
+    about: Any = {"extra_body": {"context": "book"}}
+    expected = ask(client, QUESTION)
+    whole = client.responses.create(model="tiny", input=QUESTION, **about)
+    assert (whole.output_text, whole.status) == (text_of(expected), "completed")
+    assert (whole.usage.input_tokens, whole.usage.total_tokens) == (
+        expected.usage.prompt_tokens,
+        expected.usage.total_tokens,
+    )
+    turns = [user(QUESTION), *[one.to_dict() for one in whole.output], user("Is the grass green?")]
+    again = client.responses.create(model="tiny:book", input=turns, instructions="Be kind.", max_output_tokens=3)  # type: ignore[arg-type]
+    chat = ask(
+        client,
+        {"role": "system", "content": "Be kind."},
+        turns[0],
+        {"role": "assistant", "content": whole.output_text},
+        turns[2],
+    )
+    assert text_of(chat).startswith(again.output_text)
+    assert (again.status, again.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
+    with client.responses.stream(model="tiny", input=QUESTION, **about) as stream:
+        events = list(stream)
+        assert stream.get_final_response().output_text == whole.output_text
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[:3] == ["created", "output_item.added", "content_part.added"]
+    assert kinds[-4:] == ["output_text.done", "content_part.done", "output_item.done", "completed"]
+    assert kinds.count("output_text.delta") > 3
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+PARTED = [  # the text of an answer, its words, the names of its calls
+    (f"I look.\n{CALL}\n{CALL}\n", "I look.", ["weather", "weather"]),
+    (CALL.removesuffix("</tool_call>"), "", ["weather"]),
+    ('<tool_call>[{"name": "a"}, {"name": "b", "arguments": "{}"}]</tool_call> done', " done", ["a", "b"]),
+    ("a <tool_call>{no json}</tool_call> b <tool", "a <tool_call>{no json}</tool_call> b <tool", []),
+    (f"1 < 2 <tool_call>[1]</tool_call> {CALL}", "1 < 2 <tool_call>[1]</tool_call>", ["weather"]),
+    ('<tool_call>{"name": "\\ud800"}</tool_call>', '<tool_call>{"name": "\\ud800"}</tool_call>', []),
+]
+
+
+def test_calls_are_parted_from_words_wherever_a_stream_cuts_them() -> None:
+    for (text, words, names), size in itertools.product(PARTED, (1, 7, 1000)):
+        parts, answer = [text[at : at + size] for at in range(0, len(text), size)], CallText()
+        told = [answer.add(part, last=nth == len(parts)) for nth, part in enumerate(parts, 1)]
+        assert "".join(said for said, _ in told) == words
+        calls = [call for _, made in told for call in made]
+        assert [call["function"]["name"] for call in calls] == names
+        assert len({call["id"] for call in calls}) == len(names)
+        assert all(isinstance(json.loads(call["function"]["arguments"]), dict) for call in calls)
+
+
+def test_calls_of_tools_come_back_as_calls(
+    server: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the model writes is put in its place: the embedded backbone calls nothing."""
+    tokenizer, given = (
+        server.state.lm.tokenizer,
+        server.state.lm.tokenizer(f"Look.\n{CALL}", add_special_tokens=False)["input_ids"],
+    )
+    monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
+
+    def submit(ids: Any, prefix: Any, *, on_token: Any, end_ids: Any, **_: Any) -> Any:
+        for token in given:
+            on_token(Written(token, None))
+        on_token(Written(min(end_ids), "stop"))
+        return lambda: None
+
+    monkeypatch.setattr(server.state.engine, "submit", submit)
+    how: Any = {"context": None, "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    choice = ask(client, "Rain?", **how).choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Look.")
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", {"city": "Oslo"})
+    chunks = [chunk.choices[0] for chunk in ask(client, "Rain?", **how, stream=True)]
+    assert "".join(chunk.delta.content or "" for chunk in chunks) == "Look."
+    (streamed,) = [one for chunk in chunks for one in chunk.delta.tool_calls or []]
+    assert (streamed.index, streamed.type) == (0, "function")
+    assert streamed.function.to_dict() == call.function.to_dict()
+    assert chunks[-1].finish_reason == "tool_calls"
+    result = {"role": "tool", "tool_call_id": call.id, "content": "dry"}
+    assert ask(client, "Rain?", choice.message.to_dict(), result, **how).choices[0].message.tool_calls
+    without = ask(client, "Rain?", **how, tool_choice="none").choices[0]
+    assert (without.finish_reason, without.message.content) == ("stop", f"Look.\n{CALL}")
+
+
 # -- many at once -----------------------------------------------------------------------------------------------------
 
 
@@ -257,6 +347,7 @@ FIELDS: list[tuple[dict[str, Any], int, str]] = [  # beside a message, status, s
     ({"max_tokens": 2, "max_completion_tokens": 3}, 400, "max_tokens and max_completion_tokens exclude each other"),
     ({"max_tokens": 2**30}, 400, "max_tokens 1073741824 do not fit: next to this prompt"),
     ({"presence_penalty": 1}, 400, "presence_penalty 1 has no effect here; leave it out"),
+    ({"response_format": {"type": "json_schema"}}, 400, "response_format {'type': 'json_schema'} has no effect here; "),
     ({"context": "bok"}, 404, "there is no context 'bok'; did you mean book?"),
     ({"messages": [*HI, *HI], "context": "book"}, 400, "messages about a context are an optional system message"),
     ({"messages": [user(" ")], "context": "book"}, 400, "messages has a user's turn without text; write a question"),
@@ -264,10 +355,17 @@ FIELDS: list[tuple[dict[str, Any], int, str]] = [  # beside a message, status, s
     ({"tools": [{**TOOLS[0], "x": [{"\udc00": 1}]}]}, 400, "half characters (lone surrogates)"),
     ({"tools": TOOLS}, 400, "tools have no effect, for this tokenizer's chat template does not write them; leave "),
 ]
+SET: list[tuple[str, Any, str]] = [
+    ("previous_response_id", "resp_1", "has no effect here; nothing is stored; send all turns so far as input"),
+    ("tools", [{"type": "web_search"}], "has no effect here; ask /v1/chat/completions, which hands them"),
+    ("store", True, "has no effect here; leave it out"),
+    ("text", {"format": {"type": "json_object"}}, "has no effect here; leave it out, ask for JSON in a message"),
+]
 REFUSED = [
     ("chat/completions", {}, 400, "messages is missing; give it"),
     *(("chat/completions", {"messages": HI, **given}, status, said) for given, status, said in FIELDS),
     ("completions", {"prompt": [5000]}, 400, "prompt has the token id 5000, and this backbone has"),
+    *(("responses", {"input": "hi", name: given}, 400, f"{name} {given!r} {said}") for name, given, said in SET),
 ]
 
 
