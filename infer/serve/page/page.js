@@ -4,7 +4,7 @@
 
 const POLL_MS = 2000, READING_MS = 200;
 const state = { contexts: [], selected: null, model: "", key: sessionStorage.getItem("key") || "",
-  asking: null, following: null, lost: false, keyless: false };
+  turns: [], asking: null, following: null, lost: false, keyless: false };
 const $ = (id) => document.getElementById(id);
 
 // ---- Building the page -------------------------------------------------------------------------------------------
@@ -200,7 +200,7 @@ function summary(context) {
   if (context.state === "waiting") return "waits until others have been read";
   if (context.state === "reading") return `being read: ${readSoFar(context)}`;
   if (context.state !== "ready") return `cannot be asked: ${context.state}`;
-  return `${number(context.tokens)} tokens in ${number(context.units)} units`;
+  return `ready, ${number(context.tokens)} tokens`;
 }
 
 const going = ({ state: now }) => now === "waiting" || now === "reading";
@@ -264,6 +264,7 @@ async function select(name, focus = false) {
   state.selected = name;
   history.replaceState(null, "", name ? `#${encodeURIComponent(name)}` : "#");
   $("context").hidden = !name;
+  state.turns = [];
   $("answers").replaceChildren();
   $("kept").replaceChildren();
   showContexts();
@@ -309,12 +310,12 @@ async function follow(name) {
 }
 
 function showProgress(context) {
-  const bar = $("bar"), { progress, kept, units } = context;
+  const bar = $("bar"), { progress, kept } = context;
   showFacts(context);
   if (!progress) return;
   if (progress.total) bar.value = Math.min(1, progress.bytes / progress.total); else bar.removeAttribute("value");
   $("progress-text").textContent = context.state === "waiting" ? "It waits until others have been read."
-    : `${readSoFar(context)}, of which ${number(units)} units per layer and KV head are kept`;
+    : readSoFar(context);
   const map = keptMap(kept);
   if (map) $("kept").replaceChildren(make("h3", {}, "Kept so far of what has been read"), map);
 }
@@ -334,29 +335,33 @@ async function ask(event) {
   const answer = make("p", { class: "answer", "aria-live": "polite", "aria-busy": "true" });
   const facts = make("p", { class: "small" });
   const item = make("li", {}, make("p", { class: "question" }, question), answer, facts);
-  $("answers").prepend(item);
+  const turns = [...state.turns, { role: "user", content: question }];
+  $("answers").append(item);
+  $("question").value = "";
   $("stop").hidden = false;
   $("send").disabled = true;
-  const told = await attempt(() => stream(name, question, answer, leave.signal));
+  const told = await attempt(() => stream(name, turns, answer, leave.signal));
   answer.removeAttribute("aria-busy");
   state.asking = null;
   $("stop").hidden = true;
   $("send").disabled = find(name)?.state !== "ready";
   if (leave.signal.aborted) facts.textContent = "Broken off.";
-  else if (!told) item.remove();
-  else {
-    $("question").value = "";
+  else if (!told) {
+    item.remove();
+    $("question").value = question;
+  } else {
+    if (state.selected === name) state.turns = [...turns, { role: "assistant", content: answer.textContent }];
     say("");
     showAnswerFacts(facts, told);
   }
 }
 
-async function stream(name, question, answer, signal) {
+async function stream(name, messages, answer, signal) {
   const start = performance.now();
   let first = null, usage = null;
   const response = await call("v1/chat/completions", { method: "POST", signal,
     headers: { "Content-Type": "application/json" },
-    body: JSON.stringify({ model: state.model, context: name, messages: [{ role: "user", content: question }],
+    body: JSON.stringify({ model: state.model, context: name, messages,
       stream: true, stream_options: { include_usage: true } }) });
   for await (const event of events(response)) {
     if (event.error) throw new Refused(500, event.error.message);
@@ -374,8 +379,8 @@ function showAnswerFacts(facts, { first, usage, seconds }) {
   const units = usage?.prompt_tokens_details?.units;
   facts.textContent = [first === null ? null : `first words after ${(first / 1000).toFixed(2)} s`,
     `${seconds.toFixed(2)} s in all`,
-    usage && `${number(usage.completion_tokens)} tokens`,
-    units && `from ${number(units)} units for ${number(usage.prompt_tokens)} tokens`].filter(Boolean).join(", ");
+    usage && `${number(usage.completion_tokens)} tokens`].filter(Boolean).join(", ");
+  facts.title = units ? `from ${number(units)} units for ${number(usage.prompt_tokens)} tokens` : "";
 }
 
 // ---- Files and other actions -------------------------------------------------------------------------------------
@@ -384,16 +389,23 @@ function showAnswerFacts(facts, { first, usage, seconds }) {
 const nameOf = (file) =>
   file.name.replace(/\.[^.]*$/, "").replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60);
 
+// What the server converts goes as a form; a text goes as it is, of any length.
+const DOCUMENT = /\.(pdf|epub|docx|html?)$/i;
+
 async function upload(file) {
-  const name = $("name").value.trim() || nameOf(file) || "text";
+  const wanted = $("name").value.trim() || nameOf(file) || "text";
   $("upload").reset();
-  say(`Sending ${file.name} to be read as ${name}.`);
-  const query = new URLSearchParams({ name, source: file.name.slice(0, 200) });
-  const body = { method: "POST", headers: { "Content-Type": "text/plain; charset=utf-8" }, body: file };
-  const context = await attempt(() => json(`v1/contexts?${query}`, body));
+  say(`Sending ${file.name}.`);
+  const form = new FormData(), query = new URLSearchParams({ name: wanted, source: file.name.slice(0, 200) });
+  form.append("purpose", "user_data");
+  form.append("file", file, wanted === nameOf(file) ? file.name : `${wanted}${file.name.match(/\.[^.]*$/)}`);
+  const text = { method: "POST", headers: { "Content-Type": "text/plain; charset=utf-8" }, body: file };
+  const made = await attempt(() => (DOCUMENT.test(file.name) ? json("v1/files", { method: "POST", body: form })
+    : json(`v1/contexts?${query}`, text)));
   say("");
   await attempt(refresh, { quiet: true });
-  if (context && state.selected !== name) await select(name);
+  const name = made && (made.id || made.name);
+  if (name && state.selected !== name) await select(name);
 }
 
 async function remove() {
@@ -415,7 +427,7 @@ function listen() {
   $("upload").addEventListener("submit", (event) => {
     event.preventDefault();
     const [file] = $("file").files;
-    if (file) upload(file); else warn("Choose a text file first.");
+    if (file) upload(file); else warn("Choose a file first.");
   });
   addEventListener("dragover", (event) => { event.preventDefault(); document.body.classList.add("dragging"); });
   addEventListener("dragleave", (event) => { if (!event.relatedTarget) document.body.classList.remove("dragging"); });
@@ -427,7 +439,9 @@ function listen() {
   });
   $("ask").addEventListener("submit", ask);
   $("question").addEventListener("keydown", (event) => {
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("ask").requestSubmit();
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    event.preventDefault();
+    if (!state.asking) $("ask").requestSubmit();
   });
   $("stop").addEventListener("click", () => state.asking?.abort());
   $("delete").addEventListener("click", remove);
