@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +52,6 @@ class Options:
     generation: GenerationOptions
     output: OutputOptions
     chosen: frozenset[str]
-    ranks: Ranks = Ranks()
-    """The processes that share the backbone."""
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -65,13 +64,13 @@ def command(argv: Sequence[str] | None = None) -> int:
     instances, chosen = parse_options("locret-infer", DESCRIPTION, OPTION_CLASSES, argv)
     options = Options(*instances, chosen=frozenset(chosen))  # type: ignore[misc]
     options.model.local_folder()  # a misspelt one is refused before torch is imported
-    with together(options) as options, warnings_as_lines("locret-infer", quiet=options.output.quiet):
-        execute(options)
+    with together(options) as (options, ranks), warnings_as_lines("locret-infer", quiet=options.output.quiet):
+        execute(options, ranks)
     return 0
 
 
 @contextmanager
-def together(options: Options) -> Iterator[Options]:
+def together(options: Options) -> Iterator[tuple[Options, Ranks]]:
     """Join the processes that share a backbone, of which the first alone speaks; give the options of this one."""
     count, output = launched()[1], options.output
     if count > 1 and options.model.shard is None:
@@ -88,47 +87,50 @@ def together(options: Options) -> Iterator[Options]:
         with ranks.together():
             ranks.agree(given)  # processes that share a backbone do the same, or wait for each other for ever
         if ranks.is_main:
-            yield replace(options, ranks=ranks)
+            yield options, ranks
             return
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-            yield replace(options, ranks=ranks, output=replace(output, quiet=True))
+            yield replace(options, output=replace(output, quiet=True)), ranks
 
 
-def execute(options: Options) -> None:
-    """Do what the options say."""
+def execute(options: Options, ranks: Ranks) -> None:
+    """Do what the options say, in one of the processes that share the backbone."""
     import torch
 
     from locret.infer.reading import counted, opened, ready, warn_of_growth
     from locret.policy.resolve import check_no_turns
 
     output, prompt, asked = options.output, options.prompt, questions_of(options.prompt)
-    _check_together(options, asked)
+    _check_together(options, asked, ranks)
     document = None if output.dry_run else opened(prompt)
-    with options.ranks.together():
-        longest = max(asked, key=len, default=None)
-        groups = (options.model, options.scorer, options.policy, options.chosen, options.generation)
+    with ranks.together():
+        count = partial(counted, options.model, prompt, document, max(asked, key=len, default=None))
         foresee = prompt.again if output.dry_run else options.generation.num_beams > 1
-        plan = ready(*groups, lambda: counted(options.model, prompt, document, longest), foresee=foresee)
+        plan = ready(
+            options.model, options.scorer, options.policy, options.chosen, options.generation, count, foresee=foresee
+        )
         if prompt.protocol == "aware":
             check_no_turns({"turns": options.policy.turns})
-        warn_of_growth(plan)
+    with ranks.together():
+        ranks.agree({"what auto came to": plan.policy.to_dict()}, "give --kv-memory as a number")
+    warn_of_growth(plan)
     if output.dry_run:
-        plan.print_plan(options.parts, quiet=output.quiet)
-        return
-    with options.ranks.together():
-        options.ranks.agree({"what auto came to": plan.policy.to_dict()}, "give --kv-memory as a number")
-    torch.manual_seed(options.generation.seed)
-    with plan.loaded(prompt.template) as lm:
-        _read_and_ask(options, plan, lm, document, asked)
+        record = plan.foreseen(options.parts, quiet=output.quiet)
+    else:
+        torch.manual_seed(options.generation.seed)
+        with plan.loaded(prompt.template) as lm:
+            record = {**_read_and_ask(options, plan, lm, document, asked), **plan.record()}
+    if output.dry_run or output.json:
+        print_json(record)
 
 
-def _check_together(options: Options, asked: Sequence[str]) -> None:
+def _check_together(options: Options, asked: Sequence[str], ranks: Ranks) -> None:
     """Refuse ways of asking that do not go together."""
     prompt, output = options.prompt, options.output
     check_evidence(prompt, options.generation)
     if prompt.evidence and not asked and not output.dry_run:
         raise ValueError("--evidence is about an answer, but nothing is asked; give --question or --questions")
-    if output.compare_full and (len(asked) > 1 or prompt.evidence or options.ranks.size > 1):
+    if output.compare_full and (len(asked) > 1 or prompt.evidence or ranks.size > 1):
         raise ValueError("--compare-full compares one answer in one process; leave it, --evidence or --shard out")
     if output.compare_full and not prompt.again:
         raise ValueError("--compare-full reads the text twice, which standard input is not; give --prompt-file FILE")
@@ -141,37 +143,36 @@ def check_evidence(asked: QuestionOptions, generation: GenerationOptions) -> Non
         raise Refusal("evidence", True, rule)
 
 
-def _read_and_ask(options: Options, plan: Ready, lm: LongContextModel, document: Any, asked: Sequence[str]) -> None:
+def _read_and_ask(
+    options: Options, plan: Ready, lm: LongContextModel, document: Any, asked: Sequence[str]
+) -> dict[str, Any]:
     """Read the text and answer each question: one alone from what was read, several from copies of it."""
-    from locret.conversation.chat import now
+    from locret.conversation.chat import input_device, now
 
     output, prompt, generation = options.output, options.prompt, options.generation
     alone = len(asked) < 2 and prompt.questions is None and not prompt.evidence
-    start, cache, question = now(plan.device), lm.new_cache(), asked[0] if asked else None
+    device, question = input_device(lm.model), asked[0] if asked else None
+    start, cache = now(device), lm.new_cache()
     how: dict[str, Any] = {"system": prompt.system, "progress": not output.quiet, "protect": prompt.protect}
     how["new_tokens"] = generation.max_new_tokens if alone else 0
     if question is None or prompt.protocol == "aware":
         about: Any = lm.converse(document, question, cache=cache, **how)
     else:
         about = lm.read_into(cache, document, **how)
-    read, seconds = cache.seen, now(plan.device) - start
+    read, seconds = cache.seen, now(device) - start
     if not alone:
         if not output.quiet and not output.json:
             sys.stderr.write(f"read {read:,} tokens in {seconds:,.1f} s: {about!r}\n")
         reading = {"prompt_tokens": read, "prefill_seconds": seconds, **about.memory().to_dict()}
-        records = answer_each(about, asked, prompt, generation, json=output.json)
-        if output.json:
-            print_json({"reading": reading, "answers": records, **plan.record()})
-        return
+        return {"reading": reading, "answers": answer_each(about, asked, prompt, generation, json=output.json)}
     chat = about.chat(cache) if hasattr(about, "chat") else about
     result = answered(chat, question, generation, json=output.json, read_tokens=read, read_seconds=seconds)
     record = asdict(result)
     if output.compare_full:
         record["full"] = asdict(_answer_in_full(options, plan, lm, read, question))
-    if output.json:
-        print_json({**record, **plan.record()})
-    elif not output.quiet:
+    if not output.json and not output.quiet:
         sys.stderr.write(_summary(result))
+    return record
 
 
 def answered(chat: Chat, question: str | None, generation: GenerationOptions, *, json: bool, **read: Any) -> Measured:
@@ -209,7 +210,7 @@ def answer_each(
 def _answer_in_full(options: Options, plan: Ready, lm: LongContextModel, tokens: int, question: str | None) -> Measured:
     """Answer once more with every unit kept, and print it: whether the model or the eviction is to blame."""
     from locret import LongContextModel
-    from locret.conversation.chat import now
+    from locret.conversation.chat import input_device, now
     from locret.infer import sizing
     from locret.infer.reading import opened
 
@@ -219,13 +220,13 @@ def _answer_in_full(options: Options, plan: Ready, lm: LongContextModel, tokens:
         lm.model, lm.tokenizer, "full", {"chunk_size": int(plan.policy.chunk_size)}, template=lm.template
     )
     needed = replace(plan.run, scorer=whole.scorer, prompt_tokens=tokens).cache_bytes(whole.policy)
-    free = sizing.free_bytes(plan.device)
-    if free is not None and needed > free:
+    if (free := sizing.free_bytes(plan.device)) is not None and needed > free:
         rule = f"needs {needed:,} bytes for all units of {tokens:,} tokens, but {free:,} are free on {plan.device}"
         raise Refusal("compare_full", True, f"{rule}; leave it out")
-    start, cache = now(plan.device), whole.new_cache()
+    device, cache = input_device(lm.model), whole.new_cache()
+    start = now(device)
     chat = whole.read_into(cache, opened(prompt), system=prompt.system, progress=not quiet).chat(cache)
-    times: dict[str, Any] = {"read_tokens": cache.seen, "read_seconds": now(plan.device) - start}
+    times: dict[str, Any] = {"read_tokens": cache.seen, "read_seconds": now(device) - start}
     result = answered(chat, question, options.generation, json=True, **times)
     if not options.output.json:
         size = result.peak_cache_bytes / 2**20

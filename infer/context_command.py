@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,11 +65,11 @@ def read(
         document = None if output.dry_run else opened(text)
         groups = (model, scorer, policy, given, GenerationOptions())
         foresee = output.dry_run and text.again
-        plan = ready(*groups, lambda: counted(model, text, document, None), foresee=foresee)
+        plan = ready(*groups, partial(counted, model, text, document, None), foresee=foresee)
         check_savable(plan.policy, output.output)
         warn_of_growth(plan)
         if document is None:
-            plan.print_plan((model, scorer, policy, text, output), quiet=output.quiet)
+            print_json(plan.foreseen((model, scorer, policy, text, output), quiet=output.quiet))
             return 0
         with plan.loaded(text.template) as lm:
             how: dict[str, Any] = {"system": text.system, "progress": not output.quiet, "protect": text.protect}

@@ -21,7 +21,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from locret import LongContextModel, RetainingHeads, RetentionPolicy, loading
 from locret.base.fields import Refusal
 from locret.cache.layers import find_store
-from locret.cli.command import print_json
 from locret.conversation.document import Document, encode, open_file
 from locret.conversation.turns import Transcript
 from locret.environment import versions
@@ -81,9 +80,11 @@ class Ready:
             "versions": versions(),
         }
 
-    def print_plan(self, options: Iterable[Any], *, quiet: bool) -> None:
-        """Print what a run would do and take."""
+    def foreseen(self, options: Iterable[Any], *, quiet: bool) -> dict[str, Any]:
+        """Return what a run would do and take; say in a line or two what stays."""
         assert self.run is not None
+        if not quiet:
+            sys.stderr.write(sizing.plan_lines(self.run, self.policy))
         given = {name: value for part in options for name, value in asdict(part).items()}
         record = {
             **self.run.plan(self.policy),
@@ -93,9 +94,7 @@ class Ready:
             "not_given": self.policy.following(),
             "steps": self.run.schedule(self.policy).table(),
         }
-        print_json({**record, **self.record(), "options": given})
-        if not quiet:
-            sys.stderr.write(sizing.plan_lines(self.run, self.policy))
+        return {**record, **self.record(), "options": given}
 
 
 def ready(
@@ -121,14 +120,15 @@ def ready(
     """
     if model.store is not None:
         find_store(model.store)
-    device, named = loading.device_of_source(model), _chosen(model, named)
+    device = loading.device_of_source(model)
+    named = replace(named, heads=chosen_heads(named.heads, model.model))
     scorer, recommended = load_scorer(named)
     if named.label == FULL:
         for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
             raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
-    draft = sizing.draft_policy(policy, chosen, recommended)
+    draft = sizing.drafted(policy, chosen, recommended)
     config, dtype = _config(model, named, scorer, device)
-    counted = foresee or sizing.must_count(policy, draft) or draft.budget == EVERY_UNIT
+    counted = foresee or draft.counts or draft.policy.budget == EVERY_UNIT
     run = sizing.PlannedRun(
         config=config,
         scorer=scorer,
@@ -139,21 +139,18 @@ def ready(
         num_beams=generation.num_beams,
         source=model,
     )
-    final = sizing.final_policy(policy, chosen, recommended, run)
+    final = draft.final(run)
     sizing.check_fits(run, final)
     return Ready(model, named, scorer, final, config, device, dtype, run)
 
 
 def ready_for_saved(model: PlacedModelOptions, named: ScorerOptions) -> Ready:
     """Resolve the options of a command about texts that have been read, which bring their policies."""
-    device, named = loading.device_of_source(model), _chosen(model, named)
+    device = loading.device_of_source(model)
+    named = replace(named, heads=chosen_heads(named.heads, model.model))
     scorer, _ = load_scorer(named)
     config, dtype = _config(model, named, scorer, device)
     return Ready(model, named, scorer, RetentionPolicy(), config, device, dtype)
-
-
-def _chosen(model: PlacedModelOptions, named: ScorerOptions) -> ScorerOptions:
-    return replace(named, heads=chosen_heads(named.heads, model.model))
 
 
 def _config(model: PlacedModelOptions, named: ScorerOptions, scorer: Any, device: torch.device) -> tuple[Any, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import torch
 
-from locret import RetainingHeads, RetentionPolicy, lookups
+from locret import RetainingHeads, RetentionPolicy
 from locret.backbone.adapters import describe
 from locret.backbone.shape import Backbone
 from locret.base.fields import Refusal
@@ -22,6 +22,7 @@ from locret.infer.infer_options import PolicyOptions
 from locret.loading.options import WeightOptions
 from locret.loading.weights import WeightPlan, plan_weights
 from locret.policy.budget import full_bytes, largest_budget, parse_bytes, units_of_share
+from locret.policy.policy import usual_budget
 from locret.policy.resolve import resolve_options
 from locret.policy.schedule import Schedule
 from locret.scorers import Scorer
@@ -90,11 +91,11 @@ class PlannedRun:
 
     def bytes_beside_weights(self, policy: RetentionPolicy) -> int:
         """Return the planned bytes of the cache, of heads, and of what a chunk works with."""
-        tokens = max([policy.chunk_size, *(step.tokens for step in self.schedule(policy).steps)])
-        working = working_bytes(self.config, self.scorer, self.dtype, tokens)
+        held = head_bytes(self.scorer, self.dtype) + self.cache_bytes(policy)
         if self.device.type == "cpu":  # where both tiers lie in one memory
-            working += self.host_bytes(policy) or 0
-        return head_bytes(self.scorer, self.dtype) + self.cache_bytes(policy) + working
+            held += self.host_bytes(policy) or 0
+        tokens = max([policy.chunk_size, *(step.tokens for step in self.schedule(policy).steps)])
+        return held + working_bytes(self.config, self.scorer, self.dtype, tokens)
 
     @cached_property
     def weights(self) -> WeightPlan:
@@ -107,8 +108,57 @@ class PlannedRun:
         return self.weights.on(self.device)
 
 
-def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any]) -> RetentionPolicy:
-    """Return the policy as far as it is known before the prompt is: a budget in bytes or shares is still open."""
+@dataclass(frozen=True)
+class Draft:
+    """A policy as far as the options say it: its budget may still be open."""
+
+    flags: PolicyOptions
+    policy: RetentionPolicy
+    named: bool
+    """Whether somebody gave a budget in units."""
+    least: int
+    """The smallest budget that goes with the other numbers."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether the prompt must be tokenised as a whole before it is read, because the plan depends on it."""
+        return self.flags.keep is not None or self.flags.kv_memory == AUTO or self.policy.plans_by_length
+
+    def final(self, run: PlannedRun) -> RetentionPolicy:
+        """Return the policy for a run, with its budget in units."""
+        if self.flags.kv_memory is not None:
+            return self.policy.changed(budget=self._fitting(run))
+        budget = _share(self.flags, run.prompt_tokens or 1)
+        if budget is None and not self.named:
+            budget = usual_budget(describe(run.config).max_positions)
+        return self.policy if budget is None else self.policy.changed(budget=budget)
+
+    def _fitting(self, run: PlannedRun) -> int:
+        """Return the largest budget that fits into `--kv-memory`."""
+        given, memory = self.flags.kv_memory, _memory(self.flags)
+        if memory is None:  # auto
+            if (free := free_bytes(run.device)) is None:
+                rule = f"cannot tell what is free on {run.device}; give an amount, such as 2GiB"
+                raise Refusal("kv_memory", AUTO, rule)
+            memory = int(SHARE * free)
+
+        def planned(budget: int) -> int:
+            policy = self.policy.changed(budget=budget)
+            return run.weight_bytes + run.bytes_beside_weights(policy) if given == AUTO else run.cache_bytes(policy)
+
+        most = memory if run.prompt_tokens is None else run.prompt_tokens
+        budget = largest_budget(planned, memory, self.least, most)
+        if budget is None:
+            rule = (
+                f"is too small, for even a budget of {self.least} takes {planned(self.least):,} of {memory:,} bytes; "
+                "give more, or lower chunk_size or max_new_tokens"
+            )
+            raise Refusal("kv_memory", given, rule)
+        return budget
+
+
+def drafted(flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any]) -> Draft:
+    """Return the policy as far as it is known before the prompt is; `recommended` are numbers of the heads."""
     given = [name for name in ("budget", "kv_memory", "keep") if name in chosen]
     if len(given) > 1:
         raise Refusal(given[0], getattr(flags, given[0]), f"and {given[1]} exclude each other; drop one of them")
@@ -118,46 +168,7 @@ def draft_policy(flags: PolicyOptions, chosen: Collection[str], recommended: dic
     if flags.kv_memory is not None and policy.when == "prompt_end":
         rule = "bounds the cache, which grows with the prompt where eviction waits for its end; give keep"
         raise Refusal("kv_memory", flags.kv_memory, rule)
-    return policy
-
-
-def must_count(flags: PolicyOptions, draft: RetentionPolicy) -> bool:
-    """Return whether the prompt must be tokenised as a whole before it is read, because the plan depends on it."""
-    return flags.keep is not None or flags.kv_memory == AUTO or draft.plans_by_length
-
-
-def final_policy(
-    flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], run: PlannedRun
-) -> RetentionPolicy:
-    """Return the policy of options for a run, with its budget in units; `recommended` are numbers of the heads."""
-    if flags.kv_memory is None:
-        share, positions = _share(flags, run.prompt_tokens or 1), describe(run.config).max_positions
-        return resolve_options(flags, chosen, recommended, share, positions)
-    memory = _memory(flags)
-    if memory is None:  # auto
-        free = free_bytes(run.device)
-        if free is None:
-            raise Refusal("kv_memory", AUTO, f"cannot tell what is free on {run.device}; give an amount, such as 2GiB")
-        memory = int(SHARE * free)
-
-    def planned(budget: int) -> int:
-        policy = resolve_options(flags, chosen, recommended, budget)
-        if flags.kv_memory == AUTO:
-            return run.weight_bytes + run.bytes_beside_weights(policy)
-        return run.cache_bytes(policy)
-
-    least = flags.stabilizers + 1 if "stabilizers" in chosen and flags.stabilizers is not None else 1
-    if "recall_by" in chosen and flags.recalls_blocks:
-        least = lookups.least_budget(flags.recall_by)
-    budget = largest_budget(planned, memory, least, memory if run.prompt_tokens is None else run.prompt_tokens)
-    if budget is None:
-        raise Refusal(
-            "kv_memory",
-            flags.kv_memory,
-            f"is too small, for even a budget of {least} takes {planned(least):,} of {memory:,} bytes; give more, or "
-            "lower chunk_size or max_new_tokens",
-        )
-    return resolve_options(flags, chosen, recommended, budget)
+    return Draft(flags, policy, "budget" in {*chosen, *recommended}, policy.least_budget)
 
 
 def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:

@@ -73,12 +73,9 @@ def get(name: str, **options: Any) -> Task:
 def _of_others(name: str) -> Task | None:
     """Return the task of another package or a file; None if nothing of that name is announced."""
     announced = plugins.announced(plugins.TASKS)
-    if name in announced:  # ours have been looked through
-        found = plugins.load_announced(announced[name], "task")
-    elif plugins.is_reference(name):
-        found = plugins.load(name, "task")
-    else:
+    if name not in announced and not plugins.is_reference(name):  # ours have been looked through
         return None
+    found = plugins.load(name, "task", announced)
     if not isinstance(found, Task):
         raise ValueError(f'task "{name}" is no locret.data.tasks.Task; derive it from that, and name an instance')
     if not (is_dataclass(found) and type(found).__dataclass_params__.frozen):  # type: ignore[attr-defined]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Mapping
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -40,28 +41,18 @@ def _announced(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=group)}
 
 
-def load_announced(point: EntryPoint, what: str) -> Any:
-    """Return what an entry point stands for.
+def load(name: str, what: str, points: Mapping[str, EntryPoint]) -> Any:
+    """Return what an entry point's name, `package.module:Class` or `path/file.py:Class` stands for.
 
     Args:
-        point: The entry point.
+        name: As somebody wrote it.
         what: What messages call it, such as "scorer".
+        points: What is announced.
     """
-    owner = f" of {point.dist.name}" if point.dist else ""
-    return _found(point.value.partition("[")[0].strip(), f'{what} "{point.name}"{owner}')
-
-
-def load(reference: str, what: str) -> Any:
-    """Return what `package.module:Class` or `path/file.py:Class` names.
-
-    Args:
-        reference: As somebody wrote it.
-        what: What messages call it, such as "scorer".
-    """
-    return _found(reference, f'{what} "{reference}"')
-
-
-def _found(reference: str, what: str) -> Any:
+    reference, what = name, f'{what} "{name}"'
+    if name in points:
+        reference = points[name].value.partition("[")[0].strip()
+        what += f" of {points[name].dist.name}" if points[name].dist else ""  # type: ignore[union-attr]
     source, _, path = reference.rpartition(":")
     try:
         module = _from_file(Path(source)) if source.endswith(".py") else _from_python(source)

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from locret import lookups
 from locret.backbone.shape import NONE, RECURRENT, Backbone
 from locret.base import plugins
 from locret.base.nearest import nearest
@@ -37,13 +36,10 @@ def find_store(store: type[Store] | str) -> type[Store]:
         announced = plugins.announced(plugins.STORES)
         if store in STORES:
             return STORES[store]
-        if store in announced:
-            found = plugins.load_announced(announced[store], "store")
-        elif plugins.is_reference(store):
-            found = plugins.load(store, "store")
-        else:
+        if store not in announced and not plugins.is_reference(store):
             near = nearest(store, [*STORES, *announced]) or list(STORES)
             raise ValueError(f'store "{store}" is unknown; did you mean {" or ".join(near)}?')
+        found = plugins.load(store, "store", announced)
     if not (isinstance(found, type) and issubclass(found, Store)):
         raise ValueError(f'store "{store}" is no subclass of locret.cache.store.Store; derive it from that')
     if missing := sorted(found.__abstractmethods__) + [one for one in ("name", "holds") if not hasattr(found, one)]:
@@ -110,14 +106,14 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
     own, tier = store(cache.workspace), None
     if isinstance(own, RaggedStore):
         own.spacing, own.reach = policy.spacing, backbone.max_positions - policy.chunk_size
-    if policy.host_budget is not None:
+    if policy.host_budget is not None and (lookup := policy.lookup()) is not None:
         far, limits = store(Workspace(), host=True), cache.limits
         assert isinstance(own, DenseStore)
         assert isinstance(far, DenseStore)
         beside = limits.resident[nth]
         far.empty = torch.empty if beside else host_memory
         most = None if policy.host_budget == EVERYTHING else int(policy.host_budget)
-        tier = HostTier(far, own, lookups.get(policy.recall_by), most, policy.recall, beside, limits.windows[nth])
+        tier = HostTier(far, own, lookup, most, policy.recall, beside, limits.windows[nth])
     folding = None if cache.merger is None else Folding(cache.merger, cache.merging, index)
     return RetentionLayer(own, selector, policy.positions == "compact", tier, folding)
 

@@ -140,7 +140,11 @@ class Limits:
     def __init__(self, policy: RetentionPolicy, scorer: Scorer, layers: int) -> None:
         self.policy, self.scorer, self.layers = policy, scorer, layers
         self.schedule: Schedule | None = None
-        found = None if policy.host_budget is None or policy.recalls_blocks else lookups.get(policy.recall_by)
+        answering = self._recent(policy.decode_budget or 1)
+        self._answering = decode_budgets(policy, layers, answering)
+        self.lookahead = lookahead(policy)
+        """Tokens of a text of unknown length that must be seen to know that it is a long one."""
+        found, self._blocks = policy.lookup(), policy.blocks() if policy.recalls_blocks else None
         if found is not None:
             found.check(policy.recall)
         if not policy.exact_bits and policy.exact_layers > (most := (layers - 1) // 2):
@@ -153,13 +157,9 @@ class Limits:
         """Whether the second tier of each layer lies in the fast tier's memory."""
         self.windows = tuple(0 if found is None else found.remembers(nth, layers) for nth in every)
         """Newest queries that each layer remembers for its lookup."""
-        self.lookahead = lookahead(policy)
-        """Tokens of a text of unknown length that must be seen to know that it is a long one."""
-        self._answering = decode_budgets(policy, layers, self._recent(policy.decode_budget or 1))
         self._step = -1
         self._final = False
         self._budgets: tuple[int, ...] = ()
-        self._blocks = policy.blocks() if policy.recalls_blocks else None
         self.read = 0
         """Tokens of the text so far, those of the forward pass under way included."""
         self.protect(())

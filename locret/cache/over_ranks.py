@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from locret import lookups, prefill_attention
+from locret import prefill_attention
 from locret.backbone.head_ranks import HeadRanks
 
 if TYPE_CHECKING:
@@ -19,10 +19,8 @@ _WITHOUT = "or start one process (without --shard tp)"
 def check_over_ranks(cache: RetentionCache) -> None:
     """Refuse what would choose other units where processes share the KV heads of a layer than in one process."""
     policy = cache.policy
-    used: list[Any] = [cache.scorer, cache.merger, prefill_attention.get(policy.prefill_attention)]
-    if policy.has_host and not policy.recalls_blocks:
-        used.append(lookups.get(policy.recall_by))
-    for one in used:
+    strategy = prefill_attention.get(policy.prefill_attention)
+    for one in (cache.scorer, cache.merger, strategy, policy.lookup()):
         if one is not None and not one.over_ranks:
             raise ValueError(
                 f"{one.kind} {one.name} does not say that it can rate the KV heads of one process alone (over_ranks), "

@@ -12,7 +12,7 @@ from locret.lookups.infllm import InfLLM
 from locret.lookups.omnikv import OmniKVLookup
 from locret.lookups.quest import QuestLookup
 
-__all__ = ["Ask", "ExactLookup", "InfLLM", "Lookup", "find", "get", "in_blocks", "least_budget", "names"]
+__all__ = ["Ask", "ExactLookup", "InfLLM", "Lookup", "find", "get", "in_blocks", "names"]
 
 _LOOKUPS: tuple[type[Lookup], ...] = (ExactLookup, OmniKVLookup, QuestLookup)
 
@@ -48,11 +48,6 @@ def find(spec: str) -> Lookup | InfLLM:
     return registry.get("lookup", known, spec)
 
 
-def in_blocks(spec: str, budget: int) -> InfLLM:
-    """Return a lookup of blocks with all its numbers, which follow from the budget."""
-    return registry.get("lookup", (InfLLM,), spec).completed(budget)
-
-
-def least_budget(spec: str) -> int:
-    """Return the smallest budget that a lookup of blocks can work with."""
-    return registry.get("lookup", (InfLLM,), spec).least_budget
+def in_blocks(spec: str) -> InfLLM:
+    """Return the lookup of blocks that a spec names."""
+    return registry.get("lookup", (InfLLM,), spec)

@@ -11,7 +11,7 @@ from locret.base.nearest import check_retired
 from locret.policy.growth import check_shares
 
 if TYPE_CHECKING:
-    from locret.lookups.infllm import InfLLM
+    from locret.lookups import InfLLM, Lookup
 
 EVERYTHING = "all"
 """A second tier that keeps all that is evicted."""
@@ -208,7 +208,22 @@ class RetentionPolicy:
         """Return the numbers of the method that recalls blocks."""
         from locret import lookups  # needs torch, which help and completion should not load
 
-        return lookups.in_blocks(self.recall_by, self.budget)
+        return lookups.in_blocks(self.recall_by).completed(self.budget)
+
+    def lookup(self) -> Lookup | None:
+        """Return what finds the units of the second tier that are recalled; None where no units are."""
+        from locret import lookups  # as above
+
+        return None if self.host_budget is None or self.recalls_blocks else lookups.get(self.recall_by)
+
+    @property
+    def least_budget(self) -> int:
+        """The smallest budget that goes with what was given."""
+        from locret import lookups  # as above
+
+        if self.recalls_blocks:
+            return lookups.in_blocks(self.recall_by).least_budget
+        return 1 if "stabilizers" in self.wanted else self.stabilizers + 1
 
     @property
     def needs_length(self) -> bool:

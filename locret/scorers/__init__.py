@@ -107,11 +107,9 @@ def find(name: str) -> type[Scorer]:
             if name in announced:
                 warnings.warn(f'scorer "{name}" is ours; a package announces another one in vain', stacklevel=2)
             return scorer
-    if name in announced:
-        return _checked(plugins.load_announced(announced[name], "scorer"), name)
     base = name.partition(":")[0]
-    if plugins.is_reference(name) and base not in names():
-        return _checked(plugins.load(name, "scorer"), name)
+    if name in announced or (plugins.is_reference(name) and base not in names()):
+        return _checked(plugins.load(name, "scorer", announced), name)
     if plugins.is_reference(name):
         raise ValueError(f'scorer "{name}": options are written OPTION=VALUE, such as {base}:OPTION=VALUE')
     if name.endswith(".py"):
