@@ -101,20 +101,23 @@ def beginning(messages: Sequence[Message], template: str) -> str:
     return _NEXT.join([system, *(f"{ORIGINAL_ROLES[m.role]}: {m.content}" for m in messages if m.role != "system")])
 
 
-def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a CRC-32 of which text each token stands for: ids mean the same to tokenizers that share it."""
-    vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
-    return f"{zlib.crc32(json.dumps(vocabulary).encode()):08x}"
+def vocabulary_fingerprint(tokenizer: PreTrainedTokenizerBase, *, filled: bool = False) -> str:
+    """Return a CRC-32 of which text each token stands for: ids mean the same to tokenizers that share it.
+
+    What llama.cpp fills a GGUF file's vocabulary with counts only if `filled`.
+    """
+    tokens = ((text, one) for text, one in tokenizer.get_vocab().items() if filled or text != f"[PAD{one}]")
+    return f"{zlib.crc32(json.dumps(sorted(tokens, key=lambda entry: entry[::-1])).encode()):08x}"
 
 
 def turns_fingerprint(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     """Return a CRC-32 of what a template writes between turns; what stands before the first is read, a date perhaps."""
-    talk = (Message("user", "a question"), Message("assistant", "an answer"), Message("user", "another"))
-    try:
-        text = render(tokenizer, talk, template)
-    except Refusal:  # of a template that knows one turn
-        text = render(tokenizer, talk[:1], template)
-    return f"{zlib.crc32(text.partition('a question')[2].encode()):08x}"
+    talk = (Message("user", MARK), Message("assistant", "an answer"), Message("user", "another"))
+    text = ""
+    for said in ((Message(SYSTEM, "a rule"), talk[0]), talk[:1], talk):  # what a template takes of them
+        with suppress(Refusal):
+            text = render(tokenizer, said, template)
+    return f"{zlib.crc32(text.partition(MARK)[2].encode()):08x}"
 
 
 # -- turns about a document -------------------------------------------------------------------------------------------
@@ -285,8 +288,9 @@ def saved_talk(path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary:
     if notes is None:
         raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
     protection = checked_notes(notes, path, vocabulary)
-    # Files of earlier versions do not say.
-    if notes.get("tokenizer", ours := vocabulary_fingerprint(tokenizer)) != ours:
+    # Files of earlier versions do not say, or count what fills the vocabulary.
+    made = notes.get("tokenizer")
+    if made is not None and all(made != vocabulary_fingerprint(tokenizer, filled=filled) for filled in (False, True)):
         raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
     check_template(tokenizer, notes["template"])
     if notes.get("between_turns", ours := turns_fingerprint(tokenizer, notes["template"])) != ours:

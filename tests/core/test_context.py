@@ -189,7 +189,7 @@ def test_a_file_is_what_it_was_saved_as_and_by_whom(lm: LongContextModel, contex
     with pytest.raises(ValueError, match="was made with another tokenizer"):
         LongContextModel(lm.model, tokenizer, lm.scorer, POLICY).load(tmp_path / "context")
     tokenizer = copy.deepcopy(lm.tokenizer)
-    for opening, same in ("Today is Sunday. ", True), ("", False):  # a date before all turns is read with the text
+    for opening, same in ("It is a question, ", True), ("", False):  # a date before all turns is read with the text
         tokenizer.chat_template = opening + (lm.tokenizer.chat_template if same else TURNS)
         dated = LongContextModel(lm.model, tokenizer, lm.scorer, POLICY)
         with nullcontext() if same else pytest.raises(ValueError, match="writes other marks between turns"):
