@@ -38,11 +38,16 @@ def fetched(address: str, setting: str) -> Document:
     """
     from locret.conversation.document import open_file  # imports torch, which commands do not need at once
 
+    if re.match(r"[^/]*//[^/?#]*@", address):
+        raise ValueError(f"{setting}the address of a page holds a user's name or password; take it out, or give a file")
     with TemporaryDirectory(prefix="locret-") as folder:
         try:
             request = Request(address, headers={"User-Agent": f"locret/{__version__}"})
             with urlopen(request, timeout=_PATIENCE) as answer:
                 kind, given = answer.headers.get_content_type(), PurePosixPath(unquote(urlsplit(answer.url).path))
+                coding, charset = answer.headers.get("Content-Encoding", ""), answer.headers.get_content_charset()
+                if coding.lower() not in ("", "identity", "utf-8"):
+                    raise ValueError(f"it comes packed as {coding[:20]}, which was not asked for")
                 # What a server calls plain text or nothing at all is what its name says.
                 known = kind not in ("text/plain", "application/octet-stream") and guess_extension(kind)
                 file = Path(folder, f"page{known or given.suffix or '.txt'}")
@@ -53,7 +58,12 @@ def fetched(address: str, setting: str) -> Document:
                             raise ValueError("it is larger than 1 GiB")
                 if answer.length:
                     raise ValueError("it ended early")
-        except (OSError, HTTPException, ValueError) as error:
+            if kind.startswith("text/") and charset not in (None, "utf-8"):
+                try:
+                    file.read_text("utf-8")  # as it is all the same
+                except UnicodeDecodeError:
+                    file.write_text(file.read_text(charset), "utf-8")
+        except (OSError, HTTPException, ValueError, LookupError) as error:
             why = getattr(error, "reason", None) or error
             rule = "check the address, or give a file"
             raise ValueError(f"{setting}{address} cannot be fetched ({why}); {rule}") from None

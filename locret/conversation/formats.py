@@ -94,7 +94,9 @@ def _folder(folder: Path, setting: str, read: Callable[[Path], Any]) -> Iterator
 
 def _files(folder: Path) -> list[Path]:
     """Return a folder's files in order; those that git knows or would add, where it is a repository."""
-    line = ["git", "-C", str(folder), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    # What a stranger's folder configures must not run: git starts a file monitor of its own choice otherwise.
+    line = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", "ls-files", "-z"]
+    line += ["--cached", "--others", "--exclude-standard"]
     try:
         listed = os.fsdecode(subprocess.run(line, capture_output=True, check=True).stdout).split("\0")
     except (OSError, subprocess.CalledProcessError):

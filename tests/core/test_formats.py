@@ -96,8 +96,11 @@ def test_a_folder_is_read_below_the_names_of_its_files_as_git_would_add_them_or_
     (tmp_path / "image.bin").write_bytes(b"\x89\0\xff")
     (tmp_path / "link.md").symlink_to("/etc/passwd")
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    with (tmp_path / ".git" / "config").open("a") as config:  # of a stranger, who has git start something
+        config.write(f"[core]\n\tfsmonitor = touch {tmp_path}/started\n")
     with pytest.warns(UserWarning, match=r"no text, so left out: image\.bin$"):
         text = read(tmp_path)
+    assert not (tmp_path / "started").exists()
     assert text == "# .gitignore\n\n*.log\n\n\n# a.md\n\nfirst\n\n# b.txt\n\nlast\n\n# src/c.py\n\nx = 1\n\n"
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "b\udcff.log").write_text("asked for by name")
@@ -135,6 +138,8 @@ PAGES = {
     "/tea": ("text/html; charset=utf-8", HTML.encode()),
     "/raw/tea.md": ("text/plain", b"Green tea."),
     "/cut": ("text/plain", None),
+    "/old": ("text/html; charset=iso-8859-13", "<p>Žalioji</p>".encode("iso-8859-13")),
+    "/packed": ("text/plain; packed", b"\x1f\x8b"),
 }
 
 
@@ -143,6 +148,7 @@ class Site(BaseHTTPRequestHandler):
         kind, body = PAGES.get(self.path, ("", b""))
         self.send_response(200 if kind else 404)
         self.send_header("Content-Type", kind)
+        self.send_header("Content-Encoding", "gzip" if "packed" in kind else "")
         self.send_header("Content-Length", "9" if body is None else str(len(body)))
         self.end_headers()
         self.wfile.write(body or b"half")
@@ -169,8 +175,11 @@ def test_pages_and_several_files_are_one_text_below_their_names(site: str, tmp_p
     page = open_all([f"{site}/tea"], "--prompt-file ")
     assert page.name == "tea"
     assert "".join(page.pieces or ()).startswith("# Tea")
-    for name, why in {f"{site}/none": "Not Found", f"{site}/cut": "ended early", "http://[": "Invalid"}.items():
+    assert "".join(open_all([f"{site}/old"], "").pieces or ()) == "Žalioji"
+    with pytest.raises(ValueError, match="^the address of a page holds a user's name or password; take it out"):
+        open_all([f"{site.replace('//', '//me:secret@')}/tea"], "")
+    for name, why in {"/none": "Not Found", "/cut": "ended early", "/packed": "comes packed as gzip"}.items():
         with pytest.raises(ValueError, match=rf"^--prompt-file .* cannot be fetched \(.*{why}.*\); check the addr"):
-            open_all([name], "--prompt-file ")
+            open_all([site + name], "--prompt-file ")
     with pytest.raises(ValueError, match=r"--prompt-file empty\.txt is empty"):
         list(open_all([str(tmp_path / "a.txt"), str(tmp_path / "empty.txt")], "--prompt-file ").pieces or ())
