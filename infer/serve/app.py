@@ -43,7 +43,7 @@ async def _refused(request: Request, error: Any) -> JSONResponse:
 
 def _refusal(request: Request, error: Exception) -> Refusal:
     if isinstance(error, RequestValidationError):
-        message, param = _sentence(error.errors()[0])
+        message, param = _sentence(max(error.errors(), key=lambda one: len(one["loc"])))  # of the shape nearest to it
         return Refusal(400, message, param=param)
     if isinstance(error, HTTPException):
         why = "the body cannot be read; send a JSON object" if error.status_code == 400 else error.detail

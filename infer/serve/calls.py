@@ -47,7 +47,7 @@ def _called(text: str) -> list[dict[str, Any]]:
     for one in found if isinstance(found, list) else [found]:
         if not isinstance(one, dict) or not is_text(name := one.get("name")):
             return []
-        given = one.get("arguments", {})
+        given = one.get("arguments") or {}
         function = {"name": name, "arguments": given if is_text(given) else json.dumps(given)}
         calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
     return calls

@@ -32,11 +32,11 @@ from starlette.concurrency import run_in_threadpool
 from locret.base.fields import shown
 from locret.infer.serve.convert import PURPOSES, converted
 from locret.infer.serve.gate import STALL
-from locret.infer.serve.index import SUFFIX, Entry
+from locret.infer.serve.index import Entry
 from locret.infer.serve.jobs import retention_in, shares_of
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal
-from locret.infer.serve.state import state_of
+from locret.infer.serve.state import state_of, unless_gone
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 files = APIRouter(prefix="/v1/files", tags=["files"])
@@ -186,16 +186,18 @@ async def create(request: Request) -> dict[str, Any]:
     Its id is a name made of the file's; it can be asked when its status is processed.
     """
     state, library, kind = state_of(request), _library(request), request.headers.get("content-type", "")
-    file = await run_in_threadpool(library.upload)
+    file, limit = await run_in_threadpool(library.upload), state.options.timeout
     try:
         await _stored(request, file, library, text=False)
-        async with state.converting:
-            notes = await run_in_threadpool(converted, file, kind, state.options.timeout)
+        notes = await asyncio.wait_for(unless_gone(request, converted(file, kind, state.converting)), limit)
         source = notes.pop("file")
         entry = await run_in_threadpool(lambda: library.read(_name(source, library), file, source=source, notes=notes))
-    except BaseException:
+    except BaseException as error:
         file.unlink(missing_ok=True)
-        raise
+        if not isinstance(error, asyncio.TimeoutError):
+            raise
+        why = f"the file takes longer than {limit:g} s (--timeout), with those before it"
+        raise Refusal(408, f"{why}; convert it to plain text, or send it later") from None
     finally:
         for document in file.parent.glob(f"{file.name}.*"):
             document.unlink()
@@ -205,7 +207,7 @@ async def create(request: Request) -> dict[str, Any]:
 def _name(source: str, library: Library) -> str:
     """Return a name of a context made of a file's, with a number where that is taken."""
     plain = unicodedata.normalize("NFKD", Path(source).stem).encode("ascii", "ignore").decode()
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", plain)[:60].strip("._-").removesuffix(SUFFIX) or "file"
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", plain)[:60].strip("_-") or "file"
     taken = {entry.name for entry in library.entries() if entry.state != "failed"}
     return next(one for one in chain([name], (f"{name}-{nth}" for nth in count(2))) if one not in taken)
 

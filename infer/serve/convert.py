@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import email
 import email.policy
 import json
 import os
-import subprocess
 import sys
+from asyncio.subprocess import PIPE
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,25 @@ PURPOSES = ("assistants", "user_data")
 """What files may be for; nothing is done here for the others of OpenAI."""
 
 
-def converted(form: Path, kind: str, seconds: float) -> dict[str, Any]:
-    """Replace the body of a request, a form of Content-Type `kind`, by the text of its file.
+async def converted(form: Path, kind: str, turn: asyncio.Lock) -> dict[str, Any]:
+    """Replace the body of a request, a form of Content-Type `kind`, by the text of its file, in `turn`.
 
-    Returns the file's name, as `file`, its `bytes` and its `purpose`.
+    Returns the file's name, as `file`, its `bytes` and its `purpose`. To leave ends the process.
     """
     line = [sys.executable, "-m", __name__, str(form), kind]
     where = {"PYTHONPATH": os.pathsep.join(sys.path)}  # what this process imports, and nothing from where it stands
-    how: dict[str, Any] = {"cwd": form.parent, "env": {**os.environ, **where}, "capture_output": True, "text": True}
-    try:
-        done = subprocess.run(line, timeout=seconds, **how)
-    except subprocess.TimeoutExpired:
-        raise Refusal(408, f"the file takes longer than {seconds:g} s (--timeout); convert it to plain text") from None
-    if done.returncode:
-        raise Refusal(400, done.stderr.rstrip().rpartition("\n")[2] or _TOO_LARGE, param="file")
-    return dict(json.loads(done.stdout.rpartition("\n")[2]))
+    how: dict[str, Any] = {"cwd": form.parent, "env": {**os.environ, **where}, "stdout": PIPE, "stderr": PIPE}
+    async with turn:
+        process = await asyncio.create_subprocess_exec(*line, **how)
+        try:
+            told, why = await process.communicate()
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+    if process.returncode:
+        raise Refusal(400, why.decode(errors="replace").rstrip().rpartition("\n")[2] or _TOO_LARGE, param="file")
+    return dict(json.loads(told.rpartition(b"\n")[2]))
 
 
 def main(form: Path, kind: str) -> dict[str, Any]:

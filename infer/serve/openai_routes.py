@@ -7,8 +7,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import aclosing, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -25,7 +25,7 @@ from locret.infer.serve.prompts import Prompt
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.responses import Answer, ChatForm, CompletionForm, ResponsesForm, usage
 from locret.infer.serve.schemas import Body, ChatRequest, CompletionRequest, ResponsesRequest
-from locret.infer.serve.state import ServerState, state_of
+from locret.infer.serve.state import ServerState, state_of, unless_gone
 
 LEAST_TEMPERATURE = 1e-3
 """Below it half-precision logits would overflow; what it would draw is the likeliest token anyway."""
@@ -130,9 +130,9 @@ class _Work:
             why = "stream_options has no effect without stream; set stream to true, or leave it out"
             raise Refusal(400, why, param="stream_options")
         if body.stream:
-            await _unless_gone(self.request, anext(pieces))
+            await unless_gone(self.request, anext(pieces))
             return StreamingResponse(self.events(pieces), media_type="text/event-stream")
-        await _unless_gone(self.request, _finished(pieces))
+        await unless_gone(self.request, _finished(pieces))
         return JSONResponse(self.form.whole(self.answers, usage(self.prompts, self.answers)))
 
     async def events(self, pieces: AsyncGenerator[Piece | None, None]) -> AsyncIterator[str]:
@@ -234,24 +234,3 @@ async def _finished(pieces: AsyncGenerator[Piece | None, None]) -> None:
 def _event(value: dict[str, Any]) -> str:
     named = f"event: {value['type']}\n" if "type" in value else ""
     return f"{named}data: {json.dumps(value, separators=(',', ':'))}\n\n"
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, _T] | Any) -> _T:
-    """Return what some work returns; it is cancelled if the client leaves."""
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
-    try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            result: _T = task.result()
-            return result
-        raise Refusal(499, "the client has left before there was an answer")
-    finally:
-        watch.cancel()
-        if task.cancel():
-            with suppress(asyncio.CancelledError, Exception):
-                await task
-
-
-async def _gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from starlette.requests import HTTPConnection
+from starlette.requests import HTTPConnection, Request
 
 from locret.engines.transformers import PagedContexts
 from locret.infer.serve.answers import Answers
 from locret.infer.serve.library import Library
 from locret.infer.serve.prompts import Prompts
+from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.serve_options import ServeOptions
 
 SHORT_WORK, LONG_WORK = 4, 16
 """Threads for what takes milliseconds, such as tokenising a question, and for what waits until a text is read."""
+
+_T = TypeVar("_T")
 
 
 @dataclass(kw_only=True)
@@ -53,3 +59,24 @@ def state_of(connection: HTTPConnection) -> ServerState:
     """Return the state of the server that a request has reached."""
     state: ServerState = connection.app.state.server
     return state
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, _T] | Any) -> _T:
+    """Return what some work returns; it is cancelled if the client leaves."""
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            result: _T = task.result()
+            return result
+        raise Refusal(499, "the client has left before there was an answer")
+    finally:
+        watch.cancel()
+        if task.cancel():
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
