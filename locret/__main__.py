@@ -44,7 +44,7 @@ def main() -> None:
     """Entry point of `locret`, and of `locret-NAME` by the name under which it was started."""
     from locret.base import interrupts  # signals are answered before what takes longer is imported
 
-    prog, arguments = PurePath(sys.argv[0]).stem, sys.argv[1:]
+    prog, arguments = PurePath(sys.argv[0]).stem.lower(), sys.argv[1:]  # Windows says it as it was typed
     if (name := prog.removeprefix("locret-")) in COMMANDS:
         arguments.insert(0, name)
         words = [word for word in arguments[1:2] if name == "context" and word.isalpha()]
