@@ -130,8 +130,8 @@ def _check_together(options: Options, asked: Sequence[str], ranks: Ranks) -> Non
     check_evidence(prompt, options.generation)
     if prompt.evidence and not asked and not output.dry_run:
         raise ValueError("--evidence is about an answer, but nothing is asked; give --question or --questions")
-    if output.compare_full and (len(asked) > 1 or prompt.evidence or ranks.size > 1):
-        raise ValueError("--compare-full compares one answer in one process; leave it, --evidence or --shard out")
+    if output.compare_full and (len(asked) > 1 or prompt.questions or prompt.evidence or ranks.size > 1):
+        raise ValueError("--compare-full compares one answer in one process; leave it, or give one --question alone")
     if output.compare_full and not prompt.again:
         raise ValueError("--compare-full reads the text twice, which standard input is not; give --prompt-file FILE")
 

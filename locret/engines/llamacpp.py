@@ -216,4 +216,4 @@ def _rows(states: Tensor, kind: str) -> Iterator[bytes]:
 
 def _interleaved(keys: Tensor) -> Tensor:
     """Make neighbours of the element i of the first half of a head and the element i of the second."""
-    return keys.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
+    return torch.stack(keys.chunk(2, dim=-1), dim=-1).flatten(-2)

@@ -74,7 +74,8 @@ class ExpectedAttentionScorer(Scorer):
             spread_BKS = ((key @ covariance_BKGDD[:, :, g]) * key).sum(-1)
             logits_BKS += spread_BKS * (chunk.scaling**2 / 2)
             scores += logits_BKS.masked_fill(sinks_BKS, -torch.inf).softmax(-1) / group
-        return scores * chunk.value.float().norm(dim=-1)
+        norms_BKS: Tensor = chunk.value.float().norm(dim=-1)
+        return scores * norms_BKS
 
     def _coming_queries(self, chunk: Chunk) -> tuple[Tensor, Tensor]:
         """Return mean (B, N, D) and covariance (B, N, D, D) of the coming queries, rotated, float32."""
