@@ -369,6 +369,8 @@ def open_document(source: Any, name: str | None = None) -> Document:
 
 def open_file(file: str | Path, name: str | None = None, setting: str = "") -> Document:
     """Return a file's text, a folder's, or that of standard input for `-`; messages put `setting` before the path."""
+    if not str(file):  # which would be the folder where the command runs
+        raise ValueError(f"{setting}{file!r} names no file; give its path, or . for the folder where you are")
     path = Path(os.path.expanduser(shipped.find(str(file))))
     if (pieces := pieces_of(path, setting, lambda one: open_file(one, setting=setting).pieces)) is not None:
         return Document(name or path.resolve().name, pieces)

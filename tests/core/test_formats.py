@@ -181,5 +181,7 @@ def test_pages_and_several_files_are_one_text_below_their_names(site: str, tmp_p
     for name, why in {"/none": "Not Found", "/cut": "ended early", "/packed": "comes packed as gzip"}.items():
         with pytest.raises(ValueError, match=rf"^--prompt-file .* cannot be fetched \(.*{why}.*\); check the addr"):
             open_all([site + name], "--prompt-file ")
+    with pytest.raises(ValueError, match="^--prompt-file '' names no file; give its path, or [.] for the folder"):
+        open_all([""], "--prompt-file ")
     with pytest.raises(ValueError, match=r"--prompt-file empty\.txt is empty"):
         list(open_all([str(tmp_path / "a.txt"), str(tmp_path / "empty.txt")], "--prompt-file ").pieces or ())
