@@ -79,17 +79,17 @@ def read(
 
 def show(options: ShowOptions, given: frozenset[str]) -> int:
     """Print what saved contexts are, and what they kept of their texts."""
-    from locret import loading, shipped
+    from locret import loading
     from locret.conversation.saved import SavedContext, find_context
     from locret.infer import kept_page
-    from locret.infer.reading import check_target
+    from locret.infer.reading import check_target, open_all
 
     if options.plot is not None:
         check_target("--plot", options.plot)
     found = [SavedContext.open(find_context(path)) for path in options.context]
     retentions = [one.retention(one.path.name) for one in found]
     if options.plot is not None:
-        words, notes = Path(shipped.find(str(options.text))).read_text(encoding="utf-8"), found[0].conversation
+        words, notes = "".join(open_all([str(options.text)], "--text ").pieces or ()), found[0].conversation
         tokenizer, template = loading.tokenizer_of(str(options.model)), str(notes.get("template", "none"))
         share = kept_page.share_of_heads(retentions[0])
         pieces = kept_page.marked(words, share, tokenizer, template, notes.get("system"))
@@ -207,7 +207,7 @@ def _named_backbone(paths: Sequence[str], names: Sequence[Any]) -> str:
     name = names[0]
     if set(map(str, names)) != {name} or not name.isprintable() or not name.strip():
         raise ValueError(f"--model is missing, and no one backbone is named in {' '.join(paths)}; give --model")
-    warnings.warn(f"{paths[0]} names the backbone {name}; --model takes another", stacklevel=2)
+    warnings.warn(f"{paths[0]} names the backbone {name}, which is taken; --model names another", stacklevel=2)
     return backbone_names.name_of(name)
 
 

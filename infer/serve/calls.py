@@ -1,4 +1,4 @@
-"""Calls of tools in the text of an answer, as Qwen, Hermes, SmolLM and their like write them: JSON between tags."""
+"""Calls of tools in the text of an answer, as Qwen, Hermes and their like write them: JSON between tags."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_a_file_knows_what_it_is_asked_with(
 ) -> None:
     few = ["--question", ASKED, "--max-new-tokens", 6]
     alone, named = context("ask", file, *few, "--json"), context("ask", file, *pair, *few, "--json")
-    assert f"names the backbone {pair[1]}; --model takes another" in alone.err
+    assert f"names the backbone {pair[1]}, which is taken; --model names another" in alone.err
     alone, named = (json.loads(one.out)["contexts"][0] for one in (alone, named))
     assert alone["answers"][0]["answer"] == named["answers"][0]["answer"]
     assert alone["scorer"] == named["scorer"]
