@@ -189,7 +189,8 @@ async def create(request: Request) -> dict[str, Any]:
     file, limit = await run_in_threadpool(library.upload), state.options.timeout
     try:
         await _stored(request, file, library, text=False)
-        notes = await asyncio.wait_for(unless_gone(request, converted(file, kind, state.converting)), limit)
+        reading = unless_gone(request, converted(file, kind, state.converting))
+        notes: dict[str, Any] = await asyncio.wait_for(reading, limit)
         source = notes.pop("file")
         entry = await run_in_threadpool(lambda: library.read(_name(source, library), file, source=source, notes=notes))
     except BaseException as error:
