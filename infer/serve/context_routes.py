@@ -19,6 +19,7 @@ import hashlib
 import re
 import time
 import unicodedata
+from collections.abc import Coroutine
 from contextlib import suppress
 from itertools import chain, count
 from pathlib import Path
@@ -189,8 +190,8 @@ async def create(request: Request) -> dict[str, Any]:
     file, limit = await run_in_threadpool(library.upload), state.options.timeout
     try:
         await _stored(request, file, library, text=False)
-        reading = unless_gone(request, converted(file, kind, state.converting))
-        notes: dict[str, Any] = await asyncio.wait_for(reading, limit)
+        reading: Coroutine[Any, Any, dict[str, Any]] = unless_gone(request, converted(file, kind, state.converting))
+        notes = await asyncio.wait_for(reading, limit)
         source = notes.pop("file")
         entry = await run_in_threadpool(lambda: library.read(_name(source, library), file, source=source, notes=notes))
     except BaseException as error:
