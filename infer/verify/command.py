@@ -14,11 +14,10 @@ from typing import Any
 from locret.base.nearest import check_retired
 from locret.cli.command import FAILURE, parse_options, print_json, run, warnings_as_lines
 from locret.infer.infer_options import ModelOptions, ReportOptions
+from locret.infer.verify import LEAST_TOKENS, QUICK_TOKENS, TOKENS
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import PolicyFlags
 
-TOKENS, QUICK_TOKENS, LEAST_TOKENS = 1024, 256, 64
-"""Tokens of a text: usually, with --quick, and at least, so that there are chunks to cut."""
 Names = str | list[str]
 
 

@@ -15,9 +15,8 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, sco
 from locret.backbone.adapters import compute_dtype, describe, input_device, unwrap
 from locret.base.nearest import check_retired, nearest
 from locret.environment import versions
-from locret.infer.verify import FAILED, SKIPPED, NotHere, Report, Row
+from locret.infer.verify import FAILED, LEAST_TOKENS, SKIPPED, TOKENS, NotHere, Report, Row
 from locret.infer.verify.checks import CHECKS
-from locret.infer.verify.command import LEAST_TOKENS, TOKENS
 from locret.infer.verify.subject import NEW_TOKENS, Subject, fitted
 from locret.policy.policy import policy_of
 from locret.scorers import FALLBACK, Scorer

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import inspect
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING
-from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from locret.base.fields import union_members
@@ -33,22 +29,6 @@ def is_usual(option: Option) -> bool:
     declaring = next(cls for cls in option.owner.__mro__ if option.name in cls.__dict__.get("__annotations__", {}))
     usual = declaring.__dict__.get("usual")
     return usual is None or option.name in usual or option.default is MISSING
-
-
-@cache
-def field_docs(cls: type) -> dict[str, str]:
-    """Return the string under each field of a dataclass and its bases, on one line."""
-    found = {}
-    for one in reversed(cls.__mro__):
-        tree = None
-        with suppress(OSError, TypeError, SyntaxError):  # builtins, and where there are no sources
-            tree = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
-        body = getattr(tree, "body", [])
-        for field, below in zip(body, body[1:], strict=False):
-            named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
-            if named and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
-                found[field.target.id] = " ".join(str(below.value.value).split())
-    return found
 
 
 class _Formatter(argparse.HelpFormatter):

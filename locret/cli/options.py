@@ -10,10 +10,15 @@ empty text is a value.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, get_origin
 
 from locret.base import fields as values
@@ -83,9 +88,23 @@ class Option:
     @property
     def help(self) -> str:
         """The string under the field."""
-        from locret.cli.help import field_docs
+        return _field_docs(self.owner).get(self.name, "")
 
-        return field_docs(self.owner).get(self.name, "")
+
+@cache
+def _field_docs(cls: type) -> dict[str, str]:
+    """Return the string under each field of a dataclass and its bases, on one line."""
+    found = {}
+    for one in reversed(cls.__mro__):
+        tree = None
+        with suppress(OSError, TypeError, SyntaxError):  # builtins, and where there are no sources
+            tree = ast.parse(textwrap.dedent(inspect.getsource(one))).body[0]
+        body = getattr(tree, "body", [])
+        for field, below in zip(body, body[1:], strict=False):
+            named = isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if named and isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant):
+                found[field.target.id] = " ".join(str(below.value.value).split())
+    return found
 
 
 @dataclass(frozen=True)
