@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import re
 import warnings
@@ -191,6 +192,9 @@ def _check_config(config: Any) -> None:
             value = getattr(layer, name, None)
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most):
                 raise ValueError(f"{name} is {shown(value)} instead of a whole number from 1 to {most:,}")
+    for name, value in (getattr(text, "rope_parameters", None) or {}).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {shown(value)}")
 
 
 def _fetch_config(name: str, options: BackboneSource) -> bool:

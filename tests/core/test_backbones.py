@@ -114,6 +114,7 @@ def refused(folder: Path, said: str) -> None:
         ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000 instead of a whole number from 1 to 1,000"),
         ({"vocab_size": 2**27}, r"describes [\d,]+ weights and its files hold [\d,]+ bytes"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, r"cannot be loaded \(KeyError: 'spiral'\)"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta is nan"),
         ({"num_hidden_layers": 4}, "9 weights are missing, such as model.layers.3"),
     ],
 )
