@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+import socket
 from http.client import HTTPException
+from ipaddress import ip_address
 from mimetypes import guess_extension
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
-from urllib.request import Request, urlopen
+from urllib.request import HTTPRedirectHandler, Request, build_opener
 
 from locret import __version__
 
@@ -19,6 +21,26 @@ if TYPE_CHECKING:
 _LARGEST = 2**30
 _PATIENCE = 60.0
 """Seconds that a server may be silent."""
+
+
+class _Redirects(HTTPRedirectHandler):
+    """Goes where a page has moved to, but by no weaker protocol, nor from the internet to a network of this machine."""
+
+    def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Request | None:
+        """Return the next request."""
+        to = urlsplit(newurl)
+        if to.scheme not in ("https", req.type) or (_is_private(to.hostname) and not _is_private(req.host)):
+            raise ValueError(f"it leads to {to.scheme}://{to.netloc}, which a page may not; give that address itself")
+        return super().redirect_request(req, fp, code, msg, headers, newurl)
+
+
+def _is_private(host: str | None) -> bool:
+    """Return whether a host, perhaps with a port, is this machine or one that only its networks reach."""
+    try:
+        found = socket.getaddrinfo(urlsplit(f"//{host}").hostname, None)
+    except OSError:  # a proxy may know it
+        return False
+    return not all(ip_address(address[0]).is_global for *_, address in found)
 
 
 def is_address(name: str) -> bool:
@@ -43,7 +65,7 @@ def fetched(address: str, setting: str) -> Document:
     with TemporaryDirectory(prefix="locret-") as folder:
         try:
             request = Request(address, headers={"User-Agent": f"locret/{__version__}"})
-            with urlopen(request, timeout=_PATIENCE) as answer:
+            with build_opener(_Redirects).open(request, timeout=_PATIENCE) as answer:
                 kind, given = answer.headers.get_content_type(), PurePosixPath(unquote(urlsplit(answer.url).path))
                 coding, charset = answer.headers.get("Content-Encoding", ""), answer.headers.get_content_charset()
                 if coding.lower() not in ("", "identity", "utf-8"):

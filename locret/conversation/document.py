@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import os
 import re
+import stat
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -51,6 +52,8 @@ HELD = 64
 WORD_START = re.compile(r"(?<=\S)(?=\s)")
 _FILES = (".txt", ".md", ".rst", ".tex", ".json", ".jsonl", ".csv", ".xml", ".log", *CONVERTED)
 _LONGEST_PATH = 4096
+_LONGEST_PIPE = 1 << 30
+"""Characters of what has no size, such as standard input."""
 _SLICE = 1 << 14
 """Characters between two looks at how far a text has been read."""
 
@@ -399,11 +402,22 @@ def read_text(source: str | Path, block_chars: int = 1 << 20, setting: str = "--
         raise ValueError(f"{setting}{source}: that is a folder; give one text file") from None
     except OSError as error:
         raise ValueError(f"{setting}{source}: cannot be read ({error.strerror}); check its permissions") from None
+    mode, read = os.fstat(stream.fileno()).st_mode, 0
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stream.isatty()):
+        stream.close()
+        raise ValueError(f"{setting}{source}: that is a device, which may have no end; give a file, or pipe a text in")
 
     def blocks() -> Iterator[str]:
+        nonlocal read
         with stream:
             try:
                 while block := stream.read(block_chars):
+                    read += len(block)
+                    if read > _LONGEST_PIPE and not stat.S_ISREG(mode):
+                        raise ValueError(
+                            f"{setting}{source}: more than {_LONGEST_PIPE:,} characters came through a pipe; write "
+                            "them to a file, and give that"
+                        )
                     yield block
             except UnicodeDecodeError as error:
                 raise ValueError(

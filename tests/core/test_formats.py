@@ -140,13 +140,17 @@ PAGES = {
     "/cut": ("text/plain", None),
     "/old": ("text/html; charset=iso-8859-13", "<p>Žalioji</p>".encode("iso-8859-13")),
     "/packed": ("text/plain; packed", b"\x1f\x8b"),
+    "/moved": ("/tea", b""),
+    "/out": ("ftp://localhost/tea", b""),
+    "/in": ("http://localhost/tea", b""),
 }
 
 
 class Site(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         kind, body = PAGES.get(self.path, ("", b""))
-        self.send_response(200 if kind else 404)
+        self.send_response(200 if kind.startswith("text") else 302 if kind else 404)
+        self.send_header("Location", kind)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Encoding", "gzip" if "packed" in kind else "")
         self.send_header("Content-Length", "9" if body is None else str(len(body)))
@@ -166,21 +170,31 @@ def site() -> Iterator[str]:
     server.server_close()
 
 
-def test_pages_and_several_files_are_one_text_below_their_names(site: str, tmp_path: Path) -> None:
+def test_pages_and_several_files_are_one_text_below_their_names(
+    site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("markitdown", reason="the extra documents is not installed")
     (tmp_path / "a.txt").write_text("first")
     (tmp_path / "empty.txt").write_text(" ")
     several = open_all([str(tmp_path / "a.txt"), f"{site}/raw/tea.md"], "--prompt-file ")
     assert "".join(several.pieces or ()) == "# a.txt\n\nfirst\n\n# tea.md\n\nGreen tea.\n\n"
-    page = open_all([f"{site}/tea"], "--prompt-file ")
+    page = open_all([f"{site}/moved"], "--prompt-file ")
     assert page.name == "tea"
     assert "".join(page.pieces or ()).startswith("# Tea")
     assert "".join(open_all([f"{site}/old"], "").pieces or ()) == "Žalioji"
     with pytest.raises(ValueError, match="^the address of a page holds a user's name or password; take it out"):
         open_all([f"{site.replace('//', '//me:secret@')}/tea"], "")
-    for name, why in {"/none": "Not Found", "/cut": "ended early", "/packed": "comes packed as gzip"}.items():
+    monkeypatch.setattr("locret.infer.fetch._is_private", lambda host: host == "localhost")
+    wrong = {"/none": "Not Found", "/cut": "ended early", "/packed": "comes packed as gzip"}
+    for name, why in {
+        **wrong,
+        "/out": "it leads to ftp://localhost, which",
+        "/in": "leads to http://localhost",
+    }.items():
         with pytest.raises(ValueError, match=rf"^--prompt-file .* cannot be fetched \(.*{why}.*\); check the addr"):
             open_all([site + name], "--prompt-file ")
+    with pytest.raises(ValueError, match="^--prompt-file /dev/zero: that is a device, which may have no end; give a f"):
+        open_all(["/dev/zero"], "--prompt-file ")
     with pytest.raises(ValueError, match="^--prompt-file '' names no file; give its path, or [.] for the folder"):
         open_all([""], "--prompt-file ")
     with pytest.raises(ValueError, match=r"--prompt-file empty\.txt is empty"):
