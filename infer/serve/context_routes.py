@@ -190,7 +190,9 @@ async def create(request: Request) -> dict[str, Any]:
     file, limit = await run_in_threadpool(library.upload), state.options.timeout
     try:
         await _stored(request, file, library, text=False)
-        reading: Coroutine[Any, Any, dict[str, Any]] = unless_gone(request, converted(file, kind, state.converting))
+        reading: Coroutine[Any, Any, dict[str, Any]] = unless_gone(
+            request, converted(file, kind, limit, state.converting)
+        )
         notes = await asyncio.wait_for(reading, limit)
         source = notes.pop("file")
         entry = await run_in_threadpool(lambda: library.read(_name(source, library), file, source=source, notes=notes))
@@ -228,11 +230,12 @@ def _as_file(entry: Entry) -> dict[str, Any]:
 
 
 @files.get("", summary="All contexts, as files")
-def listed_as_files(request: Request) -> dict[str, Any]:
-    """Return all contexts, in the order of names."""
-    if asked := request.query_params.keys():
+def listed_as_files(request: Request, purpose: str | None = None) -> dict[str, Any]:
+    """Return all contexts, or those of a purpose, in the order of names."""
+    if asked := request.query_params.keys() - {"purpose"}:
         raise Refusal(400, f"{shown(min(asked))} has no effect here; leave it out, all files are listed")
-    return {"object": "list", "data": [_as_file(one) for one in _library(request).entries()], "has_more": False}
+    found = [_as_file(one) for one in _library(request).entries()]
+    return {"object": "list", "data": [one for one in found if purpose in (None, one["purpose"])], "has_more": False}
 
 
 @files.get("/{name}", summary="One context, as a file")

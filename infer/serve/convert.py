@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import email
 import email.policy
 import json
+import math
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE
 from contextlib import suppress
@@ -19,17 +22,22 @@ from locret.infer.serve.refusal import Refusal, one_line
 
 MEMORY = 2 << 30
 """Bytes that the process may take, beside what the server holds."""
-_TOO_LARGE = f"the file takes more than {MEMORY >> 30} GiB to be read; upload a long text as it is (POST /v1/contexts)"
+_PDEATHSIG = 1
+"""Of prctl, as Linux has it: the signal that a process gets when what started it has ended."""
+_TOO_LARGE = (
+    f"the file takes more than {MEMORY >> 30} GiB to be read, as text above some 200 MB does; upload a long text "
+    "as it is (POST /v1/contexts)"
+)
 PURPOSES = ("assistants", "user_data")
 """What files may be for; nothing is done here for the others of OpenAI."""
 
 
-async def converted(form: Path, kind: str, turn: asyncio.Lock) -> dict[str, Any]:
-    """Replace the body of a request, a form of Content-Type `kind`, by the text of its file, in `turn`.
+async def converted(form: Path, kind: str, seconds: float, turn: asyncio.Lock) -> dict[str, Any]:
+    """Replace the body of a request, a form of Content-Type `kind`, by the text of its file, in `turn` and `seconds`.
 
     Returns the file's name, as `file`, its `bytes` and its `purpose`. To leave ends the process.
     """
-    line = [sys.executable, "-m", __name__, str(form), kind]
+    line = [sys.executable, "-m", __name__, str(form), kind, str(math.ceil(seconds))]
     where = {"PYTHONPATH": os.pathsep.join(sys.path)}  # what this process imports, and nothing from where it stands
     how: dict[str, Any] = {"cwd": form.parent, "env": {**os.environ, **where}, "stdout": PIPE, "stderr": PIPE}
     async with turn:
@@ -45,13 +53,19 @@ async def converted(form: Path, kind: str, turn: asyncio.Lock) -> dict[str, Any]
     return dict(json.loads(told.rpartition(b"\n")[2]))
 
 
-def main(form: Path, kind: str) -> dict[str, Any]:
-    """Do the work of `converted`."""
-    with suppress(ImportError):  # Windows has no such bounds
+def bound(seconds: int) -> None:
+    """Give this process its memory and its time, and let it end with the server, however that ends."""
+    with suppress(ImportError, AttributeError):  # Windows has none of these bounds, macOS not the last
         import resource
 
         resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
         os.nice(10)
+        signal.alarm(seconds)  # which no handler takes: it ends the process, whatever that is doing
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+
+
+def main(form: Path, kind: str) -> dict[str, Any]:
+    """Do the work of `converted`."""
     head = f"Content-Type: {kind}\r\n\r\n".encode()
     parts, found = email.message_from_bytes(head + form.read_bytes(), policy=email.policy.HTTP), dict[str, Any]()
     for part in parts.iter_parts():
@@ -91,6 +105,7 @@ def _text(content: bytes, path: Path, name: str) -> str:
 
 
 if __name__ == "__main__":
+    bound(int(sys.argv[3]))
     try:
         sys.stdout.write(f"\n{json.dumps(main(Path(sys.argv[1]), sys.argv[2]))}")
     except Exception as error:

@@ -30,6 +30,8 @@ LINGER, REST = 2.0, 16 << 20
 """Seconds and bytes for which the rest of a body that was refused is taken and dropped, as most clients read an answer
 only when they have sent all of it, and lose it if the connection is cut before."""
 
+_ENDING = Refusal(503, "the server is about to end; ask it again when it has started", code="ending")
+
 
 class Gate:
     """ASGI middleware; see the module."""
@@ -44,7 +46,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, body, ended = Headers(scope=scope), bytearray(), False
+        headers, body, ended, begun = Headers(scope=scope), bytearray(), False, False
         waits = headers.get("expect", "").lower() == "100-continue"  # it sends nothing before it is told to
 
         async def take() -> Message:
@@ -60,6 +62,8 @@ class Gate:
                 dropped += len((await take()).get("body", b""))
 
         async def answer(message: Message) -> None:
+            nonlocal begun
+            begun = True
             if message["type"] == "http.response.start" and message["status"] >= 400 and not ended:
                 if not waits:
                     with suppress(asyncio.TimeoutError):
@@ -79,6 +83,10 @@ class Gate:
                 await JSONResponse(refusal.body(), refusal.status, headers=refusal.headers)(scope, take, answer)
         except ClientDisconnect:
             pass
+        except asyncio.CancelledError:  # --drain is over
+            if begun:
+                raise
+            await JSONResponse(_ENDING.body(), _ENDING.status)(scope, receive, send)
         finally:
             self.held -= len(body)
 
@@ -106,7 +114,7 @@ class Gate:
                 headers={"WWW-Authenticate": "Bearer"},
             )
         if state.draining:
-            raise Refusal(503, "the server is about to end; ask it again when it has started", code="ending")
+            raise _ENDING
 
     async def _take(self, body: bytearray, headers: Headers, take: Receive) -> None:
         """Receive a body that is not too large."""

@@ -196,13 +196,13 @@ class _Work:
         """Return what begins the answers to a prompt, which loads its prefix."""
         body, engine, library = self.body, self.state.engine, self.state.library
         room = engine.longest - prompt.units - len(prompt.rest)
-        most = body.longest or min(self.state.options.max_new_tokens, max(room, 1))
+        most = getattr(body, body.limit) or min(self.state.options.max_new_tokens, max(room, 1))
         if most > room:
             raise Refusal(
                 400,
-                f"max_tokens {most} do not fit: next to this prompt --kv-memory has room for {max(room, 0)}; ask for "
+                f"{body.limit} {most} do not fit: next to this prompt --kv-memory has room for {max(room, 0)}; ask for "
                 "fewer, or start the server with more",
-                param="max_tokens",
+                param=body.limit,
             )
         draws = body.temperature is None and (body.choices > 1 or bool(body.top_k) or body.top_p not in (None, 1))
         temperature = 1.0 if draws else body.temperature or 0.0

@@ -32,7 +32,9 @@ Several = Annotated[list[_T], Field(fail_fast=True, min_length=1, max_length=MOS
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True, min_length=1)]
 
 
+_FILES = ("file", "file_id", "file_data", "file_url")
 _INSTEAD = {
+    **dict.fromkeys(_FILES, "upload it (POST /v1/files), and give MODEL:FILE_ID as the model to ask about it"),
     **dict.fromkeys(("response_format", "text"), "leave it out, ask for JSON in a message, and check the answer"),
     **dict.fromkeys(("previous_response_id", "conversation"), "nothing is stored; send all turns so far as input"),
     "tools": "ask /v1/chat/completions, which hands them to the chat template",
@@ -79,6 +81,8 @@ class _Asked(_Body):
     """What chats and completions share."""
 
     idle = {"user": None, "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},)}
+    limits: ClassVar[Sequence[str]] = ("max_tokens",)
+    """Fields that say how long an answer may be."""
     model: Name | None = None
     """Name of the model, as `/v1/models` lists it."""
     context: Name | None = None
@@ -122,13 +126,13 @@ class _Asked(_Body):
         return self.n or 1
 
     @property
-    def longest(self) -> int | None:
-        """Longest answer in tokens, where it is said."""
-        return self.max_tokens
+    def limit(self) -> str:
+        """The field that says how long an answer may be, or could."""
+        return next((name for name in self.limits if getattr(self, name) is not None), self.limits[0])
 
 
 class TextPart(_Body):
-    idle = {"annotations": ([],), "logprobs": ([],)}
+    idle = {"annotations": ([],), "logprobs": ([],), **dict.fromkeys(_FILES, ())}
     type: Literal["text", "input_text", "output_text"]
     text: str
 
@@ -193,6 +197,7 @@ class ChatRequest(_Asked):
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
     }
+    limits = ("max_tokens", "max_completion_tokens")
     messages: Annotated[Few[Message], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     """Newer name of max_tokens."""
@@ -209,11 +214,6 @@ class ChatRequest(_Asked):
         if None not in (both := {self.max_tokens, self.max_completion_tokens}) and len(both) > 1:
             raise ValueError("max_tokens and max_completion_tokens exclude each other; drop one of them")
         return self
-
-    @property
-    def longest(self) -> int | None:
-        """Longest answer in tokens, where it is said."""
-        return self.max_completion_tokens or self.max_tokens
 
     @property
     def callable(self) -> Sequence[Tool]:
@@ -243,6 +243,7 @@ class ResponsesRequest(_Asked):
         "truncation": ("disabled",),
         "service_tier": ("auto", "default"),
     }
+    limits = ("max_output_tokens",)
     callable: ClassVar[Sequence[Tool]] = ()
     top: ClassVar[None] = None
     input: str | Annotated[Few[Message], Field(min_length=1)]
@@ -251,11 +252,6 @@ class ResponsesRequest(_Asked):
     """A system message before it."""
     max_output_tokens: Count | None = None
     """Longest answer in tokens."""
-
-    @property
-    def longest(self) -> int | None:
-        """Longest answer in tokens, where it is said."""
-        return self.max_output_tokens
 
     @property
     def messages(self) -> list[Message]:

@@ -45,7 +45,8 @@ def test_a_document_is_uploaded_asked_listed_and_deleted(server: Running, client
     file = client.files.wait_for_processing(first.id)
     assert (file.status, file.filename, file.bytes) == ("processed", name, len(content.encode()))
     assert (file.purpose, file.status_details) == ("user_data", None)
-    assert {first.id, second.id} <= {one.id for one in client.files.list()}
+    for purpose, listed in {"user_data": 2, "batch": 0}.items():
+        assert len({first.id, second.id} & {one.id for one in client.files.list(purpose=purpose)}) == listed
     said: Any = [{"role": "user", "content": QUESTION}]
     about = {"model": "tiny", "extra_body": {"context": first.id}}
     for how in ({"model": f"tiny:{first.id}"}, about):

@@ -336,11 +336,17 @@ def test_a_request_has_a_time_limit(serving: LongContextModel, tmp_path: Path) -
 HI = [user("hi")]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 IMAGE = [{"type": "image_url", "text": "x"}]
+FILE = [{"type": "file", "file": {"file_id": "x"}}]
 MANY = 10_000
 """Parts that are wrong, fewer than a request may have."""
 FIELDS: list[tuple[dict[str, Any], int, str]] = [  # beside a message, status, sentence
     ({"messages": [{"role": "user", "contents": "x"}]}, 400, "messages.0: contents is not a field here; did you mean"),
     ({"messages": [{"role": "user", "content": IMAGE}]}, 400, "messages.0.content"),
+    (
+        {"messages": [user(FILE)]},
+        400,
+        "messages.0.content.0: file {'file_id': 'x'} has no effect here; upload it (POST",
+    ),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "the tokenizer's chat template refuses these messages ("),
     ({f"k{nth}": 1 for nth in range(MANY)}, 400, "k0 is not a field here; "),
     ({"temperature": 3}, 400, "temperature 3: input should be less than or equal to 2; change it"),
@@ -358,7 +364,7 @@ FIELDS: list[tuple[dict[str, Any], int, str]] = [  # beside a message, status, s
 SET: list[tuple[str, Any, str]] = [
     ("previous_response_id", "resp_1", "has no effect here; nothing is stored; send all turns so far as input"),
     ("tools", [{"type": "web_search"}], "has no effect here; ask /v1/chat/completions, which hands them"),
-    ("store", True, "has no effect here; leave it out"),
+    ("max_output_tokens", 2**30, "do not fit: next to this prompt"),
     ("text", {"format": {"type": "json_object"}}, "has no effect here; leave it out, ask for JSON in a message"),
 ]
 REFUSED = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,8 @@ def test_a_server_answers_drains_and_ends_as_it_is_told(tmp_path: Path) -> None:
         stream, longer = (client.completions.create(max_tokens=tokens, **endless) for tokens in (100, 8000))
         first = next(iter(stream))
         next(iter(longer))
+        whole = ThreadPoolExecutor(1).submit(client.completions.create, max_tokens=8000, **{**endless, "stream": False})
+        time.sleep(0.3)
         process.send_signal(signal.SIGTERM)
         until = time.monotonic() + 1.0
         while time.monotonic() < until:  # long after the signal has come, each time on a new connection
@@ -49,6 +52,8 @@ def test_a_server_answers_drains_and_ends_as_it_is_told(tmp_path: Path) -> None:
         assert (first.choices[0].text + "".join(chunk.choices[0].text for chunk in rest)).count("Paris") == 100
         with pytest.raises(openai.APIConnectionError):  # what does not end in time is cut off
             list(longer)
+        with pytest.raises(openai.InternalServerError, match="503 .*the server is about to end"):
+            whole.result()
         _, said = process.communicate(timeout=90)
         assert process.returncode == 143
         assert said.strip().endswith("locret-serve: interrupted")
