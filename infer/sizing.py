@@ -87,7 +87,7 @@ class PlannedRun:
 
     def schedule(self, policy: RetentionPolicy) -> Schedule:
         """Return the planned steps."""
-        return Limits(policy, as_scorer(self.scorer), len(self._backbone.layers)).plan(self.prompt_tokens)
+        return Limits.of(self._backbone, as_scorer(self.scorer), policy).plan(self.prompt_tokens)
 
     def bytes_beside_weights(self, policy: RetentionPolicy) -> int:
         """Return the planned bytes of the cache, of heads, and of what a chunk works with."""

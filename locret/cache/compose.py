@@ -230,15 +230,18 @@ def _settle(cache: RetentionCache) -> None:
         layer.settle(cache.next_position, cache.seen)
 
 
-def _budgets(cache: RetentionCache, budget: int) -> tuple[int, ...]:
-    """Return the units of each layer, as at the end of a read; the local tokens are part of them."""
-    own = min(budget, cache.scorer.recent(budget))
-    return layer_budgets(_resized(cache.policy, budget), len(cache.governed), None, own)
+def _budgets(caches: Sequence[RetentionCache], budget: int) -> tuple[int, ...]:
+    """Return the units of each layer of caches, as at the end of a read; the local tokens are part of them."""
+    last = caches[-1]
+    held = [sum(cache.governed[nth].fill for cache in caches) for nth in range(len(last.governed))]
+    own = min(budget, last.scorer.recent(budget))
+    return layer_budgets(_resized(last.policy, budget), len(held), held, own)
 
 
 def _stays(cache: RetentionCache, budget: int, whole: RetentionCache | None = None) -> list[Stay]:
     """Return what stays in each layer of a cache, or of a whole that ends with it, as at the end of a read."""
-    most, held = _budgets(cache, budget), whole or cache
+    held = whole or cache
+    most = _budgets([held], budget)
     protected, local = Protected(held.protected, budget, most), cache.policy.local_len
     return [protected.stay(nth, held.seen, cache.scorer, units, min(units, local)) for nth, units in enumerate(most)]
 
@@ -250,7 +253,7 @@ def _cut(cache: RetentionCache, stays: Sequence[Stay]) -> None:
 
 def _share(caches: Sequence[RetentionCache], budget: int) -> None:
     """Cut each cache to its share of what stays beside the local tokens, which are those of the last."""
-    last, most = caches[-1], _budgets(caches[-1], budget)
+    last, most = caches[-1], _budgets(caches, budget)
     protected = [Protected(cache.protected, budget, most) for cache in caches]
     read = sum(cache.seen for cache in caches)
     for nth, room in enumerate(most):

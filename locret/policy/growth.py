@@ -51,17 +51,37 @@ def check_shares(shares: Sequence[float]) -> None:
         )
 
 
-def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None) -> tuple[int, ...]:
-    """Return units per layer, one at least, in proportion to shares (None: alike), in all `layers * budget`."""
-    if shares is None:
-        return (budget,) * layers
-    exact, left = [Fraction(share) for share in shares], (budget - 1) * layers
-    own = [left * share / sum(exact) for share in exact]
-    units = [1 + int(part) for part in own]
-    order = sorted(range(layers), key=lambda layer: (-(own[layer] % 1), layer))
-    for layer in order[: budget * layers - sum(units)]:
-        units[layer] += 1
+def shared_budgets(
+    budget: int, layers: int, shares: Sequence[float] | None, most: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Return units per layer, one at least, in proportion to shares (None: alike), in all `layers * budget`.
+
+    No layer has more than the `most` that it will hold (None: many); what it has no use for goes to the others, in the
+    same proportion.
+    """
+    units, free, left = [0] * layers, list(range(layers)), budget * layers
+    while free:
+        parts = _in_proportion(left, [1 if shares is None else shares[layer] for layer in free])
+        full = (
+            []
+            if most is None
+            else [(layer, most[layer]) for layer, part in zip(free, parts, strict=True) if part > most[layer]]
+        )
+        for layer, own in full or zip(free, parts, strict=True):
+            units[layer] = own
+        left -= sum(own for _, own in full)
+        free = [layer for layer in free if not units[layer]]
     return tuple(units)
+
+
+def _in_proportion(units: int, shares: Sequence[float]) -> list[int]:
+    """Divide units in proportion to shares, one at least for each; the largest remainders are rounded up."""
+    exact, left = [Fraction(share) for share in shares], units - len(shares)
+    own = [left * share / sum(exact) for share in exact]
+    parts = [1 + int(part) for part in own]
+    for nth in sorted(range(len(own)), key=lambda nth: (-(own[nth] % 1), nth))[: units - sum(parts)]:
+        parts[nth] += 1
+    return parts
 
 
 def divided(units: int, shares: Sequence[float], held: Sequence[int], least: int = 0) -> list[int]:

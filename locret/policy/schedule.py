@@ -111,7 +111,7 @@ def plan(
         budgets = layer_budgets(policy, layers, None, recent)
         return _endless(policy, budgets, start)
     chunked = max(0, prompt_tokens - tail)
-    budgets = layer_budgets(policy, layers, max(start, default=0) + chunked, recent)
+    budgets = layer_budgets(policy, layers, [units + chunked for units in start], recent)
     local = prompt_tokens - chunked
     if policy.when == "prompt_end":
         return _at_prompt_end(policy, budgets, start, chunked, local)
@@ -141,13 +141,17 @@ def protected(policy: RetentionPolicy, kept: int) -> int:
     return policy.stabilizers if policy.memory == "fixed" else min(policy.stabilizers, kept // 2)
 
 
-def layer_budgets(policy: RetentionPolicy, layers: int, tokens: int | None, recent: int = 0) -> tuple[int, ...]:
-    """Return the units that each layer may keep, when `tokens` (None: many) compete for them."""
+def layer_budgets(
+    policy: RetentionPolicy, layers: int, competing: Sequence[int] | None, recent: int = 0
+) -> tuple[int, ...]:
+    """Return the units that each layer may keep, when so many per KV head of each compete for them (None: many)."""
     if policy.head_budgets == "shares":
-        return shared_budgets(policy.budget, layers, policy.layer_shares)
+        most = None if competing is None else [max(1, units) for units in competing]
+        return shared_budgets(policy.budget, layers, policy.layer_shares, most)
     if policy.layer_budgets == "uniform":
         return (policy.budget,) * layers
     window = max(recent, policy.stabilizers if policy.when == "chunk" else 0)
+    tokens = None if competing is None else max(competing, default=0)
     return pyramid_budgets(policy.budget, layers, tokens, window, policy.pyramid_beta)
 
 
@@ -165,8 +169,11 @@ def decode_budgets(policy: RetentionPolicy, layers: int, recent: int = 0) -> tup
 def lookahead(policy: RetentionPolicy) -> int:
     """Return the tokens of a text of unknown length that must be seen to know that its plan is that of a long one."""
     pyramid = 2 * policy.budget if policy.layer_budgets == "pyramid" else 0
+    shares = policy.layer_shares if policy.head_budgets == "shares" else None
+    shared = max(shared_budgets(policy.budget, len(shares), shares)) if shares else 0
     filled = policy.budget + policy.host_budget if isinstance(policy.host_budget, int) else 0  # both tiers
-    return max(pyramid, filled) and max(pyramid, filled) + policy.local_len + 1
+    most = max(pyramid, shared, filled)
+    return most and most + policy.local_len + 1
 
 
 def _local(tokens: int, kept: tuple[int, ...]) -> Step:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, Span, prefill
+from locret.cache.compose import shrunk
 from locret.policy.growth import divided, shared_budgets
 from locret.policy.policy import policy_of
 from locret.scorers.oracle import OracleScorer
@@ -29,13 +30,17 @@ def ids_of(length: int) -> torch.Tensor:
     return torch.randint(3, 97, (1, length), generator=torch.Generator().manual_seed(0))
 
 
-def test_layers_have_as_many_units_together_as_uniform_ones() -> None:
+@pytest.mark.parametrize("most", [None, 60, 9, 1])
+def test_layers_share_what_uniform_ones_have_and_hand_on_what_one_cannot_hold(most: int | None) -> None:
+    """The slow version gives to all in proportion, bit by bit, until everything is given or nobody has room."""
     shares = (0.2, 0.3, 2.5)
     for budget in (1, 33, 500):
-        units = shared_budgets(budget, 3, shares)
-        assert (sum(units), min(units) >= 1) == (3 * budget, True)
-        for own, share in zip(units, shares, strict=True):
-            assert abs(own - 1 - 3 * (budget - 1) * share / sum(shares)) < 1
+        units, own = shared_budgets(budget, 3, shares, most and [most] * 3), [1.0] * 3
+        room, left = most or 10**9, min(3 * budget, 3 * most if most else 10**9)
+        while sum(own) < left:
+            own = [min(room, one + share / 50) for one, share in zip(own, shares, strict=True)]
+        assert (sum(units), min(units) >= 1, max(units) <= room) == (left, True, True)
+        assert all(abs(one - its) <= 1 for one, its in zip(units, own, strict=True))
     assert shared_budgets(64, 2, (1e308, 1e308)) == shared_budgets(64, 2, (5e-324, 5e-324)) == (64, 64)
 
 
@@ -55,23 +60,26 @@ def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
     assert divided(1, (1.0, 2.0), (8, 8), least=1) == [0, 1]
 
 
-@pytest.mark.parametrize("chunk_size", [7, 90])
-def test_heads_keep_their_own_best_units_by_shares(model: nn.Module, chunk_size: int) -> None:
+@pytest.mark.parametrize(("chunk_size", "length", "layers"), [(7, 90, (16, 32)), (90, 90, (16, 32)), (7, 30, (22, 26))])
+def test_heads_keep_their_own_best_units_by_shares(
+    model: nn.Module, chunk_size: int, length: int, layers: tuple[int, int]
+) -> None:
     """The oracle chooses, in one go at the end of the text, what each head rates best among what chunks left."""
     shares = (0.5, 1.5, 3.0, 1.0)
     numbers = {**NUMBERS, "chunk_size": chunk_size, "stabilizers": 0, "head_budgets": "shares", "head_shares": shares}
-    labels = torch.rand(2, 2, 86, generator=torch.Generator().manual_seed(3))
+    labels = torch.rand(2, 2, length - 4, generator=torch.Generator().manual_seed(3))
     cache = RetentionCache(model, OracleScorer(labels=labels), RetentionPolicy(**numbers))
-    prefill(model, ids_of(90), cache)
+    ids = ids_of(length)
+    prefill(model, ids if length > 30 else iter(ids.tolist()), cache)
     assert cache.memory().actual == cache.memory().planned
-    layers = shared_budgets(24, 2, (1.0, 2.0))
+    assert sum(layer.fill for layer in shrunk(cache, 25).governed) == 50
     for layer, own in enumerate([shares[:2], shares[2:]]):
-        quotas = divided(2 * layers[layer], own, (86, 86), least=1)
+        quotas = divided(2 * layers[layer], own, (length - 4,) * 2, least=1)
         kept = cache.kept_positions(layer)[0]
         for head, quota in enumerate(quotas):
             positions = kept[head][kept[head] >= 0]
             best = labels[layer, head].topk(quota).indices.sort().values
-            assert positions.tolist() == [*best.tolist(), *range(86, 90)]
+            assert positions.tolist() == [*best.tolist(), *range(length - 4, length)]
 
 
 def test_head_shares_come_from_the_heads_or_are_asked_for(model: nn.Module) -> None:

@@ -265,7 +265,7 @@ def test_every_chunk_keeps_as_many_units_as_are_planned_in_the_order_of_the_text
         for units, most, guarded in zip(held, step.kept, step.protected, strict=True):
             counts = (units >= 0).sum(2)
             if not schedule.shared and not local:
-                assert counts.float().mean() == most or rules.head_budgets == "shares"
+                assert counts.float().mean() == most
             newest = run.numbers[3] if local else 0 if schedule.shared else guarded
             assert counts.min() >= min(newest, read)
             assert (units.diff(dim=2) > 0).logical_or(units[..., :-1] < 0).all()
