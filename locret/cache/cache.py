@@ -121,7 +121,8 @@ class RetentionCache(Whole):
         super().__init__(layers=[make_layer(self, index) for index in range(backbone.num_layers)])
         number = int(getattr(self.decoder.config, "number_of_conv_states", 1))
         self.carriers = {i: States(number) for i, kind in enumerate(backbone.kinds) if kind in (RECURRENT, BOTH)}
-        self._show_states()
+        for index, states in self.carriers.items():
+            states.show(self.layers[index])
         own = scorer if isinstance(scorer, FeatureScorer) and scorer.by_features else None
         self.features = PROJECTIONS if own is None else own.feature_source(self.prepared)
         """What the scorer looks at, where it looks at features."""

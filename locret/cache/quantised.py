@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from locret.backbone.attention import Recalled, View
+from locret.backbone.attention import View
 from locret.backbone.rotary import Rotary
-from locret.cache.rounding import COUNT, PLACE, Coder, Form
+from locret.cache.rounding import COUNT, PLACE, Form
 from locret.cache.store import QUERIES, STATES, DenseStore, UnitRanks, Workspace
 from locret.lookups.base import Keys, RoundedKeys
 from locret.policy.selectors import Kept, KeptPerHead
@@ -48,7 +48,7 @@ class QuantisedStore(DenseStore):
     position after the newest key, and `lags` by how much it lags behind the longest row's.
     """
 
-    name, holds = "quantised", "dense"
+    name, holds, rewrites = "quantised", "dense", True
     uncounted = (*_TURNS, QUERIES)
     once = ("exact_keys", "exact_values", "exact", *_FRAMES.values(), *uncounted)
 
@@ -59,17 +59,12 @@ class QuantisedStore(DenseStore):
         self.form = form
         self._newest: _Newest | None = None
 
-    @property
-    def key_numbers(self) -> int:
-        """None: while an answer is written the workspace is not idle."""
-        return 0
-
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
         for name, states in zip(STATES, (keys, values), strict=True):
             shape = (*states.shape[:2], self.form.recent, states.shape[-1])
             self.tensors[f"exact_{name}"] = torch.zeros(shape, dtype=states.dtype, device=keys.device)
-            if self._coder(name).framed and _FRAMES[name] not in self.tensors:
-                frame = self._coder(name).rounding.frame(states)
+            if self.form.coder(name).framed and _FRAMES[name] not in self.tensors:
+                frame = self.form.coder(name).rounding.frame(states)
                 assert frame is not None
                 self.tensors[_FRAMES[name]] = frame
         self.tensors["exact"] = torch.zeros(keys.shape[:2], dtype=COUNT, device=keys.device)
@@ -85,18 +80,17 @@ class QuantisedStore(DenseStore):
         """Return what is held of states (B, K, L, D), by name."""
         parts: dict[str, Tensor] = {}
         for name, states in zip(STATES, (keys, values), strict=True):
-            parts |= zip(_PARTS[name], self._coder(name).encode(states, self.tensors.get(_FRAMES[name])), strict=False)
+            parts |= zip(
+                _PARTS[name], self.form.coder(name).encode(states, self.tensors.get(_FRAMES[name])), strict=False
+            )
         return parts
-
-    def _coder(self, name: str) -> Coder:
-        return self.form.keys if name == "keys" else self.form.values
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
         new = keys.shape[-2]
         self._newest = _Newest(keys if rotated is None else rotated, values, rotated is not None)
         following, places = self._following(keys.shape[0]), None
         if following is not None:
-            cos, sin = self._table(following, new, keys)
+            cos, sin = _table(self.rotary, following, new, keys)
             keys, places = self.rotary.turn_back(keys, cos, sin), _consecutive(following, new, keys.device)
             self.tensors["following"] = following + new
         super().append(keys, values, positions)
@@ -148,7 +142,7 @@ class QuantisedStore(DenseStore):
 
     def _read(self, name: str, span: slice) -> Tensor:
         """Return keys as they are held, or values, of some slots."""
-        coder, exact = self._coder(name), self.tensors[f"exact_{name}"]
+        coder, exact = self.form.coder(name), self.tensors[f"exact_{name}"]
         parts = tuple(self.tensors[part][:, :, span] for part in _PARTS[name] if part in self.tensors)
         states = coder.decode(parts, exact.shape[-1], self.tensors.get(_FRAMES[name])).to(exact.dtype)
         window = self.form.recent
@@ -171,14 +165,8 @@ class QuantisedStore(DenseStore):
             self.rotary.turn(keys, *self.rotary.at(self.tensors["places"][:, :, span], keys), out=out)
         else:
             starts = torch.tensor([begin]) if following is None else following - self.fill
-            cos, sin = self._table(starts, span.stop, keys)
+            cos, sin = _table(self.rotary, starts, span.stop, keys)
             self.rotary.turn(keys, cos[..., span, :], sin[..., span, :], out=out)
-
-    def _table(self, starts: Tensor, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cos and sin for positions that begin at `starts`, one for each row: (L, R), or (B, 1, L, R)."""
-        if len(starts.unique()) == 1:
-            return self.rotary.table(int(starts[0]), length, like)
-        return self.rotary.at(_consecutive(starts, length, like.device), like)
 
     def keep(self, kept: Kept, turned: bool) -> None:
         """See `Store`: codes and scales move, and nothing is turned, for positions are those of slots."""
@@ -248,16 +236,13 @@ class QuantisedStore(DenseStore):
         for start in range(0, units, _BLOCK):
             span = slice(start, start + _BLOCK)
             own = tuple(part[:, :, span] for part in parts)
-            decoded = self._coder(name).decode(own, like.shape[-1], frame).to(like.dtype)
+            decoded = self.form.coder(name).decode(own, like.shape[-1], frame).to(like.dtype)
             if name == "keys" and "places" in held:
                 places = held["places"].flatten(2)[:, :, span]
                 self.rotary.turn(decoded, *self.rotary.at(places, decoded), out=states[:, :, span])
             else:
                 states[:, :, span] = decoded
         return states.view(*shape, like.shape[-1])
-
-    def lend_room(self, recalled: Recalled) -> None:
-        """See `DenseStore`: slots hold codes, so there is no room for states."""
 
     def lag_like(self, fast: DenseStore) -> None:
         self.tensors.pop("lags", None)
@@ -317,11 +302,6 @@ class QuantisedStore(DenseStore):
         if "following" in self.tensors:
             self.tensors |= zip(_TURNS, self.tensors["following"].cpu(), strict=True)
 
-    def copy(self, workspace: Workspace) -> QuantisedStore:
-        twin = super().copy(workspace)
-        twin._newest = None
-        return twin
-
 
 class _KeysInCodes(RoundedKeys):
     """Keys of a store of codes."""
@@ -333,6 +313,13 @@ class _KeysInCodes(RoundedKeys):
 
     def span(self, start: int, end: int) -> Tensor:
         return self._store.states_of("keys", self._store.held_of("keys", slice(start, end)))
+
+
+def _table(rotary: Rotary, starts: Tensor, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and sin for positions that begin at `starts`, one for each row: (L, R), or (B, 1, L, R)."""
+    if len(starts.unique()) == 1:
+        return rotary.table(int(starts[0]), length, like)
+    return rotary.at(_consecutive(starts, length, like.device), like)
 
 
 def _consecutive(starts: Tensor, length: int, device: torch.device) -> Tensor:

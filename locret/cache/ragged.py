@@ -13,13 +13,13 @@ takes 1.0 to 1.05 times as long as with equal heads, answering 1.1 to 1.2 times;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from locret.backbone.attention import View
-from locret.cache.store import COLUMNS, EMPTY, POSITIONS, SCORES, Part, Slots, Store
+from locret.cache.store import COLUMNS, EMPTY, POSITIONS, SCORES, Part, Slots, Store, UnitRanks
 from locret.policy.selectors import Kept, KeptOverHeads
 
 
@@ -118,8 +118,7 @@ class RaggedStore(Store):
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
         batch, heads, new, dim = keys.shape
         self._make_room(keys, values)
-        self.fill += new
-        self.tensors["counts"] = self.counts + new
+        self.advance(new)
         places = self._newest(new).flatten()
         for buffer, states in ((self.keys, keys), (self.values, values)):
             buffer.flatten(0, 1).index_copy_(0, places, states.flatten(0, 2))
@@ -241,23 +240,13 @@ class RaggedStore(Store):
             torch.index_select(buffer.flatten(0, 1), 0, source_U, out=scratch)
             buffer.flatten(0, 1).index_copy_(0, target_U, scratch)
 
-    def rotate(self, base: int) -> None:
-        self._turn(base, self.rotary.turn)
-
-    def unrotate(self, base: int) -> None:
-        self._turn(base, self.rotary.turn_back)
-
-    def _turn(self, base: int, turn: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def _turn(self, base: int, ranks: UnitRanks | None, *, back: bool) -> None:
         if not self.fill:
             return
-        longest = self.longest
+        turn, longest = self.rotary.turn_back if back else self.rotary.turn, self.longest
         for row, spans in enumerate(self.segments):
             for span in spans:
                 self.keys[row, span] = turn(self.keys[row, span], *self._angles(row, span, 0, base, longest))
-
-    def take_back(self) -> None:
-        self.fill -= 1
-        self.tensors["counts"] = self.counts - 1
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)
@@ -305,7 +294,6 @@ class RaggedStore(Store):
         openings = torch.arange(ends.numel(), device=device) * len(slots) + ends.flatten()
         return Slots(self.keys[:, None], self.values[:, None], self._flat(), rows + ends, mask, openings)
 
-    def advance(self) -> None:
-        """Take note that somebody has filled the next slot of every head."""
-        self.fill += 1
-        self.tensors["counts"] = self.counts + 1
+    def advance(self, by: int = 1) -> None:
+        self.fill += by
+        self.tensors["counts"] = self.counts + by

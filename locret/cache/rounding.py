@@ -215,6 +215,10 @@ class Form:
     placed: bool = False
     """Whether units remember the positions they are rotated to, because those are not consecutive."""
 
+    def coder(self, name: str) -> Coder:
+        """Return what holds "keys", or "values"."""
+        return self.keys if name == "keys" else self.values
+
     @property
     def states(self) -> int:
         """Tensors of all units, in the backbone's type, that a view writes into the workspace."""

@@ -100,6 +100,8 @@ class Store(Units, ABC):
     """Name of our store whose units this one can hold: "dense", as many in all heads, or "ragged"."""
     once: ClassVar[Collection[str] | None] = (QUERIES,)
     uncounted: ClassVar[Collection[str]] = (QUERIES,)
+    rewrites: ClassVar[bool] = False
+    """Whether every view needs the workspace, so that it is not idle while an answer is written either."""
     upcoming: int | None = None
     """The next token's place in the text, where keys are turned for it."""
 
@@ -158,11 +160,6 @@ class Store(Units, ABC):
         """Return uninitialised memory of the shared workspace, lent until any store of the cache is used again."""
         return self.workspace.take(shape, 0, self.keys.new_empty(0, dtype=dtype))
 
-    @property
-    def key_numbers(self) -> int:
-        """Numbers of one row's keys, or values: what a plan grants the workspace, per row; 0 where it is never idle."""
-        return max(self.keys[0].numel(), self.values[0].numel())
-
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
         """Add L units to every head.
@@ -219,13 +216,24 @@ class Store(Units, ABC):
     def keep(self, kept: Kept, turned: bool) -> None:
         """Drop all units but these; `turned` if keys are rotated to their slots, and turn to their new ones."""
 
-    @abstractmethod
-    def rotate(self, base: int) -> None:
-        """Rotate all keys in place, to the slots before position `base`."""
+    def rotate(self, base: int, ranks: UnitRanks | None = None) -> None:
+        """Rotate all keys in place, to the slots before position `base`; with `ranks`, to those instead."""
+        self._turn(base, ranks, back=False)
+
+    def unrotate(self, base: int, ranks: UnitRanks | None = None) -> None:
+        """Undo `rotate`."""
+        self._turn(base, ranks, back=True)
 
     @abstractmethod
-    def unrotate(self, base: int) -> None:
-        """Undo `rotate`."""
+    def _turn(self, base: int, ranks: UnitRanks | None, *, back: bool) -> None:
+        """Rotate all keys, or turn them back."""
+
+    def advance(self, by: int = 1) -> None:
+        """Take note that somebody has filled the next slot of every head."""
+        self.fill += by
+
+    def take_back(self) -> None:
+        self.advance(-1)
 
     @abstractmethod
     def chain(self, stores: Sequence[Self]) -> None:
@@ -352,13 +360,6 @@ class DenseStore(Store):
         torch.index_select(buffer.flatten(0, 2), 0, rows, out=scratch.flatten(0, 2))
         buffer[:, :, : shape[2]] = scratch
 
-    def rotate(self, base: int, ranks: UnitRanks | None = None) -> None:
-        """See `Store`; with `ranks`, to those instead of the slots."""
-        self._turn(base, ranks, back=False)
-
-    def unrotate(self, base: int, ranks: UnitRanks | None = None) -> None:
-        self._turn(base, ranks, back=True)
-
     def _turn(self, base: int, ranks: UnitRanks | None, *, back: bool) -> None:
         if not self.fill:
             return
@@ -439,7 +440,13 @@ class DenseStore(Store):
         """Return what one new token attends to, the recalled units behind those held; None where there is no room."""
         heads, queries, extra = recalled.keys.shape[1:4]
         end = self.fill + extra
-        if end > self.capacity or heads > self.keys.shape[1] or queries > 1 or recalled.there is not None:
+        if (
+            self.rewrites
+            or end > self.capacity
+            or heads > self.keys.shape[1]
+            or queries > 1
+            or recalled.there is not None
+        ):
             return None
         self._write(slice(self.fill, end), recalled.keys[:, :, 0], recalled.values[:, :, 0])
         return View(self.keys[:, :, :end], self.values[:, :, :end], self.row_start)
@@ -468,7 +475,3 @@ class DenseStore(Store):
         places = torch.arange(batch * heads, device=device).view(batch, heads) * self.capacity + self.fill
         openings = torch.arange(len(mask), device=device) * end + self.fill
         return Slots(keys, values, self._flat(), places, mask, openings)
-
-    def advance(self) -> None:
-        """Take note that somebody has filled the next slot."""
-        self.fill += 1

@@ -31,8 +31,9 @@ class Unscored:
     def rooms(self, dtype: torch.dtype, least: int = 0) -> list[Tensor]:
         """Return where features of each layer may wait, (B, W, F), in the workspace; W is at least `least`."""
         # As many as fit into the workspace that the plan grants, which is as large as the largest layer's keys.
-        idle = self.idle and all(store.key_numbers for store in self.stores)
-        numbers = max(store.key_numbers for store in self.stores) if idle else 0
+        idle = self.idle and not any(store.rewrites for store in self.stores)
+        held = (states[0] for store in self.stores for states in (store.keys, store.values))
+        numbers = max(states.numel() for states in held) if idle else 0
         most = max(least, min(MOST, numbers // sum(self.widths)))
         batch, starts = self.stores[0].batch, list(accumulate(self.widths, initial=0))
         rooms = []

@@ -260,18 +260,14 @@ class Whole(Cache):
             twin.layers.append(layer.copy(twin.workspace))
             if index in self.carriers:
                 twin.carriers[index] = self.carriers[index].copy(twin.workspace)
+                twin.carriers[index].show(twin.layers[index])
             if rows is not None:
                 for at, _, holder in twin.holders():
                     if at == index:
                         holder.select_rows(rows)
-        twin._show_states()
         if rows is not None:
             twin._index_rows(rows)
         return twin
-
-    def _show_states(self) -> None:
-        for index, states in self.carriers.items():
-            states.show(self.layers[index])
 
     def _index_rows(self, rows: Tensor) -> None:
         for name in _PER_ROW.values():

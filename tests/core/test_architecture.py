@@ -72,6 +72,19 @@ def objection(module: str, name: str) -> str | None:
     return None
 
 
+def test_no_file_has_more_than_600_lines_and_no_class_more_than_30_methods() -> None:
+    texts = {path: path.read_text() for path in FILES.values()}
+    classes = (
+        (path, c) for path, text in texts.items() for c in ast.walk(ast.parse(text)) if isinstance(c, ast.ClassDef)
+    )
+    methods = {
+        f"{p}: {c.name}": sum(isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef) for one in c.body)
+        for p, c in classes
+    }
+    assert not [str(path) for path, text in texts.items() if text.count("\n") > 600]
+    assert not [name for name, count in methods.items() if count > 30]
+
+
 def test_imports_point_down() -> None:
     found = ((module, name, objection(module, name)) for module, path in FILES.items() for name in imported(path))
     wrong = [f"{module} imports {name}: {reason}" for module, name, reason in found if reason]
