@@ -23,7 +23,7 @@ from locret.base.fields import shown
 from locret.base.files import read_json, shards
 from locret.distributed.shard import load_sharded
 from locret.heads.fingerprint import sample_sharded
-from locret.loading import weights
+from locret.loading import gguf, weights
 from locret.loading.options import ADAPTER_CONFIG, CONFIG, BackboneSource
 
 _MOST = {"num_hidden_layers": 1000, "num_attention_heads": 2**14, "num_key_value_heads": 2**14, "head_dim": 2**16}
@@ -137,8 +137,8 @@ def load_config(options: BackboneSource) -> Any:
     from transformers import AutoConfig
 
     source = _source(options)
-    gguf = _gguf(options)
-    if os.path.isdir(source.model) and not gguf:
+    packed = _gguf(options)
+    if os.path.isdir(source.model) and not packed:
         values = read_json(Path(source.model, "config.json"), "the config of a backbone")
         if not isinstance(values, dict):
             raise ValueError(f"--model {source.model} has a config.json without names; give the folder of a backbone")
@@ -147,13 +147,13 @@ def load_config(options: BackboneSource) -> Any:
                 f"--model {options.model} holds retaining heads; give them as --heads {options.model}, and their "
                 "backbone as --model"
             )
-    read = options.gguf_flag if gguf else f"--model {source.model} has a config.json that"
-    with _one_sentence(f"{read} cannot be read"):
+    read = options.gguf_flag if packed else f"--model {source.model} has a config.json that"
+    with _one_sentence(f"{read} cannot be read"), gguf.read_once(options.gguf):
         config = AutoConfig.from_pretrained(
-            source.model, revision=source.revision, trust_remote_code=options.trust_remote_code, **gguf
+            source.model, revision=source.revision, trust_remote_code=options.trust_remote_code, **packed
         )
         _check_config(config)
-    if gguf and config.dtype is None:
+    if packed and config.dtype is None:
         config.dtype = torch.bfloat16  # a block's numbers have fewer bits than that
     _name(config, options)
     try:
@@ -241,7 +241,7 @@ def load_tokenizer(options: BackboneSource) -> Any:
     # A tokenizer beside a GGUF file is the original, which the file describes in its own way.
     beside = os.path.isfile(os.path.join(source.tokenizer, "tokenizer_config.json"))
     inside = {} if beside else _gguf(options)
-    with _one_sentence(f"--model {options.model} has no tokenizer that can be read"):
+    with _one_sentence(f"--model {options.model} has no tokenizer that can be read"), gguf.read_once(options.gguf):
         return AutoTokenizer.from_pretrained(
             source.tokenizer, revision=revision, trust_remote_code=options.trust_remote_code, **inside
         )
@@ -293,7 +293,9 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             model, found = load_sharded(options, config, device, dtype, read)
         else:
             logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of what was asked for
-            model, found = read(**where)
+            with gguf.read_once(options.gguf):
+                model, found = read(**where)
+            gguf.forget()
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
     if foreign := sorted(found["unexpected_keys"]):
@@ -358,11 +360,11 @@ def _with_adapter(model: nn.Module, source: _Source) -> nn.Module:
     return model
 
 
-def _check_weights(folder: Path, sketch: nn.Module, gguf: str | None) -> None:
+def _check_weights(folder: Path, sketch: nn.Module, packed: str | None) -> None:
     """Refuse a config that describes far more weights than a local folder holds, before memory is taken for them."""
     for index in folder.glob("*.index.json"):
         shards(index)
-    patterns = ("*.safetensors", "*.bin") if gguf is None else (gguf,)
+    patterns = ("*.safetensors", "*.bin") if packed is None else (packed,)
     held = sum(file.stat().st_size for pattern in patterns for file in folder.glob(pattern))
     described = sum(weight.numel() for weight in sketch.parameters())
     if described > _MOST_PER_BYTE * held:

@@ -180,8 +180,12 @@ PACKAGE, HUB_ID = backbone_names.NAMES[NAME]
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_gguf_file_holds_the_weights_that_were_written(named: bool, tmp_path: Path) -> None:
-    pytest.importorskip("gguf", reason="gguf is not installed")
+def test_a_gguf_file_is_read_once_and_holds_the_weights_that_were_written(
+    named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gguf, read = pytest.importorskip("gguf", reason="gguf is not installed"), list[str]()
+    begin, reader = gguf.GGUFReader._build_fields, gguf.GGUFReader
+    monkeypatch.setattr(reader, "_build_fields", lambda *given: read.append("once") or begin(*given))
     write_gguf(str(TINY), tmp_path / "tiny.gguf")
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(TINY / name, tmp_path)
@@ -189,6 +193,7 @@ def test_a_gguf_file_holds_the_weights_that_were_written(named: bool, tmp_path: 
     source = BackboneSource(**path)
     config = loading.load_config(source)
     model = loading.load_model(source, config, CPU, torch.float32)
+    assert (read, gguf.GGUFReader) == (["once"], reader)
     found, expected = dict(model.named_parameters()), dict(load(TINY).named_parameters())
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -1,0 +1,63 @@
+"""One reading of a GGUF file: transformers asks for it anew for the config, the tokenizer and the weights."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+_lock = threading.RLock()
+_held: dict[tuple[Any, ...], Any] = {}
+"""The reader of the file that was read last, by what tells one file from another, until its weights are loaded."""
+
+
+@contextmanager
+def read_once(file: str | None) -> Iterator[None]:
+    """Let transformers find, while this lasts, what was read of a GGUF file already; without a file nothing happens."""
+    if file is None:
+        yield
+        return
+    import gguf
+
+    # transformers asks for the names of a model's tensors at each of its modules.
+    quicker = {"GGUFReader": _reader, "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
+    with _lock, patch.multiple(gguf, **quicker):
+        yield
+
+
+def forget() -> None:
+    """Let go of what was read."""
+    _held.clear()
+
+
+def _reader(path: str | os.PathLike[str], mode: str = "r") -> Any:
+    found = os.stat(path)
+    key = os.path.realpath(path), mode, found.st_size, found.st_mtime_ns, found.st_ino
+    if key not in _held:
+        made = _reader_class()(path, mode)
+        forget()
+        _held[key] = made
+    return _held[key]
+
+
+@cache
+def _reader_class() -> type:
+    import numpy as np
+    from gguf.gguf_reader import GGUFReader
+
+    class Reader(GGUFReader):
+        """Slices a plain array, because slices of a memory map take three times as long."""
+
+        @property
+        def data(self) -> Any:
+            return self._data
+
+        @data.setter
+        def data(self, mapped: Any) -> None:
+            self._data = np.asarray(mapped)
+
+    return Reader
