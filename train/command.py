@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from locret.base.files import locked
-from locret.cli.command import print_json, run
+from locret.cli.command import bars_on_terminals, print_json, run
 from locret.data.training.sources import find_local
 from locret.distributed.ranks import check_launcher, joined
 from locret.train import run_folder, training_options
@@ -67,6 +67,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         given = training_options.plain(options)
         with ranks.together():
             ranks.agree({f"--{name.replace('_', '-')}": value for name, value in given.items()})
+        held.enter_context(bars_on_terminals())
         from accelerate import PartialState
 
         from locret.train.training_run import TrainingRun

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.base.fields import Range, check_ranges
-from locret.cli.command import parse_options, print_json, run
+from locret.cli.command import bars_on_terminals, parse_options, print_json, run
 from locret.loading.options import BackboneSource
 from locret.policy.policy import NO_MERGER, RetentionPolicy
 from locret.policy.resolve import PolicyFlags, resolve
@@ -86,7 +86,8 @@ def command(argv: Sequence[str] | None = None) -> int:
         "locret kernels", "Train LoCoCo's merging kernels on a frozen backbone.", [BackboneSource, KernelOptions], argv
     )
     backbone.refuse_shard("locret kernels")
-    summary = _train(backbone, options)
+    with bars_on_terminals():
+        summary = _train(backbone, options)
     if options.json:
         print_json(summary)
     else:

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from functools import partialmethod
 from logging import ERROR, getLogger
 from typing import Any, NoReturn
 
@@ -109,20 +110,34 @@ def print_json(record: dict[str, Any]) -> None:
 
 
 @contextmanager
+def bars_on_terminals(*, quiet: bool = False) -> Iterator[None]:
+    """Show bars of libraries on a terminal alone, and not there if `quiet`; what a command draws itself says so."""
+    from tqdm.std import tqdm
+    from transformers.utils import logging
+
+    before = tqdm.__init__
+    if quiet or not sys.stderr.isatty():
+        logging.disable_progress_bar()  # those of downloads too, which ask for the terminal themselves
+        tqdm.__init__ = partialmethod(before, disable=True)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        tqdm.__init__ = before  # type: ignore[method-assign]
+
+
+@contextmanager
 def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
-    """Show each warning as one line on standard error, or none; hide transformers' bars where nobody watches."""
+    """Show each warning as one line on standard error, or none; and bars where somebody watches."""
     from transformers.utils import logging
 
     def show(message: Warning | str, *_: object, **__: object) -> None:
         sys.stderr.write(f"{prog}: warning: {_one_line(message)}\n")
 
-    if quiet or not sys.stderr.isatty():
-        logging.disable_progress_bar()
     if quiet:
         logging.set_verbosity_error()
     for name in _CHATTY:
         getLogger(name).setLevel(ERROR)
-    with warnings.catch_warnings():
+    with bars_on_terminals(quiet=quiet), warnings.catch_warnings():
         warnings.showwarning = show
         warnings.simplefilter("ignore" if quiet else "default")
         # A file that a refused command left open is closed, and warned about, whenever Python collects it.
