@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from hashlib import sha256
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -113,6 +114,8 @@ def execute(options: Options, ranks: Ranks) -> None:
             check_no_turns({"turns": options.policy.turns})
     with ranks.together():
         ranks.agree({"what auto came to": plan.policy.to_dict()}, "give --kv-memory as a number")
+        if ranks.size > 1 and not output.dry_run:
+            ranks.agree(contents(options, plan, asked), "give all processes the same files")
     warn_of_growth(plan)
     if output.dry_run:
         record = plan.foreseen(options.parts, quiet=output.quiet)
@@ -122,6 +125,21 @@ def execute(options: Options, ranks: Ranks) -> None:
             record = {**_read_and_ask(options, plan, lm, document, asked), **plan.record()}
     if output.dry_run or output.json:
         print_json(record)
+
+
+def contents(options: Options, plan: Ready, asked: Sequence[str]) -> dict[str, Any]:
+    """Return what tells a text, its questions and the heads from those of a process on another machine."""
+    from locret import RetainingHeads
+    from locret.infer.reading import opened
+
+    digest = sha256()
+    for piece in opened(options.prompt).pieces or ():
+        digest.update(piece.encode("utf-8", "surrogatepass"))
+    return {
+        "the text of --prompt-file": digest.hexdigest()[:16],
+        "the questions": list(asked),
+        "the weights of --heads": plan.scorer.fingerprint() if isinstance(plan.scorer, RetainingHeads) else None,
+    }
 
 
 def _check_together(options: Options, asked: Sequence[str], ranks: Ranks) -> None:

@@ -2,16 +2,19 @@
 
 LongAlpaca, LongAlign and Anti-Haystack are those of the paper's Section 4.1 and its data ablation; LongAlpaca-16k is
 the part of LongAlpaca that fits into 16K tokens. Each is pinned to the newest commit of its repository that was known
-when this was written; `--dataset-revision` overrides it. All of them are read by `datasets`, which keeps tables on the
-disk and not in memory.
+when this was written; `--dataset-revision` overrides it. They are read by `datasets`, which keeps tables on the disk; a
+local JSON file is read row by row, so that a bad row stops only itself.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import re
+from array import array
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from glob import escape
@@ -56,8 +59,44 @@ ALIASES = {
     "LongAlign": PublishedSet("THUDM/LongAlign-10k", "12f17c4baff1001f0d44c4f8feab09ee2ee8c6dc"),
     "Anti-Haystack": PublishedSet("wenbopan/anti-haystack", "49ebf84261893b13ee423acd9b36f38e1ac16d88"),
 }
-ENDINGS = {".json": "json", ".jsonl": "json", ".parquet": "parquet"}
-"""Those of files that are read, with what `datasets` calls their kind."""
+ENDINGS = (".json", ".jsonl", ".parquet")
+"""Those of files that are read."""
+
+
+class JsonLines(Sequence[Mapping[str, Any]]):
+    """Rows of a file with one object a line; memory holds where they begin.
+
+    Args:
+        path: The file.
+        places: Where rows begin; None: all that are not blank.
+    """
+
+    def __init__(self, path: Path, places: array[int] | None = None) -> None:
+        self._path, self._places = path, array("q") if places is None else places
+        if places is None:
+            with path.open("rb") as file:
+                start = 0
+                while line := file.readline():
+                    if line.strip():
+                        self._places.append(start)
+                    start += len(line)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a row, or a part of the rows."""
+        if isinstance(index, slice):
+            return JsonLines(self._path, self._places[index])
+        with self._path.open("rb") as file:
+            file.seek(self._places[index])
+            line = file.readline()
+        try:
+            return json.loads(line.decode("utf-8-sig"))
+        except UnicodeDecodeError:
+            raise
+        except (ValueError, RecursionError) as error:
+            raise BadRow("not JSON", f"is not a JSON object ({error})") from None
 
 
 def load_rows(dataset: str, *, split: str = "train", revision: str | None = None) -> Rows:
@@ -90,10 +129,22 @@ def load_rows(dataset: str, *, split: str = "train", revision: str | None = None
 
 
 def columns_of(rows: Rows) -> list[str]:
-    """Return the names of the columns: those of a table, or the keys of the first rows together."""
+    """Return the names of the columns: those of a table, or the keys of the first rows together.
+
+    Raises:
+        BadRow: If none of the first rows can be read.
+    """
     if (listed := getattr(rows, "column_names", None)) is not None:
         return list(listed)
-    return list(dict.fromkeys(name for row, _ in zip(rows, range(_SCHEMA_ROWS), strict=False) for name in row))
+    found, problem = dict[str, None](), None
+    for index in range(min(len(rows), _SCHEMA_ROWS)):
+        try:
+            found.update(dict.fromkeys(record_of(rows, index)))
+        except BadRow as error:
+            problem = problem or error
+    if problem is not None and not found:
+        raise problem
+    return list(found)
 
 
 def record_of(rows: Rows, index: int) -> Mapping[str, Any]:
@@ -103,9 +154,12 @@ def record_of(rows: Rows, index: int) -> Mapping[str, Any]:
         BadRow: If it cannot be read.
     """
     try:
-        return rows[index]  # type: ignore[no-any-return]
+        row: Any = rows[index]
     except UnicodeDecodeError as error:  # Arrow stores text without checking it
         raise BadRow("invalid UTF-8", f"holds text that is not UTF-8 ({error.reason})") from None
+    if not isinstance(row, Mapping):
+        raise BadRow("wrong type", f"is of type {type(row).__name__} where an object is needed")
+    return row
 
 
 def find_local(dataset: str) -> Path | None:
@@ -147,7 +201,23 @@ def _load_local(path: Path, dataset: str, split: str) -> Rows:
             return datasets.load_dataset(str(path), split=split)
         if path.suffix not in ENDINGS:
             raise ValueError(f"its ending is not known; convert it to {', '.join(ENDINGS)}")
-        return datasets.load_dataset(ENDINGS[path.suffix], data_files=escape(str(path)), split=split)
+        if path.suffix == ".parquet":
+            return datasets.load_dataset("parquet", data_files=escape(str(path)), split=split)
+        rows = _json_rows(path)
+        first, *others = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
+        if others:
+            raise ValueError(f"--split {split} joins parts; name one, such as train[:100]")
+        return rows[first.from_ : first.to]
+
+
+def _json_rows(path: Path) -> Sequence[Any]:
+    """Return the elements of the one list of a file, else its lines."""
+    with path.open("rb") as file:
+        is_list = path.suffix == ".json" and file.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"["
+    rows: Sequence[Any] = json.loads(path.read_bytes()) if is_list else JsonLines(path)
+    if not rows:
+        raise ValueError("it is empty; it needs at least one row")
+    return rows
 
 
 @contextmanager

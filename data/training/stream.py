@@ -130,7 +130,10 @@ class TrainingStream(Iterator[TrainingExample]):
         self._max_length, self._min_tokens, self._max_tokens = max_length, min_tokens, max_tokens
         self._seed, self._rank, self._world = seed, rank, world
         self._reconstruct, self._answers = reconstruct, answers
-        self.schema = detect_schema(columns_of(rows), source)
+        try:
+            self.schema = detect_schema(columns_of(rows), source)
+        except BadRow as error:
+            raise ValueError(f"--dataset {source}: no row can be read; row 0 {error}") from None
         if answers == "each" and self.schema.asked is None:
             raise ValueError(
                 f"--answers each asks every question of a document by itself, but the rows of --dataset {source} are "

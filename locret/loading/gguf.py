@@ -24,7 +24,7 @@ def read_once(file: str | None) -> Iterator[None]:
     import gguf
 
     # transformers asks for the names of a model's tensors at each of its modules.
-    quicker = {"GGUFReader": _reader, "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
+    quicker: dict[str, Any] = {"GGUFReader": _reader, "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
     with _lock, patch.multiple(gguf, **quicker):
         yield
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from transformers import DeepseekV2Config, GptOssConfig, PreTrainedConfig
 
-from locret import loading
+from locret import RetainingHeads, loading
+from locret.cli.command import parse_options
 from locret.distributed.ranks import Ranks, check_launcher
 from locret.distributed.shard import part_of
+from locret.infer.command import OPTION_CLASSES, Options, contents
 from locret.loading.options import BackboneSource
 
 REFUSED = [
@@ -52,6 +56,18 @@ def test_what_accelerate_would_wrap_is_refused_with_our_option(monkeypatch: pyte
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP=true: .*add --shard fsdp"):
         check_launcher()
+
+
+def test_processes_that_read_compare_texts_questions_and_heads(tmp_path: Path) -> None:
+    def found(text: str) -> dict[str, Any]:
+        (tmp_path / "a.txt").write_text(text)
+        parts, _ = parse_options("x", "", OPTION_CLASSES, ["--model=m", "--prompt-file", str(tmp_path / "a.txt")])
+        plan: Any = SimpleNamespace(scorer=RetainingHeads.from_pretrained("checkpoints/tiny-heads"))
+        return contents(Options(*parts, chosen=frozenset()), plan, ["Who?"])  # type: ignore[misc]
+
+    assert found("one") == found("one") | {"the questions": ["Who?"]}
+    assert found("one") != found("two")
+    assert found("one")["the weights of --heads"]
 
 
 def test_rows_are_dealt_out_but_under_tensor_parallelism() -> None:

@@ -159,6 +159,8 @@ GOOD = b'{"instruction": "The number of Oslo is 314. What is it?", "output": "It
 BAD_LINES = {
     "no answer": b'{"instruction": "Who?", "output": ""}',
     "wrong type": b'{"instruction": 7, "output": "Me."}',
+    "not JSON": b'{"instruction": "Who?", "outp',
+    "invalid UTF-8": b'{"instruction": "Who?", "output": "\xe9"}',
     "longer than the context": b'{"instruction": "' + b"the house " * 2100 + b'", "output": "Me."}',
 }
 
@@ -170,13 +172,13 @@ def test_bad_lines_are_left_out_and_reported(
     rows.write_bytes(b"\n".join([GOOD, *BAD_LINES.values(), GOOD]))
     assert train((paths[0], rows), tmp_path / "run", "--steps=3") == 0
     report = json.loads((tmp_path / "run" / "dropped_rows.json").read_text())
-    assert (report["read"], report["used"], report["rows"]) == (5, 2, 5)
+    assert (report["read"], report["used"], report["rows"]) == (7, 2, 7)
     for row, reason in enumerate(BAD_LINES, start=1):
         found = report["dropped"].pop(reason)
         assert found["count"] == 1
         assert found["first_rows"][0].startswith(f"row {row} (counted from 0) ")
     assert not report["dropped"]
-    assert "rows left out of 5 read: " in caplog.text
+    assert "rows left out of 7 read: " in caplog.text
     config: Any = RetainingHeads.from_pretrained(tmp_path / "run").config
     assert config.training["dropped_rows"] == dict.fromkeys(BAD_LINES, 1)
 
