@@ -34,30 +34,25 @@ LONG_BODY = 1 << 16
 
 router = APIRouter(prefix="/v1", responses={"4XX": {"description": "What has to change, as one sentence."}})
 _T = TypeVar("_T")
-_Body = TypeVar("_Body", ChatRequest, CompletionRequest, ResponsesRequest)
 _log = logging.getLogger(__name__)
 
 
 @router.post("/chat/completions", response_model=ChatCompletion)
 async def chat_completions(request: Request, body: ChatRequest) -> Response:
     """Answer a conversation, about a context if one is named."""
-    state, body = state_of(request), _of_context(request, body)
-    return await _Work(request, body, ChatForm, 1, partial(state.prompts.of_chat, body)).respond()
+    return await _Work(request, body, ChatForm).respond()
 
 
 @router.post("/responses")
 async def responses(request: Request, body: ResponsesRequest) -> Response:
     """Answer a text or a conversation, in the newer of OpenAI's shapes."""
-    state, body = state_of(request), _of_context(request, body)
-    return await _Work(request, body, ResponsesForm, 1, partial(state.prompts.of_chat, body)).respond()
+    return await _Work(request, body, ResponsesForm).respond()
 
 
 @router.post("/completions", response_model=Completion)
 async def completions(request: Request, body: CompletionRequest) -> Response:
     """Continue a text, or that of a context."""
-    body = _of_context(request, body)
-    read = partial(state_of(request).prompts.of_completion, body)
-    return await _Work(request, body, CompletionForm, len(body.prompts), read).respond()
+    return await _Work(request, body, CompletionForm).respond()
 
 
 @router.get("/models")
@@ -65,7 +60,7 @@ def models(request: Request) -> dict[str, Any]:
     """List the model that this server runs, and that with each context behind its name."""
     state = state_of(request)
     contexts = [f"{state.model}:{entry.name}" for entry in state.library.entries() if entry.state == "ready"]
-    return {"object": "list", "data": [_model(state, name) for name in (state.model, *contexts)]}
+    return {"object": "list", "data": [model(request, name) for name in (state.model, *contexts)]}
 
 
 @router.get("/models/{name:path}", response_model=Model)
@@ -76,14 +71,10 @@ def model(request: Request, name: str) -> dict[str, Any]:
         state.library.find(name.removeprefix(f"{state.model}:"))
     else:
         _check_model(state, name)
-    return _model(state, name)
-
-
-def _model(state: ServerState, name: str) -> dict[str, Any]:
     return {"id": name, "object": "model", "created": int(state.started), "owned_by": "locret"}
 
 
-def _of_context(request: Request, body: _Body) -> _Body:
+def _of_context(request: Request, body: Body) -> Body:
     """Return a request of a model such as smollm2:book, for clients that can name nothing else, about that context."""
     served = state_of(request).model
     if body.model is None or not body.model.startswith(f"{served}:"):
@@ -102,21 +93,12 @@ def _check_model(state: ServerState, name: str | None) -> None:
 
 
 class _Work:
-    """One request from its text to the last token of its answers.
+    """One request from its text to the last token of its answers."""
 
-    `read` returns its prompts, of which there are `count`.
-    """
-
-    def __init__(
-        self,
-        request: Request,
-        body: Body,
-        form: type[ChatForm | ResponsesForm],
-        count: int,
-        read: Callable[[], list[Prompt]],
-    ) -> None:
-        self.state, self.request, self.body, self._prompts = state_of(request), request, body, read
+    def __init__(self, request: Request, body: Body, form: type[ChatForm | ResponsesForm]) -> None:
+        self.state, self.request, self.body = state_of(request), request, _of_context(request, body)
         self.form = form(self.state.model, body)
+        count = len(body.prompts) if isinstance(body, CompletionRequest) else 1
         self.answers = [Answer() for _ in range(count * body.choices)]
         self.prompts: list[Prompt] = []
         self._deadline = time.monotonic() + self.state.options.timeout
@@ -179,7 +161,7 @@ class _Work:
     async def _read(self) -> None:
         """Read what has to be read before the prompts can be answered."""
         long = int(self.request.headers.get("content-length", LONG_BODY)) >= LONG_BODY
-        for draft in await self._within(self._prompts, long=long):
+        for draft in await self._within(partial(self.state.prompts.of, self.body), long=long):
             settled = partial(self.state.prompts.settled, draft, self._left.is_set)
             self.prompts.append(await self._within(settled, long=draft.long))
 

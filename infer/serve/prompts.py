@@ -70,15 +70,12 @@ class Prompts:
         self.lm, self.library = lm, library
         self._vocabulary = vocabulary(lm.model) or len(lm.tokenizer)
 
-    def of_chat(self, request: Conversation) -> list[Prompt]:
-        """Return the prompt of a conversation."""
-        base = self._named(request)
+    def of(self, request: Body) -> list[Prompt]:
+        """Return the prompts of a completion, or the one of a conversation."""
+        base = None if request.context is None else self.library.get(request.context)
+        if isinstance(request, CompletionRequest):
+            return [self._prompt(self._text_ids(prompt, base), base) for prompt in request.prompts]
         return [self._prompt(self._written(request) if base is None else self._ids_after(base, request), base)]
-
-    def of_completion(self, request: CompletionRequest) -> list[Prompt]:
-        """Return the prompts of a completion."""
-        base = self._named(request)
-        return [self._prompt(self._text_ids(prompt, base), base) for prompt in request.prompts]
 
     def settled(self, prompt: Prompt, cancelled: Callable[[], bool]) -> Prompt:
         """Return a prompt of which all but a question's length has been read; `cancelled` is asked between chunks."""
@@ -88,9 +85,6 @@ class Prompts:
         end, known = len(prompt.ids) - max(1, self.lm.policy.chunk_size // 2), (prompt.holder, prompt.known)
         holder = self.library.read_on(prompt.ids[:end], known, prompt.base, cancelled)
         return replace(prompt, holder=holder, known=end, read=end - prompt.known)
-
-    def _named(self, request: Body) -> Entry | None:
-        return None if request.context is None else self.library.get(request.context)
 
     def _prompt(self, ids: list[int], base: Entry | None) -> Prompt:
         if not ids:

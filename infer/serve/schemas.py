@@ -182,18 +182,24 @@ class Tool(_Body):
     function: Function
 
 
+_TALKS: Mapping[str, Sequence[Any] | None] = {
+    **_Asked.idle,
+    **dict.fromkeys(("metadata", "safety_identifier", "prompt_cache_key")),
+    "parallel_tool_calls": (True,),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+}
+"""Idle fields of both kinds of conversation."""
+
+
 class ChatRequest(_Asked):
     """Body of `/v1/chat/completions`."""
 
     idle = {
-        **_Asked.idle,
-        **dict.fromkeys(("metadata", "safety_identifier", "prompt_cache_key")),
+        **_TALKS,
         **dict.fromkeys(("audio", "functions", "function_call", "prediction", "web_search_options"), ()),
-        "parallel_tool_calls": (True,),
         "response_format": ({"type": "text"},),
         "modalities": ([], ["text"]),
-        "store": (False,),
-        "service_tier": ("auto", "default"),
         "reasoning_effort": ("none",),
         "verbosity": ("medium",),
     }
@@ -230,18 +236,15 @@ class ResponsesRequest(_Asked):
     """Body of `/v1/responses`."""
 
     idle = {
-        **_Asked.idle,
-        **dict.fromkeys(("metadata", "safety_identifier", "prompt_cache_key")),
+        **_TALKS,
         **dict.fromkeys(("previous_response_id", "conversation", "prompt", "reasoning", "max_tool_calls"), ()),
         **dict.fromkeys(("n", "max_tokens", "stream_options"), ()),
         **dict.fromkeys(("tools", "include"), ([],)),
-        **dict.fromkeys(("store", "background"), (False,)),
+        "background": (False,),
         "tool_choice": ("auto", "none"),
-        "parallel_tool_calls": (True,),
         "text": ({"format": {"type": "text"}},),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
-        "service_tier": ("auto", "default"),
     }
     limits = ("max_output_tokens",)
     callable: ClassVar[Sequence[Tool]] = ()

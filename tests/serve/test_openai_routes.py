@@ -401,7 +401,7 @@ def test_what_breaks_in_the_server_is_its_fault_and_told_without_details(
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as wrong:
-        wrong.setattr(server.state.prompts, "of_chat", lambda *_: 1 // 0)
+        wrong.setattr(server.state.prompts, "of", lambda *_: 1 // 0)
         response = httpx.post(f"{server.url}/v1/chat/completions", json={"messages": HI})
         assert refused(response, 500) == "the server has failed; its log says why"
         assert response.json()["error"]["type"] == "server_error"
@@ -507,7 +507,7 @@ def test_tools_calls_and_developers_are_handed_to_the_template(server: Running) 
 
     def rendered(*messages: Any, **fields: Any) -> str:
         texts.clear()
-        assert prompts.of_chat(ChatRequest.model_validate({"messages": [*messages], **fields}))[0].ids
+        assert prompts.of(ChatRequest.model_validate({"messages": [*messages], **fields}))[0].ids
         return texts[0]
 
     turns, tools = [{"role": "developer", "content": "be kind"}, user("hi")], {"tools": TOOLS}
