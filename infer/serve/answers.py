@@ -114,13 +114,8 @@ class AnswerText:
 
     def _open_stop(self) -> int:
         """Return how many characters at the end may be the beginning of a stop text."""
-        longest = 0
-        for stop in self.stops:
-            for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
-                if self._held.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
+        sizes = ((stop, range(1, min(len(stop), len(self._held) + 1))) for stop in self.stops)
+        return max((size for stop, up_to in sizes for size in up_to if self._held.endswith(stop[:size])), default=0)
 
 
 def _beginning(tokenizer: Any, before: Sequence[int]) -> list[int]:

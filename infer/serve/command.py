@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +58,10 @@ def command(argv: Sequence[str] | None = None) -> int:
             with suppress(OSError, TypeError, AttributeError):  # another C library
                 ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
         lm, weights = _load(model, scorer, policy, options, chosen)
+        if model.attn == "math":
+            from torch.nn.attention import SDPBackend, sdpa_kernel
+
+            ending.enter_context(sdpa_kernel(SDPBackend.MATH))
         from locret.infer.serve.plan import MemoryPlan
 
         plan = MemoryPlan.of(lm, options.kv_memory, readers=options.readers)
@@ -66,7 +70,7 @@ def command(argv: Sequence[str] | None = None) -> int:
             ending.callback(state.close)
             _serve(state, listening, options)
         elif options.json:
-            print_json({**plan.to_dict(), "weights": weights.to_dict()})
+            print_json({**asdict(plan), "weights": weights.to_dict()})
         else:
             beside = "; ".join(f"{count:,} bytes on {place}" for place, count in weights.places.items())
             print(f"{plan.table()}\nbeside it the weights: {beside}")
@@ -75,27 +79,18 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 def _listening(options: ServeOptions) -> socket.socket:
     """Return a socket that listens where the options say."""
+    where = options.host, options.port
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            options.host, options.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError):
+        family, _, _, _, address = socket.getaddrinfo(*where, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        listening = socket.create_server(address[:2], family=family, backlog=2048, dualstack_ipv6=both)
+    except (OSError, UnicodeError) as error:
+        why = f"({getattr(error, 'strerror', None) or error}); choose an address of this machine, such as 127.0.0.1"
         raise ValueError(
-            f"--host {options.host} is no address of this machine; give one, such as 127.0.0.1 or 0.0.0.0"
+            f"--port {options.port} at --host {options.host} cannot be had {why}, and another port, or 0 for a free one"
         ) from None
-    listening = socket.socket(family, kind, protocol)
-    try:
-        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: who does not read an answer for so long is cut off
-            listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * options.timeout))
-        listening.bind(address)
-        listening.listen(2048)
-    except OSError as error:
-        listening.close()
-        raise ValueError(
-            f"--port {options.port} at --host {options.host} cannot be had ({os.strerror(error.errno or 0)}); choose "
-            "another, or 0 for a free one"
-        ) from None
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: who does not read an answer for so long is cut off
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * options.timeout))
     return listening
 
 
@@ -186,7 +181,7 @@ def _say(state: ServerState, listening: socket.socket, options: ServeOptions) ->
     (host, port), plan = listening.getsockname()[:2], state.library.plan
     url = f"http://[{host}]:{port}/v1" if ":" in host else f"http://{host}:{port}/v1"
     if options.json:
-        print_json({"url": url, "model": state.model, "contexts": str(state.library.folder), **plan.to_dict()})
+        print_json({"url": url, "model": state.model, "contexts": str(state.library.folder), **asdict(plan)})
         sys.stdout.flush()
     elif not options.quiet:
         sys.stderr.write(f"{plan.table()}\n{state.model} answers at {url}\n")

@@ -4,11 +4,11 @@ A context in JSON, as every route here returns it:
 
     {"object": "context", "name": "book", "state": "reading", "message": "", "source": "book.txt",
      "created": 1795350109.6, "tokens": 4096, "units": 288, "bytes": 0,
-     "made": {}, "progress": {"bytes": 16676, "total": 33352, "seconds": 1.4}, "kept": [0.21, 0.07, ...]}
+     "made": {}, "progress": {"bytes": 16676, "total": 33352, "seconds": 1.4}, "kept": null}
 
 state is "waiting" (for a reader), "reading", "ready", "failed" or "damaged"; message says why of the last two. bytes
 are those of its file. made: {"bytes", "sha256", "seconds"} of an upload. progress: null once it is ready. kept: for 50
-stretches of the text which share of each is kept, 0 to 1; null in lists, but while it is read.
+stretches of the text which share of each is kept, 0 to 1; null in lists, and until it is ready.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from locret.base.fields import shown
 from locret.infer.serve.convert import PURPOSES, converted
 from locret.infer.serve.gate import STALL
 from locret.infer.serve.index import Entry
-from locret.infer.serve.jobs import retention_in, shares_of
+from locret.infer.serve.jobs import shares_in
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal
 from locret.infer.serve.state import state_of, unless_gone
@@ -59,11 +59,10 @@ def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
     """Return a context in JSON; `look` reads from its file what is kept."""
     progress, done, share = entry.progress, None, None
     if entry.going:
-        share = list(progress.kept)
         done = {"bytes": progress.bytes, "total": progress.total, "seconds": round(progress.seconds, 3)}
     elif look and entry.state == "ready":
         with suppress(OSError, SafetensorError):  # it was deleted meanwhile
-            share = list(shares_of(retention_in(entry.path, entry.tokens)))
+            share = shares_in(entry.path, entry.tokens)
     return {
         "object": "context",
         "name": entry.name,

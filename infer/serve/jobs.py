@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from locret.conversation.document import Document, ReadingBar, read_text
-from locret.infer.serve.refusal import fault_of, one_line
 from locret.infer.serve.turns import LOOK, Turns
-from locret.pictures import Retention, kept_shares, retention_of
+from locret.pictures import Retention, kept_shares
 
 if TYPE_CHECKING:
     from locret import RetentionCache
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 
 COLUMNS = 50
 """Stretches of a text for which is said how much of them is kept."""
-_SHOWN = 0.25
-"""Seconds, at least, between two counts of what is kept."""
 
 
 class Cancelled(Exception):
@@ -70,7 +67,7 @@ class Room:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a job has got."""
+    """How far a text has been read."""
 
     tokens: int = 0
     bytes: int = 0
@@ -79,24 +76,17 @@ class Progress:
     units: int = 0
     """Units per KV head that are held."""
     seconds: float = 0.0
-    kept: tuple[float, ...] = ()
-    """For stretches of what was read, all equally long: the share of it that is kept, 0 to 1."""
 
 
 class Job:
-    """Something that `make` makes in the background, such as a context of a text; it looks at `check`.
+    """A text that is read in the background by a function, which looks at `check` and sets `done` at its end."""
 
-    `end` is called when it has ended, however it did.
-    """
-
-    def __init__(self, make: Callable[[Job], None], end: Callable[[Job], None]) -> None:
-        self.ready, self.message, self.fault = False, "", 400
-        """Whether it has been made; else why not, in one sentence, and the HTTP status of that."""
+    def __init__(self, read: Callable[[Job], None]) -> None:
         self.progress, self.done = Progress(), threading.Event()
         self.began = 0.0
         """When it got its memory, by `time.monotonic`; 0 while it waits."""
-        self._make, self._end, self._cancelled = make, end, threading.Event()
-        self._thread = threading.Thread(target=self._run, name="locret-reading", daemon=True)
+        self._cancelled = threading.Event()
+        self._thread = threading.Thread(target=read, args=[self], name="locret-reading", daemon=True)
 
     def start(self) -> None:
         """Begin."""
@@ -113,43 +103,18 @@ class Job:
         if self._cancelled.is_set():
             raise Cancelled
 
-    @contextmanager
-    def holding(self, room: Room, wanted: int) -> Iterator[None]:
-        """Hold memory until the block ends."""
-        with room.taken(wanted, self.check):
-            self.began = time.monotonic()
-            yield
-
-    def _run(self) -> None:
-        try:
-            self._make(self)
-            self.ready = True
-        except Cancelled:
-            self.message = "it was cancelled"
-        except (ValueError, OSError) as error:
-            self.message, self.fault = one_line(error), fault_of(error)
-        except Exception as error:
-            self.message, self.fault = f"reading it failed ({type(error).__name__}); see the server's log", 500
-            raise  # threading.excepthook writes the traceback
-        finally:
-            self._end(self)
-            self.done.set()
-
 
 def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, source: str, **about: Any) -> Context:
     """Read a text; the job holds the memory of a reader."""
-    size, shown, kept, cache = file.stat().st_size, 0.0, tuple[float, ...](), lm.new_cache()
+    size, cache, job.began = file.stat().st_size, lm.new_cache(), time.monotonic()
     job.progress = Progress(total=size)
     document = Document(source, read_text(file, setting=""), size=size, unit="bytes")
     bar = ReadingBar(document, show=False)
 
-    def tell(read: int, *, last: bool = False) -> None:
+    def tell(read: int) -> None:
         """Let the job know how far the cache has got."""
-        nonlocal shown, kept
-        now, units = time.monotonic(), max(layer.fill for layer in cache.governed)
-        if last or now - shown >= _SHOWN:
-            kept, shown = shares_of(retention_of(cache, "")), now
-        job.progress = Progress(cache.seen, read, size, units, now - job.began, kept)
+        units = max(layer.fill for layer in cache.governed)
+        job.progress = Progress(cache.seen, read, size, units, time.monotonic() - job.began)
 
     with turns.turn(job.check) as turn:
 
@@ -158,19 +123,14 @@ def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, sourc
             turn.chunk()
 
         context = lm.read_into(cache, document, bar=bar, on_chunk=on_chunk, **about)
-    tell(size, last=True)
+    tell(size)
     return context
 
 
-def shares_of(kept: Retention) -> tuple[float, ...]:
-    """Return for equal stretches of a text which share of each is kept, 0 to 1, as the mean over all heads."""
-    means = kept_shares(kept, min(COLUMNS, kept.prompt_tokens)).mean(0)
-    return tuple(round(share, 4) for share in means.tolist())
-
-
-def retention_in(path: Path, tokens: int) -> Retention:
-    """Return what a saved context holds of a text of so many tokens, from the file's positions alone."""
+def shares_in(path: Path, tokens: int) -> list[float]:
+    """Return for equal stretches of a saved text of so many tokens which share is kept, 0 to 1, as a mean of heads."""
     with safe_open(path, framework="pt") as file:
-        layers = {name: file.get_tensor(name)[0] for name in file.keys() if name.endswith(".positions")}  # noqa: SIM118
-    kept = {nth: [head[head >= 0] for head in layer] for nth, layer in enumerate(layers.values())}
-    return Retention("", kept, tokens)
+        layers = [file.get_tensor(name)[0] for name in file.keys() if name.endswith(".positions")]  # noqa: SIM118
+    kept = {nth: [head[head >= 0] for head in layer] for nth, layer in enumerate(layers)}
+    means = kept_shares(Retention("", kept, tokens), min(COLUMNS, tokens)).mean(0)
+    return [round(share, 4) for share in means.tolist()]

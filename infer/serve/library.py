@@ -24,7 +24,7 @@ from locret.chunked_prefill import prefill
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import Stored
 from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digest, digests
-from locret.infer.serve.jobs import Job, Room, read_file
+from locret.infer.serve.jobs import Cancelled, Job, Room, read_file
 from locret.infer.serve.plan import MemoryPlan, reader_bytes
 from locret.infer.serve.refusal import Refusal, fault_of
 from locret.infer.serve.turns import LOOK, Turns
@@ -165,34 +165,44 @@ class Library:
         """Read a text in the background; its file is removed then."""
         called = source or name
 
-        def make(job: Job) -> None:
-            with job.holding(self.room, self.plan.reader):
-                context = read_file(self.lm, self.turns, job, file, source=called, system=system)
-                about = {**(notes or {}), "seconds": round(job.progress.seconds, 3)}
-                saved = context.talk.notes(backbone=self.lm.name, upload=about)
-                self._index.save(self._index.path(name), context.cache, saved)
-
-        def ended(job: Job) -> None:
-            file.unlink(missing_ok=True)
-            with self._lock:
-                if job.ready:
-                    self._index.examine(entry)
-                    return
-                entry.status, entry.message = "failed", self._index.told(job.message)
-                entry.fault, entry.job = job.fault, None
-                named = self._index.named
-                failed = sorted((one.created, one.name) for one in named.values() if one.state == "failed")
-                for _, old in failed[:-_FORGOTTEN]:
-                    del named[old]
+        def work(job: Job) -> None:
+            failed: tuple[int, str] | None = None
+            try:
+                with self.room.taken(self.plan.reader, job.check):
+                    context = read_file(self.lm, self.turns, job, file, source=called, system=system)
+                    about = {**(notes or {}), "seconds": round(job.progress.seconds, 3)}
+                    saved = context.talk.notes(backbone=self.lm.name, upload=about)
+                    self._index.save(self._index.path(name), context.cache, saved)
+            except Cancelled:
+                failed = 400, "it was cancelled"
+            except (ValueError, OSError) as error:
+                failed = fault_of(error), self._index.told(error)
+            except Exception as error:
+                failed = 500, f"reading it failed ({type(error).__name__}); see the server's log"
+                raise  # threading.excepthook writes the traceback
+            finally:
+                file.unlink(missing_ok=True)
+                with self._lock:
+                    self._ended(entry, failed)
+                job.done.set()
 
         with self._lock:
             self._check_new(name)
             self._check_waiting()
             entry = Entry(name, self._index.path(name), source=called, created=time.time(), notes=notes or {})
-            self._index.named[name] = entry
-            entry.job = Job(make, ended)
+            self._index.named[name], entry.job = entry, Job(work)
             entry.job.start()
             return entry
+
+    def _ended(self, entry: Entry, failed: tuple[int, str] | None) -> None:
+        """Look at what has been read, or take note of why it has not: a status and a sentence."""
+        if failed is None:
+            self._index.examine(entry)
+            return
+        entry.status, (entry.fault, entry.message), entry.job = "failed", failed, None
+        named = self._index.named
+        for _, old in sorted((one.created, one.name) for one in named.values() if one.state == "failed")[:-_FORGOTTEN]:
+            del named[old]
 
     def delete(self, name: str) -> None:
         """Remove a context, whatever its state; what is reading it ends first. Answers that are being written go on.

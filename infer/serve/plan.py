@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from locret import RetainingHeads, RetentionPolicy
@@ -83,10 +83,6 @@ class MemoryPlan:
     def more_to_work(self, lm: LongContextModel, policy: RetentionPolicy) -> int:
         """Return what a chunk by another policy works with beyond what is set aside for one."""
         return max(0, _working_bytes(lm, policy) - self.working)
-
-    def to_dict(self) -> dict[str, int]:
-        """Return the numbers as plain data."""
-        return asdict(self)
 
     def table(self) -> str:
         """Return the plan as people read it."""

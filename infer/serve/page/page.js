@@ -288,7 +288,7 @@ function showFacts(context) {
   $("progress").hidden = !going(context);
 }
 
-// Watches a context while it is read, with what is kept so far; then shows what was kept.
+// Watches a context while it is read; then shows what was kept.
 async function follow(name) {
   const leave = state.following = new AbortController();
   await attempt(async () => {
@@ -310,14 +310,12 @@ async function follow(name) {
 }
 
 function showProgress(context) {
-  const bar = $("bar"), { progress, kept } = context;
+  const bar = $("bar"), { progress } = context;
   showFacts(context);
   if (!progress) return;
   if (progress.total) bar.value = Math.min(1, progress.bytes / progress.total); else bar.removeAttribute("value");
   $("progress-text").textContent = context.state === "waiting" ? "It waits until others have been read."
     : readSoFar(context);
-  const map = keptMap(kept);
-  if (map) $("kept").replaceChildren(make("h3", {}, "Kept so far of what has been read"), map);
 }
 
 function keptParts(context) {
