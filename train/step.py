@@ -76,11 +76,11 @@ def train_step(
     prompt_ids, parts, kept = token_row(prompt_ids, "prompt_ids"), list[Tensor](), dict[int, Tensor]()
     prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)
 
-    def keep(chunk: Attended) -> None:
-        kept[chunk.layer_idx] = heads.features(chunk, trained)[0].clone()
-
     def learn(layer: int, features_TF: Tensor, labels_KT: Tensor) -> None:
         parts.append(learn_layer(heads, layer, features_TF, labels_KT, loss, backward))
+
+    def keep(chunk: Attended) -> None:
+        kept[chunk.layer_idx] = heads.features(chunk, trained)[0].clone()
 
     def on_layer(chunk: Attended) -> None:
         labels_KT = layer_labels(chunk, prompt, *how, labelled=trained)
