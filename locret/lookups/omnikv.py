@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.head_ranks import HeadRanks
-from locret.base.fields import SHARE, Range
+from locret.base.fields import Range
 from locret.lookups.base import WHOLE, Ask, Keys, Lookup, logits_of
 
 PUBLISHED: Mapping[int, tuple[int, ...]] = MappingProxyType({32: (2, 8, 18), 48: (6, 11, 30), 80: (4, 19, 41)})
@@ -55,12 +55,6 @@ def dense_layers(filters: Sequence[int], layers: int) -> list[int]:
     return sorted({*range(filters[0]), *filters, *(layer + 1 for layer in filters if layer + 1 < layers)})
 
 
-def memory_share(filters: Sequence[int], layers: int, ratio: float) -> float:
-    """Return Mem %: the share of a full cache in fast memory, where sparse layers hold `ratio` of the tokens."""
-    dense = len(dense_layers(filters, layers)) / layers
-    return dense + ratio * (1 - dense)
-
-
 @dataclass(frozen=True, kw_only=True)
 class OmniKVLookup(Lookup):
     """Recall the tokens that a filter layer chose for the layers after it (OmniKV)."""
@@ -68,7 +62,7 @@ class OmniKVLookup(Lookup):
     name: ClassVar[str] = "omnikv"
     over_ranks: ClassVar[bool] = True
     reading: ClassVar[bool] = True
-    ranges = {"selector": ("uniform", "exp", "last", "raw"), "window": Range(1), "memory": SHARE, "prefill": Range(0)}
+    ranges = {"selector": ("uniform", "exp", "last", "raw"), "window": Range(1), "prefill": Range(0)}
 
     filter_layers: str | int | None = None
     """Full-attention layers that choose, such as 2-8-18; none: those of the paper for 32, 48 and 80 layers, scaled for
@@ -80,8 +74,6 @@ class OmniKVLookup(Lookup):
     """Queries of the observation window, from which uniform and exp look (w, 16)."""
     tokens: int | float | None = None
     """Units that sparse layers attend to: a number, or a share of the text (0.067); none: as many as recall says."""
-    memory: float | None = None
-    """Share of a full cache that fast memory holds while an answer is written (0.3); the tokens follow from it."""
     prefill: int = 0
     """Read sparsely too: each chunk attends to this many times as many older tokens as it has (OmniKV-prefill's r, 1 to
     8), chosen by all its queries alike; 0 reads densely."""
@@ -93,8 +85,6 @@ class OmniKVLookup(Lookup):
                 f'window={self.window} is what uniform and exp look from, but selector="{self.selector}" looks from '
                 "the newest query alone; leave window out, or take one of those"
             )
-        if self.tokens is not None and self.memory is not None:
-            self.refuse(f"tokens={self.tokens} and memory={self.memory} both say how many units; give one of them")
         if self.tokens is not None and (self.tokens <= 0 or (isinstance(self.tokens, float) and self.tokens > 1)):
             self.refuse(f"tokens={self.tokens} is neither a number of units nor a share of the text, up to 1.0")
         if self.filter_layers is not None:
@@ -109,12 +99,6 @@ class OmniKVLookup(Lookup):
             return default_filters(layers)
         return tuple(map(int, str(self.filter_layers).split("-")))
 
-    def ratio(self, layers: int) -> float:
-        """Return the share of the text that sparse layers attend to, for `memory` in all."""
-        assert self.memory is not None
-        dense = memory_share(self.filters(layers), layers, 0)
-        return (self.memory - dense) / (1 - dense)
-
     def asked(self) -> int | None:
         """See `Lookup`; a share of the text follows from it."""
         return self._recalled(self.tokens) if isinstance(self.tokens, int) else None
@@ -127,9 +111,6 @@ class OmniKVLookup(Lookup):
             self.refuse(f"filter_layers={named} names layers that a backbone of {layers} does not have; lower them")
         if len(dense) == layers:
             self.refuse(f"filter_layers={named} leave no sparse layer of {layers}; choose lower or fewer ones")
-        least = memory_share(filters, layers, 0)
-        if self.memory is not None and self.memory <= least:
-            self.refuse(f"memory={self.memory} is no more than the dense layers take, {least:.3g}; raise it")
         return nth in dense
 
     def remembers(self, nth: int, layers: int) -> int:
@@ -138,8 +119,7 @@ class OmniKVLookup(Lookup):
 
     def as_method(self) -> dict[str, Any]:
         """See `Lookup`; sparse layers hold next to nothing of the prompt."""
-        known = self.memory is None and isinstance(self.tokens, int | None)
-        recall = self._recalled(self.tokens or 2048) if known else _ANY  # type: ignore[arg-type]
+        recall = _ANY if isinstance(self.tokens, float) else self._recalled(self.tokens or 2048)
         return {**WHOLE, "local_len": self.window if self._looks_back else 1, "recall": recall}
 
     @property
@@ -152,10 +132,9 @@ class OmniKVLookup(Lookup):
 
     def _count(self, ask: Ask) -> int:
         units = ask.keys.shape[2]
-        share = self.tokens if isinstance(self.tokens, float) else None
-        if self.memory is not None:
-            share = self.ratio(ask.layers)
-        count = ask.count if share is None else min(ask.count, max(1, int(share * units)))
+        count = ask.count
+        if isinstance(self.tokens, float):
+            count = min(count, max(1, int(self.tokens * units)))
         return count if _answers(ask) else min(units, max(count, self.prefill * ask.query.shape[2]))
 
     def index(self, keys: Keys, positions: Tensor) -> bool:
