@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LONGEST, MOST_SAMPLES, MOST_QUESTIONS = 1 << 27, 1_000_000, 10_000
 """Tokens of a prompt, samples of a task and questions of a text beyond which an evaluation would take months."""
 
-ALL_METHODS = "full,locret,untrained,random,streaming"
+ALL_METHODS = "full,locret,random,streaming"
 Numbers = int | str | list[int]
 Shares = float | str | list[float]
 Names = str | list[str]
@@ -80,7 +80,7 @@ class EvalOptions:
     template: str = "chat"
     """How tasks that are chat turns become text: chat, original or none. Completion tasks get no template."""
     seed: int = 0
-    """Seed of the samples, of random eviction and of untrained heads."""
+    """Seed of the samples, and of random eviction."""
     exclusive: ClassVar = (("suite", "tasks"),)
 
     def __post_init__(self) -> None:

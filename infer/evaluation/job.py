@@ -12,7 +12,7 @@ import torch
 
 from locret import loading, scorers
 from locret.backbone.adapters import describe
-from locret.cache.limits import BLOCK_SCORER, Limits, check_named, with_shares
+from locret.cache.limits import BLOCK_SCORER, Limits, check_named
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection
 from locret.distributed.ranks import Ranks
 from locret.infer.evaluation import output_folder
@@ -213,8 +213,7 @@ def _check_limits(method: Method, policy: RetentionPolicy, heads: Any, config: A
     scorer = as_scorer(heads) if method.needs_heads else method.scorer
     if scorer is None:  # it is made of each prompt, and keeps nothing of its own by right
         scorer = scorers.get(BLOCK_SCORER)
-    shapes = describe(config).full_shapes
-    Limits(with_shares(policy, scorer, [shape.num_kv_heads for shape in shapes]), scorer, len(shapes))
+    Limits.of(describe(config), scorer, policy)
 
 
 def _notes(job: Job, headless: bool) -> list[str]:

@@ -1,4 +1,4 @@
-"""The methods that `locret-eval` compares: those of `locret.infer.methods`, fresh heads, and the true answer.
+"""The methods that `locret-eval` compares: those of `locret.infer.methods`, and the true answer.
 
 Two protocols: `aware`, the question stands in the prompt while that is read; `agnostic`, the document is read and
 evicted to the budget first, and the question comes afterwards, on a fork. Both have the same prompt tokens. The ids of
@@ -32,9 +32,8 @@ from locret.loading.options import LOCRET
 from locret.scorers import Scorer
 from locret.scorers.chosen import FULL
 
-UNTRAINED, ORACLE, ORACLE_AGNOSTIC = "untrained", "oracle", "oracle_agnostic"
+ORACLE, ORACLE_AGNOSTIC = "oracle", "oracle_agnostic"
 _OWN = (
-    Method(UNTRAINED, "retaining heads with fresh weights"),
     Method(ORACLE, "labels of the true answer: the upper bound that trained heads chase"),
     Method(ORACLE_AGNOSTIC, "labels of the answers to all questions of the text: what it loses, the budget loses"),
 )
@@ -48,13 +47,6 @@ class Setup:
     tokenizer: Any
     heads: RetainingHeads | None
     seed: int
-
-    @cached_property
-    def untrained(self) -> RetainingHeads:
-        """Fresh heads of the trained heads' size."""
-        if self.heads is None:
-            return RetainingHeads.for_model(self.model, seed=self.seed).follow(self.model)
-        return self.heads.fresh(self.seed).follow(self.model)
 
 
 @dataclass
@@ -172,7 +164,7 @@ class Prompt:
 
 def names() -> list[str]:
     """Return the names that `get` knows."""
-    own = [FULL, LOCRET, UNTRAINED, ORACLE, ORACLE_AGNOSTIC]
+    own = [FULL, LOCRET, ORACLE, ORACLE_AGNOSTIC]
     return [*own, *(name for name in shared_names() if name not in own)]
 
 
@@ -194,8 +186,6 @@ def make_scorer(method: Method, prompt: Prompt) -> RetainingHeads | Scorer:
     if method.needs_heads:
         assert setup.heads is not None
         return setup.heads
-    if base.name == UNTRAINED:
-        return setup.untrained
     if base.name in (ORACLE, ORACLE_AGNOSTIC):
         return scorers.get("oracle", labels=prompt.labels if base.name == ORACLE else prompt.agnostic_labels)
     if base.name == "random" and "seed" not in base.options:

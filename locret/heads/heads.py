@@ -75,12 +75,6 @@ class RetainingHeads(nn.Module):
         with torch.inference_mode(False):
             return cls(HeadsConfig.for_model(model_or_config, hidden_dim), generator)
 
-    def fresh(self, seed: int) -> RetainingHeads:
-        """Return untrained heads of the same architecture and size, on the CPU."""
-        plain = self.config.annotated(base_weights=None, label=None, policy=None, training=None, evaluation=None)
-        with torch.inference_mode(False):
-            return RetainingHeads(plain, torch.Generator().manual_seed(seed))
-
     @classmethod
     def from_official(cls, path: str | Path, config: Any) -> RetainingHeads:
         """Read weights published by the original authors; see `locret.heads.official.read`.

@@ -37,11 +37,11 @@ def evaluate(evaluate_with: Any, heads: Path) -> Callable[..., Any]:
 
 
 def test_every_method_holds_the_same_budget_and_everything_is_on_record(evaluate: Any, tmp_path: Path) -> None:
-    out, methods = tmp_path / "out", "full,locret,untrained,random,streaming-original,oracle,streaming+recall"
+    out, methods = tmp_path / "out", "full,locret,random,streaming-original,oracle,streaming+recall"
     code, table, err = evaluate("--methods", methods, *TWO, "--output", out)
     assert code == 0, err
     found = records(out)
-    assert len(found) == 7 * 2 * 2
+    assert len(found) == 6 * 2 * 2
     for record in found:
         if record["method"] == "full":
             assert record["budget"] is None
@@ -55,7 +55,7 @@ def test_every_method_holds_the_same_budget_and_everything_is_on_record(evaluate
     assert len({(r["task"], r["index"], r["prompt_sha256"]) for r in found}) == 4
     whole = results(out)
     assert whole["complete"]
-    assert [cell["n"] for cell in whole["cells"]] == [2] * 14
+    assert [cell["n"] for cell in whole["cells"]] == [2] * 12
     assert {"locret", "torch", "transformers"} <= set(whole["versions"])
     assert (out / "results.md").read_text() == table
     assert "| niah/passkey (filler) @ 600 | twostage/2stage @ 600 |" in table
@@ -160,7 +160,7 @@ def test_a_plan_says_what_would_be_done_and_writes_nothing(
     assert plan["runs"] == 2 * 5 * (1 + 4)
     assert plan["config"]["tasks"]["ruler/niah_multikey_1"]["chat"] is False
     plan = json.loads(evaluate("--tasks", "passkey", "--lengths", 400, "--dry-run", own=())[1])
-    assert plan["config"]["methods"] == ["full", "untrained", "random", "streaming"]
+    assert plan["config"]["methods"] == ["full", "random", "streaming"]
     assert plan["notes"][0] == "--methods without locret, as trained heads are needed for that; give --heads"
     assert "niah/passkey (filler): our own texts stand in for the published ones" in plan["notes"][1]
     # An eighth of 400 tokens: the default would hold the prompt whole.
