@@ -25,32 +25,29 @@ def retention_loss(
     alpha: float = Loss.alpha,
     *,
     objective: Literal["regression", "ranking"] = Loss.objective,
-    temperature: float = Loss.temperature,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (total, fit, smoothness), three scalars; total = fit + alpha * smoothness.
 
     Fit is, for the objective "regression", the smooth L1 loss (beta 1) of scores and labels, averaged over everything;
-    for "ranking", KL(softmax(labels / temperature) || softmax(scores)) over the tokens, in nats, averaged over KV heads
-    and layers. Smoothness is the squared difference of the scores of neighbouring tokens, averaged per layer and summed
-    over layers; 0 for a single token.
+    for "ranking", KL(softmax(labels) || softmax(scores)) over the tokens, in nats, averaged over KV heads and layers.
+    Smoothness is the squared difference of the scores of neighbouring tokens, averaged per layer and summed over
+    layers; 0 for a single token.
 
     Args:
         scores: (L, K, T) predicted scores, float32; or (K, T) for one layer.
         labels: Of the same shape, see `answer_labels`.
         alpha: Weight of the smoothness term.
         objective: "regression" or "ranking".
-        temperature: Of the labels' distribution, for "ranking" only; above 1 it looks further down the ranking.
 
     Raises:
-        ValueError: If the shapes differ, or are not those above; for an unknown objective, or a temperature of
-            0 or less.
+        ValueError: If the shapes differ, or are not those above; or for an unknown objective.
 
     Examples:
         >>> total, fit, smoothness = retention_loss(torch.zeros(5, 4, 100), torch.ones(5, 4, 100))
         >>> fit, smoothness
         (tensor(0.5000), tensor(0.))
     """
-    loss = Loss(alpha=alpha, objective=objective, temperature=temperature)
+    loss = Loss(alpha=alpha, objective=objective)
     fit, smoothness = fit_and_smoothness(scores, labels, loss)
     return fit + alpha * smoothness, fit, smoothness
 
@@ -64,7 +61,7 @@ def fit_and_smoothness(scores: Tensor, labels: Tensor, loss: Loss) -> tuple[Tens
     _check_shapes(scores, labels)
     scores_LKT, labels_LKT = _with_layers(scores), _with_layers(labels)
     if loss.objective == "ranking":
-        fit = _listwise(scores_LKT, labels_LKT, loss.temperature)
+        fit = _listwise(scores_LKT, labels_LKT)
     else:
         fit = F.smooth_l1_loss(scores_LKT, labels_LKT, beta=1.0)
     smoothness = scores_LKT.new_zeros(())
@@ -73,10 +70,10 @@ def fit_and_smoothness(scores: Tensor, labels: Tensor, loss: Loss) -> tuple[Tens
     return fit, smoothness
 
 
-def _listwise(scores_LKT: Tensor, labels_LKT: Tensor, temperature: float) -> Tensor:
-    """Return the mean over layers and KV heads of KL(softmax(labels / temperature) || softmax(scores))."""
+def _listwise(scores_LKT: Tensor, labels_LKT: Tensor) -> Tensor:
+    """Return the mean over layers and KV heads of KL(softmax(labels) || softmax(scores))."""
     # Both as logarithms: a label far below the best underflows to a weight of exactly 0, never to 0 * inf.
-    target_LKT = F.log_softmax(labels_LKT.float() / temperature, dim=-1)
+    target_LKT = F.log_softmax(labels_LKT.float(), dim=-1)
     predicted_LKT = F.log_softmax(scores_LKT.float(), dim=-1)
     return F.kl_div(predicted_LKT, target_LKT, reduction="none", log_target=True).sum(dim=-1).mean()
 

@@ -51,7 +51,7 @@ def training_notes(
         "optimizer": f"AdamW, lr {o.lr}, betas {list(o.betas)}, weight decay {o.weight_decay}",
         "schedule": f"linear warm-up over {o.warmup} steps, linear decay to 0 at {o.steps}",
         "clip": "none" if o.clip == "none" else f"by {o.clip}, {o.clip_limit}",
-        "objective": f"ranking, temperature {loss.temperature}" if loss.objective == "ranking" else loss.objective,
+        "objective": loss.objective,
         "alpha": loss.alpha,
         "seed": o.seed,
         **facts,

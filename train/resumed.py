@@ -40,6 +40,7 @@ _RETIRED = {
     "shuffle_buffer": 1000,
     "max_row_bytes": 4_900_000,
     "neighbours": 0,
+    "temperature": 1.0,
 }
 """Options that runs of earlier versions have, and the values that changed nothing."""
 

@@ -92,17 +92,13 @@ class Loss:
     objective: Literal["regression", "ranking"] = "regression"
     """Predict the labels (smooth L1; Locret, Eq. 3), or only their order (ListNet: the KL divergence of the scores'
     softmax over the prompt from the labels')."""
-    temperature: float = 1.0
-    """Of the labels' softmax in a ranking; above 1 it looks further down the ranking."""
     alpha: float = 2.5e-3
     """Weight of the smoothness term, which is summed over layers (Locret, section 4.1; original)."""
 
     def __post_init__(self) -> None:
-        for name in ("include_last_prompt_token", "temperature", "alpha"):
+        for name in ("include_last_prompt_token", "alpha"):
             checked(Loss, name, getattr(self, name))
         check_ranges(self, {"alpha": Range(0), "objective": OBJECTIVES})
-        if self.temperature <= 0:
-            raise ValueError(f"temperature={self.temperature} is not above 0; use 1 for the labels as they are")
 
 
 OBJECTIVES = get_args(get_type_hints(Loss)["objective"])
@@ -128,8 +124,6 @@ class LossOptions(Loss):
             raise ValueError(
                 f"--answers {self.answers} changes nothing with --label-source reconstruction; drop one of them"
             )
-        if self.temperature != 1 and self.objective != "ranking":
-            raise ValueError(f"--temperature {self.temperature} changes nothing here; add --objective ranking")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,16 +92,15 @@ def loss(scores_LKT: Tensor, labels_LKT: Tensor, alpha: float) -> tuple[float, f
     return regression + alpha * smoothness, regression, smoothness
 
 
-def ranking_loss(scores_LKT: Tensor, labels_LKT: Tensor, temperature: float) -> float:
-    """Return ListNet's loss: the mean over heads of KL(softmax(labels / temperature) || softmax(scores))."""
+def ranking_loss(scores_LKT: Tensor, labels_LKT: Tensor) -> float:
+    """Return ListNet's loss: the mean over heads of KL(softmax(labels) || softmax(scores))."""
     layers, kv_heads, tokens = scores_LKT.shape
     total = 0.0
     for layer in range(layers):
         for head in range(kv_heads):
             scores_T, labels_T = scores_LKT[layer, head].double(), labels_LKT[layer, head].double()
-            wanted_T = labels_T / temperature
             for t in range(tokens):
-                log_wanted = wanted_T[t] - torch.logsumexp(wanted_T, dim=0)
+                log_wanted = labels_T[t] - torch.logsumexp(labels_T, dim=0)
                 log_given = scores_T[t] - torch.logsumexp(scores_T, dim=0)
                 total += float(torch.exp(log_wanted) * (log_wanted - log_given))
     return total / (layers * kv_heads)

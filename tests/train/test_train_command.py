@@ -78,7 +78,7 @@ def test_recipes_of_the_paper_change_nothing_of_its_training() -> None:
 def test_heads_and_output_say_how_they_were_trained(
     paths: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ["--label-kind=log_attention", "--include-last-prompt-token", "--objective=ranking", "--temperature=2"]
+    options = ["--label-kind=log_attention", "--include-last-prompt-token", "--objective=ranking"]
     policy = ["--policy.budget=64", "--policy.stabilizers=8", "--base-model=org/backbone", "--revision=v1", "--json"]
     assert train(paths, tmp_path / "run", *options, *policy) == 0
     shown = json.loads(capsys.readouterr().out)
@@ -87,7 +87,7 @@ def test_heads_and_output_say_how_they_were_trained(
     assert (config.label["kind"], config.label["include_last_prompt_token"]) == ("log_attention", True)
     assert (config.policy["budget"], config.policy["stabilizers"]) == (64, 8)
     assert (config.training["dataset"], config.training["backbone"]) == ("rows.json", "model")
-    assert config.training["objective"] == "ranking, temperature 2.0"
+    assert config.training["objective"] == "ranking"
     assert config.training["final_ranking"] == records(tmp_path / "run")[-1]["ranking"]
     assert (config.base_model, config.base_model_revision, config.base_weights) == ("org/backbone", "v1", None)
     assert str(tmp_path) not in (tmp_path / "run" / "config.json").read_text()
