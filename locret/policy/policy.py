@@ -422,7 +422,7 @@ def without_retired(values: Any, *, keep_used: bool = False) -> Any:
         del kept["recall_by"]
     if kept.get("layer_budgets") == "shares":
         kept = {name: value for name, value in kept.items() if name not in ("layer_budgets", "layer_shares")}
-    if "memory" in str(method := kept.get("recall_by")):  # of omnikv: its share of the text is among those recalled
+    if "memory" in (method := str(kept.get("recall_by"))):  # of omnikv: its share of the text is among those recalled
         kept["recall_by"] = re.sub(r"(?<=[:,])memory=[^,]*,?", "", method).rstrip(":,")
     rounding = kept.get("rounding")
     if isinstance(rounding, str) and rounding.startswith("rotated"):  # its units are still read
