@@ -47,7 +47,7 @@ class PlacedModelOptions(ModelOptions):
     usual: ClassVar[tuple[str, ...]] = ()
 
     store: str | None = None
-    """What holds the units, if one of your own is to: package.module:Class, file.py:Class, or an announced name."""
+    """What holds the units, if one of your own is to: package.module:Class or file.py:Class."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,6 @@
 """The tasks of `locret-eval`. To add one: one file, and one line in `_FAMILIES` or in the file of its family.
 
-A task of another package or of a file comes in as `package.module:TASK` or `file.py:TASK`, or by the name under which
-its package announces it in the group `locret.tasks`. The object is a task.
+A task of another package or of a file comes in as `package.module:TASK` or `file.py:TASK`. The object is a task.
 
 A task is a frozen dataclass whose options are fields; see `task.Task` for what each has to answer.
 """
@@ -71,11 +70,10 @@ def get(name: str, **options: Any) -> Task:
 
 
 def _of_others(name: str) -> Task | None:
-    """Return the task of another package or a file; None if nothing of that name is announced."""
-    announced = plugins.announced(plugins.TASKS)
-    if name not in announced and not plugins.is_reference(name):  # ours have been looked through
+    """Return the task of another package or a file; None where the name is not of one."""
+    if not plugins.is_reference(name):  # ours have been looked through
         return None
-    found = plugins.load(name, "task", announced)
+    found = plugins.load(name, "task")
     if not isinstance(found, Task):
         raise ValueError(f'task "{name}" is no locret.data.tasks.Task; derive it from that, and name an instance')
     if not (is_dataclass(found) and type(found).__dataclass_params__.frozen):  # type: ignore[attr-defined]

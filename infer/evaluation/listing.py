@@ -25,7 +25,7 @@ def as_record() -> dict[str, Any]:
 def _about(method: str) -> str:
     try:
         return methods.get(method).description
-    except ValueError as error:  # what a package announces may be broken
+    except ValueError as error:  # published gates need a path
         return f"cannot be used: {error}"
 
 

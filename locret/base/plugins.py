@@ -1,8 +1,7 @@
-"""What other packages and files add: classes by `package.module:Class` or `file.py:Class`, and entry points.
+"""What other packages and files add: classes by `package.module:Class` or `file.py:Class`.
 
 Nothing is imported before it is named. A module is looked for where Python looks; a file is run only if its path is
-given. A package announces what it has in its metadata, in the groups `locret.scorers`, `locret.tasks` and
-`locret.stores`; the name on the left is then as good as one of ours.
+given.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
-from functools import cache, lru_cache
+from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -21,39 +18,16 @@ from typing import Any
 
 from locret.base.nearest import nearest
 
-SCORERS, TASKS, STORES = "locret.scorers", "locret.tasks", "locret.stores"
-"""Groups of entry points."""
-
 
 def is_reference(name: str) -> bool:
-    """Return whether a name is `module:Class` or `file.py:Class`, rather than a name of ours or of an entry point."""
+    """Return whether a name is `module:Class` or `file.py:Class`, rather than a name of ours."""
     return ":" in name
 
 
-def announced(group: str) -> dict[str, EntryPoint]:
-    """Return the entry points of a group by name; none of them is loaded."""
-    return dict(_announced(group, tuple(sys.path)))
-
-
-@lru_cache(maxsize=64)
-def _announced(group: str, path: tuple[str, ...]) -> dict[str, EntryPoint]:
-    """Read the metadata of all packages once; hundreds are usual."""
-    return {point.name: point for point in entry_points(group=group)}
-
-
-def load(name: str, what: str, points: Mapping[str, EntryPoint]) -> Any:
-    """Return what an entry point's name, `package.module:Class` or `path/file.py:Class` stands for.
-
-    Args:
-        name: As somebody wrote it.
-        what: What messages call it, such as "scorer".
-        points: What is announced.
-    """
-    reference, what = name, f'{what} "{name}"'
-    if name in points:
-        reference = points[name].value.partition("[")[0].strip()
-        what += f" of {points[name].dist.name}" if points[name].dist else ""  # type: ignore[union-attr]
-    source, _, path = reference.rpartition(":")
+def load(name: str, what: str) -> Any:
+    """Return what `package.module:Class` or `path/file.py:Class` stands for; `what` is what messages call it."""
+    what = f'{what} "{name}"'
+    source, _, path = name.rpartition(":")
     try:
         module = _from_file(Path(source)) if source.endswith(".py") else _from_python(source)
     except LookupError as error:

@@ -54,8 +54,8 @@ class RetentionCache(Whole):
         model: The backbone the cache is for.
         scorer: Retaining heads, a scorer object, or the name of a training-free scorer.
         policy: How many units stay; if None, what the heads recommend, else the defaults.
-        store: What holds the units, a class derived from `locret.cache.store.Store`, `package.module:Class`,
-            `file.py:Class` or a name announced in the group `locret.stores`; if None, ours. Planned bytes are ours too.
+        store: What holds the units, a class derived from `locret.cache.store.Store`, `package.module:Class` or
+            `file.py:Class`; if None, ours. Planned bytes are ours too.
 
     Raises:
         ValueError: If the model has no keys and values to evict, scorer and model do not match, the store cannot hold

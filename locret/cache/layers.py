@@ -33,13 +33,12 @@ def find_store(store: type[Store] | str) -> type[Store]:
     """Return a class of stores, by itself or by name; see `RetentionCache`."""
     found: Any = store
     if isinstance(store, str):
-        announced = plugins.announced(plugins.STORES)
         if store in STORES:
             return STORES[store]
-        if store not in announced and not plugins.is_reference(store):
-            near = nearest(store, [*STORES, *announced]) or list(STORES)
+        if not plugins.is_reference(store):
+            near = nearest(store, STORES) or list(STORES)
             raise ValueError(f'store "{store}" is unknown; did you mean {" or ".join(near)}?')
-        found = plugins.load(store, "store", announced)
+        found = plugins.load(store, "store")
     if not (isinstance(found, type) and issubclass(found, Store)):
         raise ValueError(f'store "{store}" is no subclass of locret.cache.store.Store; derive it from that')
     if missing := sorted(found.__abstractmethods__) + [one for one in ("name", "holds") if not hasattr(found, one)]:

@@ -1,14 +1,13 @@
 """Everything that can rate cache units. To add a scorer: one file next to these, and its class in `_SCORERS`.
 
-Scorers of other packages and files come in by name: `package.module:Class`, `file.py:Class`, or an entry point of the
-group `locret.scorers`. A press of kvpress that rates units comes in as `kvpress:SnapKVPress`.
+Scorers of other packages and files come in by name: `package.module:Class` or `file.py:Class`. A press of kvpress that
+rates units comes in as `kvpress:SnapKVPress`.
 """
 
 from __future__ import annotations
 
 import inspect
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
@@ -52,8 +51,8 @@ FALLBACK = "expected_attention"
 
 
 def names() -> list[str]:
-    """Return the names that `get` knows, sorted: ours, and those that installed packages announce."""
-    return sorted({scorer.name for scorer in _SCORERS} | plugins.announced(plugins.SCORERS).keys())
+    """Return the names that `get` knows, sorted."""
+    return sorted(scorer.name for scorer in _SCORERS)
 
 
 def get(name: str, **options: Any) -> Scorer:
@@ -96,20 +95,17 @@ def make(spec: MethodSpec, options: Mapping[str, Any] | None = None) -> Scorer:
 
 
 def find(name: str) -> type[Scorer]:
-    """Return the class of the scorer called `name`, which may be `module:Class`, `file.py:Class` or an entry point.
+    """Return the class of the scorer called `name`, which may be `module:Class` or `file.py:Class`.
 
     Raises:
         ValueError: If there is no such scorer (the message lists the nearest names), or it is no scorer.
     """
-    announced = plugins.announced(plugins.SCORERS)
     for scorer in _SCORERS:
         if scorer.name == name:
-            if name in announced:
-                warnings.warn(f'scorer "{name}" is ours; a package announces another one in vain', stacklevel=2)
             return scorer
     base = name.partition(":")[0]
-    if name in announced or (plugins.is_reference(name) and base not in names()):
-        return _checked(plugins.load(name, "scorer", announced), name)
+    if plugins.is_reference(name) and base not in names():
+        return _checked(plugins.load(name, "scorer"), name)
     if plugins.is_reference(name):
         raise ValueError(f'scorer "{name}": options are written OPTION=VALUE, such as {base}:OPTION=VALUE')
     if name.endswith(".py"):

@@ -54,24 +54,13 @@ KEYS = NeedleTask(
     scored=lambda said, sample: float(sample.targets[0] in said),
 )
 '''
-POINTS = """[locret.scorers]
-snapkv = acme_memory:ValueNorm
-acme_norm = acme_memory:ValueNorm
-acme_gone = acme_memory:Gone
-[locret.tasks]
-acme_keys = acme_memory:KEYS
-"""
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder of packages with one that announces a scorer and a task, as pip lays it out."""
+    """Return a folder with a module that has a scorer and a task."""
     folder = tmp_path_factory.mktemp("site")
     (folder / "acme_memory.py").write_text(MODULE)
-    about = folder / "acme_memory-1.0.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-memory\nVersion: 1.0\n")
-    (about / "entry_points.txt").write_text(POINTS)
     return folder
 
 
@@ -105,26 +94,21 @@ def test_a_module_in_the_current_folder_is_not_imported_unless_its_file_is_named
     assert (tmp_path / "ran").exists()
 
 
-def test_an_announced_scorer_is_as_good_as_ours_in_methods_and_benchmarks_too(installed: None) -> None:
+def test_a_scorer_of_a_package_is_as_good_as_ours_in_methods_and_benchmarks_too(installed: None) -> None:
     from locret.infer.evaluation import methods
     from locret.infer.speed import ways as timed
 
-    assert "acme_norm" in scorers.names()
-    assert scorers.get("acme_norm:power=2") == scorers.get("acme_memory:ValueNorm", power=2.0)
-    with pytest.warns(UserWarning, match='scorer "snapkv" is ours; a package announces another one in vain'):
-        assert scorers.get("snapkv") == scorers.SnapKVScorer()
-    found = methods.get("acme_norm:power=2+pyramid")
-    assert (found.name, found.description) == ("acme_norm:power=2+pyramid", "keep long values")
-    assert timed.get("acme_memory:ValueNorm:power=2+linear").scorer() == scorers.get("acme_norm", power=2)
+    own = scorers.get("acme_memory:ValueNorm", power=2.0)
+    found = methods.get("acme_memory:ValueNorm:power=2+pyramid")
+    assert (found.name, found.description) == ("acme_memory:ValueNorm:power=2+pyramid", "keep long values")
+    assert timed.get("acme_memory:ValueNorm:power=2+linear").scorer() == own
 
 
 REFUSED = {
     "acme_memory:Nameless": "has no name; add name: ClassVar",
     "acme_memory:Open": "is no subclass of locret.scorers.Scorer, and no press",
     "acme_memory:Valuenorm": "acme_memory has no Valuenorm; did you mean ValueNorm",
-    "acme_norm:pwer=2": 'scorer acme_norm: it has no option "pwer"; did you mean power?',
-    "acme_gone": 'scorer "acme_gone" of acme-memory: acme_memory has no Gone',
-    "acme_nrm": 'scorer "acme_nrm" is unknown; did you mean acme_norm',
+    "acme_memory:ValueNorm:pwer=2": 'scorer acme_memory:ValueNorm: it has no option "pwer"; did you mean power?',
     "acme_memory.more:X": "Python finds no module acme_memory.more; install its package",
     "nowhere.py:X": "there is no file nowhere.py; check the path",
 }
@@ -138,7 +122,7 @@ def test_what_cannot_be_a_scorer_is_refused_in_one_sentence(installed: None) -> 
 
 
 def test_tasks_come_from_modules_files_and_packages(installed: None, site: Path) -> None:
-    for name in ("acme_keys", "acme_memory:KEYS", f"{site / 'acme_memory.py'}:KEYS"):
+    for name in ("acme_memory:KEYS", f"{site / 'acme_memory.py'}:KEYS"):
         task = tasks.get(name)
         assert (task.name, task.version, task.family) == (name, 9, "")
         assert tasks.get(task.name) == task
