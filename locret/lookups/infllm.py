@@ -11,29 +11,12 @@ Cost:      a product with one vector per block, query head and execution block; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 from locret.base.fields import Range
-from locret.base.nearest import nearest
 from locret.base.registry import Chosen
 
-PRESETS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
-    {
-        "llama-3": {"block": 128, "init": 128, "local": 4096, "topk": 16, "repr_topk": 4, "cached": 32},
-        "minicpm": {"block": 128, "init": 128, "local": 2048, "topk": 16, "repr_topk": 4, "cached": 32},
-        "mistral": {"block": 128, "init": 128, "local": 4096, "topk": 16, "repr_topk": 4, "cached": 32},
-        "mistral-12k": {
-            "block": 128, "init": 128, "local": 4096, "topk": 64, "repr_topk": 4, "cached": 128,
-        },
-        "vicuna": {"block": 128, "init": 128, "local": 2048, "topk": 16, "repr_topk": 4, "cached": 32},
-        "omnikv-longbench": {"block": 32, "init": 128, "local": 1024, "topk": 16, "repr_topk": 4, "cached": 16},
-        "omnikv-infinitebench": {"block": 128, "init": 128, "local": 4096, "topk": 64, "repr_topk": 4, "cached": 768},
-    }
-)  # fmt: skip
-"""Published settings: of the authors (Llama-3, MiniCPM, Mistral, Vicuna), and of OmniKV's baselines at 30 % memory."""
 EXECUTION_BLOCK = 512
 """Tokens that look up blocks together, in all published settings."""
 _NUMBERS = ("local", "block", "init", "topk", "cached", "repr_topk")
@@ -56,9 +39,6 @@ class InfLLM(Chosen):
     name: ClassVar[str] = "infllm"
     ranges = {**dict.fromkeys(_NUMBERS, Range(1)), "init": Range(0)}
 
-    preset: str | None = None
-    """Published settings to start from: llama-3, minicpm, mistral, mistral-12k, vicuna, omnikv-longbench or
-    omnikv-infinitebench."""
     local: int | None = None
     """Newest tokens that every query sees at their true distance (n_local, 4096); follows from the budget."""
     block: int | None = None
@@ -74,13 +54,6 @@ class InfLLM(Chosen):
 
     def __post_init__(self) -> None:
         """Check the options."""
-        if self.preset is not None:
-            if self.preset not in PRESETS:
-                near = nearest(str(self.preset), PRESETS) or list(PRESETS)
-                self.refuse(f'preset="{self.preset}" is unknown; did you mean {" or ".join(near)}?')
-            for name, value in PRESETS[self.preset].items():
-                if getattr(self, name) is None:
-                    object.__setattr__(self, name, value)
         super().__post_init__()
         for small, large, why in _ORDERED:
             least, most = getattr(self, small), getattr(self, large)
@@ -111,7 +84,6 @@ class InfLLM(Chosen):
         cached = self.cached or (2 * self.topk if self.topk else max(1, min(32, local // block)))
         return replace(
             self,
-            preset=None,
             local=local,
             block=block,
             init=min(128, max(4, local // 32)) if self.init is None else self.init,
