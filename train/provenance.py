@@ -17,10 +17,7 @@ def label_notes(loss: LossOptions) -> dict[str, Any]:
         "last": "the answer's tokens",
         "each": "the tokens of the answers to all questions, each asked by itself",
     }[loss.answers]
-    if loss.label_source == "reconstruction":
-        queries = "the tokens of the text's repetition"
     return {
-        "source": loss.label_source,
         "kind": loss.label_kind,
         "include_last_prompt_token": loss.include_last_prompt_token,
         "reduction": f"maximum over {queries} and the query heads of the group",

@@ -41,6 +41,7 @@ _RETIRED = {
     "max_row_bytes": 4_900_000,
     "neighbours": 0,
     "temperature": 1.0,
+    "label_source": "answer",
 }
 """Options that runs of earlier versions have, and the values that changed nothing."""
 

@@ -108,11 +108,8 @@ OBJECTIVES = get_args(get_type_hints(Loss)["objective"])
 class LossOptions(Loss):
     """What the heads learn."""
 
-    usual: ClassVar[tuple[str, ...]] = ("label_source",)
+    usual: ClassVar[tuple[str, ...]] = ("answers",)
 
-    label_source: Literal["answer", "reconstruction"] = "answer"
-    """Whose attention labels a text: that of the row's answer (Locret, Eq. 2), or that of the text's own repetition
-    after a short request, which needs no answers (KVzip, arXiv 2505.23416) and twice the context."""
     answers: Literal["last", "each"] = "last"
     """Which answers label a row's text: the last one; or, of rows with a document and its questions, the largest label
     of all answers, each question asked by itself of the document, which is read once (each)."""
@@ -120,10 +117,6 @@ class LossOptions(Loss):
     def __post_init__(self) -> None:
         super().__post_init__()
         kinds.get(self.label_kind)
-        if self.answers != "last" and self.label_source == "reconstruction":
-            raise ValueError(
-                f"--answers {self.answers} changes nothing with --label-source reconstruction; drop one of them"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

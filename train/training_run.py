@@ -141,7 +141,6 @@ class TrainingRun:
             template=data.template,
             answers=self.loss.answers,
             source=data.dataset,
-            reconstruct=self.loss.label_source == "reconstruction",
             rank=ranks.data_rank,
             world=ranks.data_size,
         )

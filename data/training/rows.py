@@ -68,7 +68,7 @@ def detect_schema(columns: Iterable[str], source: str) -> Schema:
     )
 
 
-def read_row(record: Mapping[str, Any], schema: Schema, *, answer_needed: bool = True) -> Row:
+def read_row(record: Mapping[str, Any], schema: Schema) -> Row:
     """Turn one record into a Row.
 
     Turns after the last assistant turn are left out: nothing answers them.
@@ -79,28 +79,13 @@ def read_row(record: Mapping[str, Any], schema: Schema, *, answer_needed: bool =
     """
     turns = schema.turns(record)
     answers = [index for index, turn in enumerate(turns) if turn.role == "assistant"]
-    if answer_needed and (not answers or not turns[answers[-1]].content.strip()):
+    if not answers or not turns[answers[-1]].content.strip():
         raise BadRow("no answer", f"has no answer ({schema.name} schema, {schema.columns})")
-    end = answers[-1] if answers else len(turns)
-    messages = tuple(turns[:end])
+    messages = tuple(turns[: answers[-1]])
     if not any(message.role == "user" and message.content.strip() for message in messages):
         raise BadRow("empty prompt", f"has an empty prompt ({schema.name} schema, {schema.columns})")
     asked = () if schema.asked is None else schema.asked(record)
-    return Row(messages, turns[end].content if answers else "", asked)
-
-
-def reconstruction(row: Row) -> Row:
-    """Return a row that gives the same text, asks for it and answers with it; the row's own answer is not used.
-
-    What a model looks at while it repeats its text is what any question may need (KVzip, arXiv 2505.23416, which lets
-    it repeat a text piece by piece; here once and whole). The turns of a conversation become one text; a system message
-    stays what it is, and questions that are asked apart from a document are left out.
-    """
-    system = tuple(message for message in row.messages if message.role == "system")
-    text = "\n\n".join(message.content for message in row.messages if message.role != "system")
-    if row.asked:
-        text = text.removesuffix(f"\n{row.asked[-1][0]}")
-    return Row((*system, Message("user", f"{text}\n\n{REQUEST}")), text)
+    return Row(messages, turns[answers[-1]].content, asked)
 
 
 def _text(record: Mapping[str, Any], field: str) -> str:
@@ -216,5 +201,4 @@ SCHEMAS = (
         Schema(f"prompt/{answer}", f"prompt, {answer}", {"prompt", answer}, _one_turn("", "prompt", answer))
         for answer in ("answer", "response", "completion")
     ),
-    Schema("text", "text, for --label-source reconstruction", {"text"}, _one_turn("", "text", "")),
 )

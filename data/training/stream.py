@@ -19,7 +19,7 @@ from torch import Tensor
 
 from locret.conversation.turns import check_template
 from locret.data.training.chat import tokenise_questions, tokenise_row
-from locret.data.training.rows import Row, detect_schema, read_row, reconstruction
+from locret.data.training.rows import detect_schema, read_row
 from locret.data.training.sources import BadRow, Rows, columns_of, load_rows, record_of
 
 if TYPE_CHECKING:
@@ -94,7 +94,6 @@ class TrainingStream(Iterator[TrainingExample]):
         template: One of `locret.conversation.turns.TEMPLATES`.
         answers: `last`, or `each` for rows whose questions are each asked by themselves.
         source: The data set as the user named it, for messages.
-        reconstruct: Take the text itself for the answer, see `reconstruction`; rows need none then.
         rank: Index of this process.
         world: Number of processes.
 
@@ -115,7 +114,6 @@ class TrainingStream(Iterator[TrainingExample]):
         template: str = "chat",
         answers: str = "last",
         source: str = "(rows)",
-        reconstruct: bool = False,
         rank: int = 0,
         world: int = 1,
     ):
@@ -129,7 +127,7 @@ class TrainingStream(Iterator[TrainingExample]):
         self.tokenizer, self._rows, self._source, self._template = tokenizer, rows, source, template
         self._max_length, self._min_tokens, self._max_tokens = max_length, min_tokens, max_tokens
         self._seed, self._rank, self._world = seed, rank, world
-        self._reconstruct, self._answers = reconstruct, answers
+        self._answers = answers
         try:
             self.schema = detect_schema(columns_of(rows), source)
         except BadRow as error:
@@ -269,12 +267,8 @@ class TrainingStream(Iterator[TrainingExample]):
             )
         self._go_to(self._epoch + 1, 0, 0)
 
-    def _read(self, index: int) -> Row:
-        given = read_row(record_of(self._rows, index), self.schema, answer_needed=not self._reconstruct)
-        return reconstruction(given) if self._reconstruct else given
-
     def _tokenise(self, index: int) -> TrainingExample:
-        row = self._read(index)
+        row = read_row(record_of(self._rows, index), self.schema)
         pairs: list[tuple[list[int], list[int]]] = []
         try:
             if self._answers == "each":

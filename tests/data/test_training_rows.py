@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from locret.conversation.turns import Message
-from locret.data.training.rows import REQUEST, Row, detect_schema, read_row, reconstruction
+from locret.data.training.rows import Row, detect_schema, read_row
 from locret.data.training.sources import BadRow, load_rows
 
 ROWS = [{"prompt": f"question {index}", "answer": f"answer {index}"} for index in range(7)]
@@ -120,16 +120,6 @@ def test_texts_stand_before_what_is_asked_of_them() -> None:
     assert found.messages[0].content == "A text.\n\nWho?"
     messages = [{"role": role, "content": text} for role, text in [*CHAT, ("user", "Thanks.")]]
     assert row_of({"messages": messages}) == Row(tuple(Message(*turn) for turn in CHAT[:4]), "Me.")
-
-
-def test_a_text_that_is_its_own_answer_is_one_text_and_a_system_message_stays() -> None:
-    text = "Hi.\n\nHello.\n\nWho?"
-    row = reconstruction(Row(tuple(Message(*turn) for turn in CHAT[:4]), "Me."))
-    assert row == Row((Message("system", "Be kind."), Message("user", f"{text}\n\n{REQUEST}")), text)
-    shared = {"document": "A text.", "questions": [{"question": "Who?", "answer": "Me."}]}
-    assert reconstruction(row_of(shared)) == Row((Message("user", f"A text.\n\n{REQUEST}"),), "A text.")
-    record = {"text": "Who?"}
-    assert read_row(record, detect_schema(record, ""), answer_needed=False) == Row((Message("user", "Who?"),), "")
 
 
 @pytest.mark.parametrize(
