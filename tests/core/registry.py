@@ -289,19 +289,21 @@ def _layers(model: PreTrainedModel) -> str:
 
 _BEGIN, _END = "<!-- families of transformers {version} -->", "<!-- end -->"
 _TITLES = {
-    "right": ("right", ("family", "for instance", "layers", "positions", "why not both")),
-    "refused": ("refused", ("family", "for instance", "why")),
-    "not run": ("not run by transformers", ("family", "for instance", "why")),
+    "right": ("right", ("family", "for instance", "layers")),
+    "refused": ("refused", ("family", "why")),
+    "not run": ("not run by transformers", ("family", "why")),
 }
 
 
 def row(outcome: Outcome) -> str:
     """Return a family's line of the page."""
+    why = re.split("[;|]|, so | and does not rotate|, which is not", outcome.reason[:200])[0].rstrip(",")
+    if outcome.kind != "right":
+        return f"| {outcome.family} | {why} |"
     documented = re.findall(r"huggingface\.co/([\w.\-]+/[\w.\-]+)", CONFIG_MAPPING[outcome.family].__doc__ or "")
     example = next((name for name in documented if not name.startswith("papers/")), "")
-    why = outcome.reason.partition(";")[0].replace("|", "\\|")[:200]
-    middle = [outcome.layers, ", ".join(outcome.positions)] if outcome.kind == "right" else []
-    return f"| {' | '.join([outcome.family, example, *middle, why])} |".replace("|  |", "| |")
+    alone = f"; {outcome.positions[0]} positions alone: {why}" if len(outcome.positions) == 1 else ""
+    return f"| {outcome.family} | {example} | {outcome.layers}{alone} |".replace("|  |", "| |")
 
 
 def tables(outcomes: Iterable[Outcome]) -> str:
