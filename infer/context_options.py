@@ -51,8 +51,7 @@ class ShowOptions(SeveralContexts):
     """What is looked at."""
 
     plot: str | None = None
-    """PNG or HTML file to write: the text of --text, the words that heads hold dark and forgotten ones pale. A PNG file
-    needs locret[eval]."""
+    """HTML file to write: the text of --text, the words that heads hold dark and forgotten ones pale."""
     text: str | None = None
     """The text file that the context was read from. Needs --plot and --model."""
     model: str | None = None

@@ -86,6 +86,7 @@ class Ready:
         if not quiet:
             sys.stderr.write(sizing.plan_lines(self.run, self.policy))
         given = {name: value for part in options for name, value in asdict(part).items()}
+        settled = {one.name for one in fields(RetentionPolicy)}  # the policy says what these came to
         record = {
             **self.run.plan(self.policy),
             "planned_weights": self.run.weights.to_dict(),
@@ -94,7 +95,11 @@ class Ready:
             "not_given": self.policy.following(),
             "steps": self.run.schedule(self.policy).table(),
         }
-        return {**record, **self.record(), "options": given}
+        return {
+            **record,
+            **self.record(),
+            "options": {name: value for name, value in given.items() if name not in settled},
+        }
 
 
 def ready(

@@ -200,7 +200,10 @@ def plan_lines(run: PlannedRun, policy: RetentionPolicy) -> str:
         lines.append(f"not given, so from a budget of {policy.budget:,}: {given}\n")
     if run.prompt_tokens is not None and run.full_bytes is not None:
         kept = min(1, (policy.budget + policy.local_len) / run.prompt_tokens)
-        share = f"{kept:.0%} of their units stay" if kept < 1 else "all units stay, for the budget is not less"
+        parts = (
+            f"{kept:.0%} of their units stay, a budget of {policy.budget:,} and the {policy.local_len:,} last tokens"
+        )
+        share = parts if kept < 1 else "all units stay, for the budget is not less"
         cache, full = (f"{size / 2**20:,.1f} MiB" for size in (run.cache_bytes(policy), run.full_bytes))
         lines.append(f"{run.prompt_tokens:,} tokens: {share}; a cache of {cache} (everything: {full})\n")
     return "".join(lines)

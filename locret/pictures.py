@@ -1,24 +1,18 @@
-"""What a cache kept, as bars, and what all pictures need; matplotlib draws them (extra: locret[eval])."""
+"""What a cache kept, as bars of text."""
 
 # K KV heads, C kept units, W columns
 
 from __future__ import annotations
 
-import importlib.util
-import warnings
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from locret.base.files import written_whole
-
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
 
-INK = "#222222"
 BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -51,31 +45,9 @@ def as_lines(retention: Retention, width: int = 60) -> list[str]:
     return [f"{layer:>5} |{bar}|" for layer, bar in zip(retention.kept, bars, strict=True)]
 
 
-def require_matplotlib(setting: str) -> None:
-    """Make sure that pictures can be drawn."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(f"{setting} needs matplotlib; install it with `pip install 'locret[eval]'`")
-
-
-def can_draw(setting: str) -> bool:
-    """Return whether pictures can be drawn; if not, warn with what to install."""
-    try:
-        require_matplotlib(setting)
-    except ValueError as error:
-        warnings.warn(f"{error}; everything but the pictures is written", stacklevel=2)
-        return False
-    return True
-
-
 def kept_shares(retention: Retention, columns: int) -> Tensor:
     """Return (rows, columns) float32: the share of positions kept in each stretch of the text, a row per KV head."""
     edges = torch.linspace(0, retention.prompt_tokens, columns + 1, dtype=torch.float64).round()
     heads = (positions_C for layer in retention.kept.values() for positions_C in layer)
     counts = [torch.histogram(positions_C.to(torch.float64), edges).hist for positions_C in heads]
     return (torch.stack(counts) / edges.diff()).float()
-
-
-def save(figure: Any, path: str | Path) -> None:
-    """Write a figure as PNG, whole or not at all."""
-    with written_whole(path) as fresh:
-        figure.savefig(fresh, format="png", dpi=150)

@@ -1,4 +1,4 @@
-"""`locret-eval`: compare methods on tasks within the same budget; tables, pictures, and every answer on record.
+"""`locret-eval`: compare methods on tasks within the same budget; tables, and every answer on record.
 
     locret-eval --model checkpoints/tiny --heads checkpoints/tiny-heads --methods full,locret,random \\
         --tasks passkey,ruler/vt --lengths 2048,8192 --budget 256 --samples 20 --output runs/eval

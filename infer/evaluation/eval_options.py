@@ -205,14 +205,12 @@ class ReportOptions:
     usual: ClassVar[tuple[str, ...]] = ("output", "resume", "list", "json", "dry_run", "quiet")
 
     output: str = ""
-    """Folder for samples.jsonl, results.json, results.md and the pictures. If not given, one in runs/ whose name says
+    """Folder for samples.jsonl, results.json, results.md. If not given, one in runs/ whose name says
     the backbone and the first task, with the start of the configuration's hash."""
     resume: bool = False
     """Go on with an interrupted run in the output folder; it may have more methods then."""
     overwrite: bool = False
     """Replace what an earlier run left in the output folder."""
-    figures: str = "all"
-    """all or none. Pictures need locret[eval]; without it the rest is written all the same."""
     list: bool = False
     """Print the tasks and methods there are, and stop."""
     json: bool = False
@@ -228,8 +226,6 @@ class ReportOptions:
         if self.threads < 0:
             raise ValueError(f"--threads {self.threads} is negative; give 1 or more, or 0 to leave it to PyTorch")
         check_threads(self.threads)
-        if self.figures not in ("all", "none"):
-            raise ValueError(f"--figures {self.figures} is unknown; choose all or none")
         if self.resume and self.overwrite:
             raise ValueError("--resume and --overwrite exclude each other; drop one of them")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -14,23 +13,21 @@ from tqdm.auto import tqdm
 from locret import loading
 from locret.backbone.passes import in_step
 from locret.base import interrupts
-from locret.base.files import write_text
 from locret.cli.command import print_json
 from locret.conversation.turns import vocabulary_fingerprint
 from locret.heads.fingerprint import weight_fingerprint
-from locret.infer.evaluation import figures, output_folder, report, runner
+from locret.infer.evaluation import output_folder, report, runner
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.plan import Case, texts_of
-from locret.infer.evaluation.records import RESULTS, SAMPLES, SampleLog, key, read, shown
-from locret.pictures import can_draw
+from locret.infer.evaluation.records import SAMPLES, SampleLog, key, read
 
 
 def execute(job: Job) -> None:
     """Load everything, open the output folder, measure, report."""
     processes = job.processes
     with processes.together(on_backbone=True):
-        setup, settings, draw = _load(job)
+        setup, settings = _load(job)
     with processes.together():
         processes.agree(settings, "give all processes the same files")
     with processes.together():
@@ -45,7 +42,7 @@ def execute(job: Job) -> None:
         raise
     if processes.is_main:
         log.merge(report.order_of(job.cases, job.runs))
-        _report(job, log, settings, draw)
+        _report(job, log, settings)
 
 
 def _keep(job: Job, log: SampleLog, settings: dict[str, Any]) -> None:
@@ -56,12 +53,11 @@ def _keep(job: Job, log: SampleLog, settings: dict[str, Any]) -> None:
     sys.stderr.write(f"{len(log.records)} answers are in {log.path}; the same command with --resume goes on\n")
 
 
-def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
-    """Return the loaded backbone with what belongs to it, all settings, and whether pictures can be drawn."""
+def _load(job: Job) -> tuple[Setup, dict[str, Any]]:
+    """Return the loaded backbone with what belongs to it, and all settings."""
     given = job.report
     tokenizer = loading.load_tokenizer(job.model)
     job.check(tokenizer)
-    draw = given.figures == "all" and job.processes.is_main and can_draw("--figures all")
     model = loading.load_model(job.model, job.config, job.own_device, job.dtype)
     trained = job.heads.follow(model) if job.evaluation.heads else None
     settings = {
@@ -71,7 +67,7 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any], bool]:
         "tokenizer": [vocabulary_fingerprint(tokenizer), tokenizer.chat_template],
     }
     output_folder.check_output(given.output, settings, resume=given.resume, overwrite=given.overwrite)
-    return Setup(model, tokenizer, trained, job.evaluation.seed), settings, draw
+    return Setup(model, tokenizer, trained, job.evaluation.seed), settings
 
 
 def _open(job: Job, settings: dict[str, Any]) -> SampleLog:
@@ -121,16 +117,10 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
             ) from error
 
 
-def _report(job: Job, log: SampleLog, settings: dict[str, Any], draw: bool) -> None:
-    """Write results and pictures, and print them; numbers are on disk before the first picture is drawn."""
-    output = Path(job.report.output)
-    results = report.write_results(output, log, settings, job)
-    if draw:
-        records = shown(report.ordered(log, job.cases, job.runs))
-        results["figures"] = figures.write_all(output, records, shown(results["cells"]))
-        write_text(output / RESULTS, json.dumps(results, indent=1) + "\n")
+def _report(job: Job, log: SampleLog, settings: dict[str, Any]) -> None:
+    """Write results, and print them."""
+    results = report.write_results(Path(job.report.output), log, settings, job)
     if job.report.json:
         print_json(results)
         return
     sys.stdout.write(report.as_markdown(results))
-    sys.stdout.writelines(f"picture: {output / name}\n" for name in results["figures"])

@@ -17,7 +17,7 @@ from locret.data.tasks.task import SAMPLES, NoSamples, Selection
 from locret.distributed.ranks import Ranks
 from locret.infer.evaluation import output_folder
 from locret.infer.evaluation.eval_options import ALL_METHODS, BudgetOptions, EvalOptions, ReportOptions
-from locret.infer.evaluation.methods import ORACLE, ORACLE_AGNOSTIC, document_tokens, rule
+from locret.infer.evaluation.methods import ORACLE, document_tokens, rule
 from locret.infer.evaluation.plan import Allotment, Case, Run, plan_cases, plan_runs, settled
 from locret.infer.evaluation.records import AGNOSTIC
 from locret.infer.infer_options import ModelOptions
@@ -72,17 +72,11 @@ class Job:
         left = {case.task.name for case in self.cases}
         self.missing |= {task: reason for task, reason in self.unmade.items() if task not in left}
         self.selections = [one for one in self.selections if one.task.name in left]
-        agnostic = ORACLE_AGNOSTIC in {rule(run.method) for run in self.runs}
         for one in self.selections:
             case = next(case for case in self.cases if case.task is one.task)
             sample = case.sample(tokenizer)
             one.task.score(sample.reply, sample)
-            if agnostic and not sample.asked:
-                raise ValueError(
-                    f"method {ORACLE_AGNOSTIC} keeps what the answers to all questions of a text look at, and "
-                    f"{one.task.name} does not say which there are; leave one out, or compare with oracle"
-                )
-            if agnostic or AGNOSTIC in self.evaluation.chosen_protocols():
+            if AGNOSTIC in self.evaluation.chosen_protocols():
                 document_tokens(tokenizer, one.task, sample, case.built(tokenizer, sample))
         several = self.evaluation.questions or 0
         if several > 1 and not any(case.question for case in self.cases):
@@ -268,15 +262,15 @@ def _check_choices(
     evaluation: EvalOptions, budgets: BudgetOptions, methods: Sequence[Method], chosen: set[str]
 ) -> None:
     """Refuse options that contradict a suite or a task."""
-    rules, agnostic = set(map(rule, methods)), AGNOSTIC in evaluation.chosen_protocols()
+    agnostic = AGNOSTIC in evaluation.chosen_protocols()
     for task in evaluation.chosen_tasks():
         clash = None
         if agnostic and (task.session or task.asks_first):
             clash = f"--protocol {AGNOSTIC} reads a document before its question", "asks before its document"
         elif task.session and budgets.budget_share is not None:
             clash = f"--budget-share {budgets.budget_share} is a share of a whole prompt", ""
-        elif task.session and (oracles := {ORACLE, ORACLE_AGNOSTIC} & rules):
-            clash = f"method {min(oracles)} knows the answer to one prompt", ""
+        elif task.session and ORACLE in map(rule, methods):
+            clash = f"method {ORACLE} knows the answer to one prompt", ""
         if clash is not None:
             why = "is a session, whose turns follow each other" if task.session else clash[1]
             raise ValueError(f"{clash[0]}, and {task.name} {why}; leave one out")

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 from locret import RetainingHeads, scorers
-from locret.backbone.adapters import input_device
 from locret.base import method_spec
 from locret.conversation.document import encode
 from locret.data.tasks import Sample, Task
@@ -27,16 +26,12 @@ from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.infer.methods import Method, find, modified
 from locret.infer.methods import names as shared_names
 from locret.labels.labels import answer_labels
-from locret.labels.many_answers import labels_of_answers
 from locret.loading.options import LOCRET
 from locret.scorers import Scorer
 from locret.scorers.chosen import FULL
 
-ORACLE, ORACLE_AGNOSTIC = "oracle", "oracle_agnostic"
-_OWN = (
-    Method(ORACLE, "labels of the true answer: the upper bound that trained heads chase"),
-    Method(ORACLE_AGNOSTIC, "labels of the answers to all questions of the text: what it loses, the budget loses"),
-)
+ORACLE = "oracle"
+_OWN = (Method(ORACLE, "labels of the true answer: the upper bound that trained heads chase"),)
 
 
 @dataclass
@@ -74,17 +69,6 @@ class SharedText:
         asked = zip(self._asked, self._prompts, strict=True)
         return min(document_tokens(self.setup.tokenizer, self.task, sample, built) for sample, built in asked)
 
-    @cached_property
-    def labels(self) -> Tensor:
-        """The agnostic oracle's labels (L, K, D): the largest that any answer gives, each after its own question."""
-        document, device = self.document, input_device(self.setup.model)
-        rests = [
-            (torch.tensor([built.ids[document:]], device=device), reply_ids(self.setup.tokenizer, one.reply, device))
-            for one, built in zip(self._asked, self._prompts, strict=True)
-        ]
-        ids_1D = torch.tensor([self._prompts[0].ids[:document]], device=device)
-        return labels_of_answers(self.setup.model, ids_1D, rests, "log_attention", include_last_prompt_token=True)
-
 
 def document_tokens(tokenizer: Any, task: Task, sample: Sample, built: BuiltPrompt) -> int:
     """Return how many tokens of a prompt stand before its question and are those of the text up to there."""
@@ -94,8 +78,8 @@ def document_tokens(tokenizer: Any, task: Task, sample: Sample, built: BuiltProm
     if unknown or (sample.question.strip() and sample.question.strip() in sample.content[:begin]):
         why = "does not say where its questions begin" if unknown else "asks before its document"
         raise ValueError(
-            f"--protocol agnostic and oracle_agnostic tell a document from its question, but {task.name} {why}; drop "
-            "them, or leave the task out"
+            f"--protocol agnostic tells a document from its question, but {task.name} {why}; drop "
+            "it, or leave the task out"
         )
     places = (built.text.rfind(tail) for tail in (question, question.rstrip(), question.strip()))
     place = next((place for place in places if place > 0), 0)
@@ -104,8 +88,8 @@ def document_tokens(tokenizer: Any, task: Task, sample: Sample, built: BuiltProm
     length = max(len(commonprefix([ids, built.ids])) for ids in own)
     if not place or not length:
         raise ValueError(
-            f"--protocol agnostic, oracle_agnostic: the question of {f'{task.name} {sample.id}'.strip()} is not found "
-            "in its prompt, because truncation or the chat template changed it; raise --max-prompt, or drop them"
+            f"--protocol agnostic: the question of {f'{task.name} {sample.id}'.strip()} is not found "
+            "in its prompt, because truncation or the chat template changed it; raise --max-prompt, or drop it"
         )
     return length
 
@@ -153,18 +137,10 @@ class Prompt:
         """Give the labels' memory back."""
         self._labels = None
 
-    @property
-    def agnostic_labels(self) -> Tensor:
-        """The agnostic oracle's labels (L, K, N); those of the question itself are the oracle's."""
-        shared, tokens = self.text.labels, self.ids_1N.shape[1]
-        if tokens <= shared.shape[-1]:
-            return shared[..., :tokens]
-        return torch.cat([shared, self.labels[..., shared.shape[-1] :]], dim=-1)
-
 
 def names() -> list[str]:
     """Return the names that `get` knows."""
-    own = [FULL, LOCRET, ORACLE, ORACLE_AGNOSTIC]
+    own = [FULL, LOCRET, ORACLE]
     return [*own, *(name for name in shared_names() if name not in own)]
 
 
@@ -186,8 +162,8 @@ def make_scorer(method: Method, prompt: Prompt) -> RetainingHeads | Scorer:
     if method.needs_heads:
         assert setup.heads is not None
         return setup.heads
-    if base.name in (ORACLE, ORACLE_AGNOSTIC):
-        return scorers.get("oracle", labels=prompt.labels if base.name == ORACLE else prompt.agnostic_labels)
+    if base.name == ORACLE:
+        return scorers.get("oracle", labels=prompt.labels)
     if base.name == "random" and "seed" not in base.options:
         return scorers.get(base.name, seed=setup.seed)
     assert method.scorer is not None

@@ -68,9 +68,8 @@ def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> Sa
         try:
             folder.mkdir(parents=True, exist_ok=True)
             # The configuration goes last: a folder without it is nobody's.
-            pictures = [path.name for path in folder.glob("*.png")]
             parted = [path.name for path in parts(folder)]
-            for name in (SAMPLES, *parted, RESULTS, TABLE, *pictures, CONFIGURATION):
+            for name in (SAMPLES, *parted, RESULTS, TABLE, CONFIGURATION):
                 (folder / name).unlink(missing_ok=True)
         except OSError as error:
             raise OSError(f"--output {output} cannot be written ({error.strerror}); choose another folder") from error

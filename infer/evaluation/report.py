@@ -48,7 +48,6 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
         "complete": len(records) == len(cases) * len(runs),
         **({"left_out": list(job.unmade.values())} if job.unmade else {}),
         "cells": found,
-        "figures": [],
     }
     if suite := job.evaluation.chosen_suite():
         published = job.evaluation.published

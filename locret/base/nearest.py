@@ -64,7 +64,7 @@ _RETIRED = (
     *("task option lookalikes", "option --density", "option --lookalikes"),
     *("task option max_row_bytes", "task option answer_room", "task option replace_mask", "task option collection"),
     *("task option max_turns", "task option no_context", "task option compensated", "task option digits"),
-    *("scbench option scorer", "loogle option scorer", "infinitebench option scorer"),
+    *("scbench option golden", "scbench option scorer", "loogle option scorer", "infinitebench option scorer"),
     *("modifier +d2o", "modifier +kvmerger", "modifier +refit", "modifier +shares"),
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
@@ -83,6 +83,8 @@ _BY_ITSELF = {
     "option reread": "--compare-full answers once more with every unit kept",
     "babilong option length": "--lengths chooses it, and --suite babilong-0k asks the facts alone",
     **dict.fromkeys(("option picture", "option kept"), "locret-context show FILE says and draws what a context kept"),
+    "method oracle_agnostic": "--suite real measures it; oracle knows the answer to one question",
+    "option figures": "results.json and samples.jsonl hold the numbers of every picture; leave it out",
     "option create_pr": "hf upload org/name FOLDER . --create-pr opens a pull request",
     "option eval_results": "the card in the folder keeps its text, so put what locret-eval wrote there",
     "locret-context push": "hf upload org/name FILE context.safetensors publishes a context",

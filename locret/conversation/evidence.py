@@ -64,7 +64,7 @@ class Answered:
     margin: float
     """Lead of the least certain token of the answer over the runner-up, as probabilities, 0 to 1."""
     passages: tuple[Passage, ...]
-    """Where in the text the answer looked, the most attended first."""
+    """Where in the text the answer looked: first where one head stands out most from the others."""
     evicted: bool
     """Whether units of what was read are gone for good."""
 
@@ -133,7 +133,8 @@ class Watch:
             best = int(left_J.argmax())
             first = max(0, best - _SEGMENTS // 2)
             end = min((first + _SEGMENTS) * self.width, self.tokens)
-            found.append(Passage(start=first * self.width, end=end, attention=float(most_J[best])))
+            start = max(first * self.width, min(self.first, end - 1))
+            found.append(Passage(start=start, end=end, attention=float(most_J[best])))
             left_J[max(0, first - _SEGMENTS // 2) : first + _SEGMENTS + _SEGMENTS // 2] = -torch.inf
         return tuple(found)
 

@@ -69,7 +69,7 @@ def test_training_leaves_the_heads_of_one_process(rows: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("shard", ["fsdp", "tp"])
 def test_an_evaluation_an_answer_and_a_context_are_those_of_one_process(shard: str, tmp_path: Path, text: Path) -> None:
     line: tuple[Any, ...] = (EVAL, *MODEL, "--methods", "full,locret", "--tasks", "passkey", "--lengths", "200,500")
-    line = (*line, "--samples", 2, "--budget", 64, "--chunk-size", 64, "--stabilizers", 16, "--figures", "none")
+    line = (*line, "--samples", 2, "--budget", 64, "--chunk-size", 64, "--stabilizers", 16)
     alone(*line, "--output", tmp_path / "one")
     table = done("-m", *line, "--output", tmp_path / "two", "--shard", shard)
     assert table.count("| method |") == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from transformers import AutoTokenizer
 
 from locret import shipped
 from locret.infer import demo, kept_page
-from locret.pictures import Retention, as_lines, kept_shares, require_matplotlib
+from locret.pictures import Retention, as_lines, kept_shares
 
 pytestmark = pytest.mark.slow
 
@@ -35,8 +34,6 @@ def test_three_ways_of_reading_answer_and_the_text_is_drawn(
     size = {name: float(line.split(" MiB")[0].split()[-1]) for name, line in told.items()}
     assert size["retaining heads"] == size["newest only"] < size["everything"] / 5
     assert (tmp_path / "demo" / "kept.html").read_text().count("<span") > 1000
-    if find_spec("matplotlib"):
-        assert (tmp_path / "demo" / "kept.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_text_is_marked_piece_by_piece_and_another_one_refused() -> None:
@@ -57,9 +54,3 @@ def test_shares_count_kept_positions_column_by_column() -> None:
     expected = [[1, 0, 0, 0.5], [0, 1 / 3, 2 / 3, 0], [0, 0, 1 / 3, 1]]
     assert torch.allclose(shares, torch.tensor(expected))  # of the columns [0, 2), [2, 5), [5, 8) and [8, 10)
     assert as_lines(Retention("", {0: kept[0], 3: kept[3]}, 10), 4) == ["    0 |▆▄▅▄|", "    3 |  ▅█|"]
-
-
-def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"--picture needs matplotlib; install it with `pip install 'locret\[eval\]'`"):
-        require_matplotlib("--picture")

@@ -19,12 +19,12 @@ from published_cases import published
 
 from locret.base.files import locked
 from locret.data import tasks
-from locret.infer.evaluation import figures, output_folder, report, runner
+from locret.infer.evaluation import output_folder, report, runner
 from locret.infer.evaluation.records import PART, SAMPLES, SampleLog, key
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--threads", 1, "--figures", "none")
+SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--threads", 1)
 SMALL = (*SMALL, "--max-new-tokens", 6)
 ONE = ("--methods", "random", "--tasks", "passkey", "--lengths", 500, "--budget", 64, "--samples", 1, *SMALL)
 TWO = ("--tasks", "passkey,twostage/2stage", "--lengths", 600, "--budget", 64, "--samples", 2, *SMALL)
@@ -173,7 +173,7 @@ def test_a_plan_says_what_would_be_done_and_writes_nothing(
 def test_shares_of_the_prompt_are_on_record_by_share_with_what_they_came_to(evaluate: Any, tmp_path: Path) -> None:
     out = tmp_path / "out"
     line = ("--methods", "full,random", "--tasks", "twostage/2stage", "--lengths", "400,600", "--samples", 1, "--json")
-    line = (*line, "--local-len", 8, "--max-new-tokens", 4, "--figures", "none", "--output", out)
+    line = (*line, "--local-len", 8, "--max-new-tokens", 4, "--output", out)
     code, shown, err = evaluate(*line, "--budget-share", "0.1,0.25", own=())
     assert code == 0, err
     found = [one for one in records(out) if one["method"] == "random"]
@@ -198,27 +198,10 @@ def test_the_minimal_command_names_its_folder_and_the_list_names_everything(
     assert f"locret-eval: 4 answers, 1,600 prompt tokens; results go to runs/{output.name}" in err
     known = json.loads(evaluate("--list", "--json")[1])
     assert set(known["tasks"]) == set(tasks.names())
-    assert {"oracle_agnostic", "snapkv", "quest"} < set(known["methods"])
+    assert {"oracle", "snapkv", "quest"} < set(known["methods"])
     assert "pyramid" in known["modifiers"]
     shown = evaluate("--list")[1]
     assert all(f"  {name} " in shown for name in (*known["tasks"], *known["suites"], *known["methods"]))
-
-
-def test_pictures_show_curves_and_where_needles_were_found(evaluate: Any, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="the pictures need locret[eval]")
-    line = ("--methods", "full,random", "--tasks", "passkey", "--lengths", "400,500", "--samples", 2, *SMALL[:-4])
-    code, shown, err = evaluate(*line, "--max-new-tokens", 4, "--budget", "32,64", "--output", tmp_path)
-    assert code == 0, err
-    drawn = ["accuracy_by_budget.png", "heat_map_niah_passkey.png"]
-    assert results(tmp_path)["figures"] == drawn == sorted(path.name for path in tmp_path.glob("*.png"))
-    assert shown.count("picture: ") == 2
-    found = figures.lines(results(tmp_path)["cells"], "budget")["niah/passkey (filler)", 400]
-    assert [x for x, *_ in found["random"]] == [32, 64]
-    usual = {"task": "t", "tokens": 1, "method": "m", "score": 1.0, "standard_error": None}
-    chunks = [{**usual, "budget": b, "stabilizers": b // 4, "chunk_size": c} for b in (8, 16) for c in (32, 64)]
-    assert list(figures.lines(chunks, "budget")["t", 1]) == ["m, chunk size 32", "m, chunk size 64"]
-    lengths, scores = figures.heat_map([{"tokens": 400, "depth": d, "score": s} for d, s in ((0.1, 1), (1.0, 0.5))])
-    assert (lengths, scores[1], scores[9], scores[5]) == ([400], [100.0], [50.0], [None])
 
 
 def test_merging_keeps_one_of_each_and_the_order_of_one_process(tmp_path: Path) -> None:
@@ -330,7 +313,7 @@ def test_a_mistake_is_one_sentence_with_exit_code_2_and_leaves_no_folder(
     for flag, value in usual.items():
         if flag not in given and not any(one in given for one in other.get(flag, ())):
             given += [flag, value]
-    code, _, err = evaluate_with()(*given, "--output", output, "--figures", "none")
+    code, _, err = evaluate_with()(*given, "--output", output)
     assert code == 2, err
     assert message in err.splitlines()[-1], err
     assert not output.exists()

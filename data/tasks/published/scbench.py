@@ -6,7 +6,7 @@ Source:    microsoft/MInference, scbench/ (MIT): eval_utils.py, run_scbench.py, 
 Fields:    id, context (a list of numbers in mf), multi_turns (a list of input, answer and, where a task has them, four
            options, task and name), repo.
 Modes:     `scbench/kv` is multi-turn: one cache reads text and first question, then turn after turn; the right answer
-           stands in the history, whatever the model wrote (`golden`). `scbench/kv_requests` is multi-request: every
+           stands in the history, whatever the model wrote. `scbench/kv_requests` is multi-request: every
            question follows the text alone (the official option is called scdq); --questions asks fewer or more.
 Metrics:   compute_scores.py. A mixed task's score is the mean of its two kinds' scores, which the official code prints
            side by side.
@@ -25,7 +25,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from locret.data.tasks.metrics.choice import book_choice
 from locret.data.tasks.metrics.overlap import character_f1, repeated_function, rouge_lsum
@@ -78,14 +77,10 @@ _METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
 class SCBenchTask(PublishedTask):
     """One file of SCBench; a row is a sample: a conversation, or a text with all questions about it."""
 
-    settable: ClassVar[tuple[str, ...]] = (*PublishedTask.settable, "golden")
-
     task: str
     """The file's name in the published set, without "scbench_"."""
     requests: bool = False
     """Whether every question is asked of the text alone."""
-    golden: bool = True
-    """Whether the right answer stands in the history of a conversation, whatever the model wrote."""
 
     def read(self, row: Row) -> list[Sample]:
         """Return the conversation of a row, or its first question with all others."""
@@ -109,7 +104,7 @@ class SCBenchTask(PublishedTask):
                 id=str(row.number),
                 content=content,
                 turns=(content, *(one.text for one in asked[1:])),
-                said=tuple(one.reply for one in asked[:-1]) if self.golden else (),
+                said=tuple(one.reply for one in asked[:-1]),
                 targets=tuple(json.dumps(one.targets, ensure_ascii=False) for one in asked),
                 reply=json.dumps([one.reply for one in asked], ensure_ascii=False),
                 question=asked[0].text,
