@@ -243,7 +243,9 @@ def _one_sentence(named: str, way_out: str) -> Iterator[None]:
 
 def _load_hub(dataset: str, split: str, revision: str | None) -> Rows:
     import datasets
+    from huggingface_hub.utils import logging as hub_logging
 
+    hub_logging.set_verbosity_error()  # of every try that failed, before the sentence below
     alias = _alias(dataset)
     repo = dataset if alias is None else ALIASES[alias].repo
     revision = revision or (None if alias is None else ALIASES[alias].revision)

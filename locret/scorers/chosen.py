@@ -30,7 +30,7 @@ def chosen_heads(heads: str | None, model: str | None) -> str | None:
             f"--heads auto: no heads are shipped for {model}; name some, train them with locret-train, or leave "
             "--heads out for a training-free scorer"
         )
-    warnings.warn(f"--heads auto takes {found}, which are shipped with this toolkit", stacklevel=2)
+    warnings.warn(f"auto takes the heads {found}, which are shipped with this toolkit", stacklevel=2)
     return found
 
 
@@ -42,7 +42,7 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
         if spec is None:
             warnings.warn(
                 f"without trained heads the scorer {scorers.FALLBACK} decides which units stay; give heads for this "
-                "backbone (--heads), or another scorer (--scorer)",
+                "backbone, or another scorer",
                 stacklevel=2,
             )
         spec = spec or method_spec.parse(scorers.FALLBACK)
