@@ -8,7 +8,6 @@ A step draws no random numbers: the order of the rows follows from the seed and 
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -48,26 +47,14 @@ def complete(folder: Path) -> list[Path]:
 
 
 def find(resume: str, folder: Path) -> Path | None:
-    """Return the checkpoint that `--resume` means; None if it is "auto" and there is none yet.
+    """Return the newest checkpoint of a run; None if `--resume` is "auto" and there is none yet.
 
     Raises:
-        ValueError: If a path is not a checkpoint, or there is none in the run's folder.
+        ValueError: If there is none.
     """
-    path = folder if resume == AUTO else Path(os.path.expanduser(resume))
-    if (path / STATE).is_file():
-        later = [other.name for other in complete(folder) if _step(other) > _step(path)]
-        if path.resolve().parent == folder.resolve() and later:
-            raise ValueError(
-                f"--resume {resume}: {folder} holds later checkpoints ({', '.join(later)}); give another --output, or "
-                "delete them"
-            )
-        return path
-    found = complete(path)
+    found = complete(folder)
     if not found and resume != AUTO:
-        raise ValueError(
-            f"--resume {resume} is not a checkpoint (it has no {STATE}), and {path} holds none such as checkpoint-50; "
-            "start anew with --overwrite"
-        )
+        raise ValueError(f"--resume {resume} holds no checkpoint such as checkpoint-50; start anew with --overwrite")
     return found[-1] if found else None
 
 

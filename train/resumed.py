@@ -64,22 +64,17 @@ def run_of(resume: str | None) -> Path | None:
     """Return the folder of the run whose options are taken over; None where they are all given anew.
 
     Raises:
-        ValueError: If `--resume` names something that is neither a run nor a checkpoint.
+        ValueError: If `--resume` names something that is no run.
     """
     if resume is None or resume == AUTO:
         return None
     if not resume:
         raise ValueError("--resume is empty; give the folder of a run, or auto")
     path = Path(os.path.expanduser(resume))
-    if (path / RECORD).is_file():
-        return path
-    if (path / STATE).is_file():
-        return path.parent if (path.parent / RECORD).is_file() else None
-    why = "it holds neither" if path.is_dir() else "there is no such folder"
-    raise ValueError(
-        f"--resume {resume} is not a checkpoint or a run ({why}); give the folder that holds {RECORD}, or one of its "
-        "checkpoint-N"
-    )
+    if not (path / RECORD).is_file():
+        why = f"it has no {RECORD}" if path.is_dir() else "there is no such folder"
+        raise ValueError(f"--resume {resume} is not a run ({why}); give the folder that holds {RECORD}")
+    return path
 
 
 @contextmanager

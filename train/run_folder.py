@@ -45,10 +45,8 @@ def check(output: str, *, resume: str | None, overwrite: bool) -> Path:
             f"--output {output} holds an earlier run; choose another folder, go on with --resume {output}, "
             "or delete it with --overwrite"
         )
-    if content and resume not in (None, AUTO):
-        begun = Path(os.path.expanduser(resume)).resolve()
-        if folder.resolve() not in (begun, begun.parent):
-            raise ValueError(f"--output {output} holds another run than --resume {resume}; choose another folder")
+    if resume not in (None, AUTO) and folder.resolve() != Path(os.path.expanduser(resume)).resolve():
+        raise ValueError(f"--output {output} is another run than --resume {resume}; leave it out")
     return folder
 
 

@@ -196,8 +196,8 @@ class RunOptions:
     """Folder for the heads, logs and checkpoints; new or empty unless --resume or --overwrite is given. If none,
     checkpoints/BACKBONE-DATASET-heads."""
     resume: str | None = None
-    """Go on: from the newest checkpoint of a run's folder, whose options are taken over; from a certain checkpoint's
-    folder; auto goes on in --output, or starts a new run where there is none to go on with."""
+    """Go on: from the newest checkpoint of a run's folder, whose options are taken over; auto goes on in --output, or
+    starts a new run where there is none to go on with."""
     overwrite: bool = False
     """Delete an earlier run in the output folder first."""
     save_every: int = 50
