@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -94,6 +95,21 @@ class View:
     """Units beyond a window, seen at a distance of their own; the slots are those within it then."""
 
 
+class _How(NamedTuple):
+    """How a layer attends, whatever to."""
+
+    scaling: float
+    memo: MaskMemo
+    softcap: float | None
+    window: int | None
+    sinks: Tensor | None
+
+    def logits(self, products: Tensor) -> Tensor:
+        """Return what products of queries and keys come to."""
+        logits = products * self.scaling
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
 def attend(
     query: Tensor,
     view: View,
@@ -118,35 +134,27 @@ def attend(
     Returns:
         (B, N, L, D).
     """
+    how = _How(scaling, memo, softcap, window, sinks)
     if view.far is not None:
-        return _attend_near_and_far(view.keys, view.values, view.far, scaling, memo, softcap, sinks)
+        return _attend_near_and_far(view.keys, view.values, view.far, how)
     if view.recalled is not None:
-        return _attend_both(query, view, view.recalled, scaling, memo, softcap, sinks)
+        return _attend_both(query, view, view.recalled, how._replace(window=None))
     if view.sparse is not None:
         return view.sparse(query, view, scaling, softcap, sinks)
     if view.segments is None:
-        return _attend(query, view.keys, view.values, scaling, memo, softcap, window, view.row_start, sinks)
+        return _attend(query, view.keys, view.values, how, view.row_start)
     group = query.shape[1] // len(view.segments[0])
     out = query.new_empty(*query.shape[:-1], view.values.shape[-1])
     for row, heads in enumerate(view.segments):
         for head, span in enumerate(heads):
             asking = slice(head * group, (head + 1) * group)
             key, value = (states[row : row + 1, :, span] for states in (view.keys, view.values))
-            own = None if sinks is None else sinks[asking]
-            part = _attend(query[row : row + 1, asking], key, value, scaling, memo, softcap, window, None, own)
-            out[row, asking] = part[0]
+            own = how if sinks is None else how._replace(sinks=sinks[asking])
+            out[row, asking] = _attend(query[row : row + 1, asking], key, value, own)[0]
     return out
 
 
-def _attend_both(
-    query: Tensor,
-    view: View,
-    recalled: Recalled,
-    scaling: float,
-    memo: MaskMemo,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _attend_both(query: Tensor, view: View, recalled: Recalled, how: _How) -> Tensor:
     """Attend to what is held and what is recalled, (B, K or N, 1 or L, R, D), in one softmax."""
     new, slots, extra = query.shape[-2], view.keys.shape[-2], recalled.keys.shape[-2]
     heads, own = query.shape[1], recalled.keys.shape[1]
@@ -158,7 +166,7 @@ def _attend_both(
         # In front of the held units, where every query sees them.
         key = torch.cat([recalled.keys[:, :, 0], key], dim=2)
         value = torch.cat([recalled.values[:, :, 0], value], dim=2)
-        return _attend(query, key, value, scaling, memo, softcap, None, None, sinks)
+        return _attend(query, key, value, how)
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     rows = max(1, _RECALLED_LOGITS // (query.shape[0] * heads * (slots + extra)))
     for start in range(0, new, rows):
@@ -168,14 +176,12 @@ def _attend_both(
         of = slice(0, 1) if shared else span
         held = block @ key[:, :, None, :seen].transpose(-1, -2)
         far = torch.einsum("bkgld,bklrd->bkglr", block, recalled.keys[:, :, of].expand(-1, -1, block.shape[-2], -1, -1))
-        logits = torch.cat([held, far], dim=-1).float() * scaling
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        mask = _with_rows(memo.causal(span.stop - start, seen, None, query), view.row_start, seen)
+        logits = how.logits(torch.cat([held, far], dim=-1).float())
+        mask = _with_rows(how.memo.causal(span.stop - start, seen, None, query), view.row_start, seen)
         logits[..., :seen] += mask[:, :, None] if mask.ndim == 4 else mask
         if recalled.there is not None:
             logits[..., seen:].masked_fill_(~recalled.there[:, :, None, of], -torch.inf)
-        weights = attention_weights(logits, by_kv_head(sinks, own)).to(value.dtype)
+        weights = attention_weights(logits, by_kv_head(how.sinks, own)).to(value.dtype)
         values = recalled.values[:, :, of].expand(-1, -1, block.shape[-2], -1, -1)
         part = weights[..., :seen] @ value[:, :, None, :seen]
         part = part + torch.einsum("bkglr,bklrd->bkgld", weights[..., seen:], values)
@@ -183,21 +189,11 @@ def _attend_both(
     return out
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    memo: MaskMemo,
-    softcap: float | None,
-    window: int | None,
-    row_start: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    new, slots = query.shape[-2], key.shape[-2]
-    if window is not None and slots <= window:
-        window = None
-    if softcap is None and window is None and row_start is None and sinks is None:
+def _attend(query: Tensor, key: Tensor, value: Tensor, how: _How, row_start: Tensor | None = None) -> Tensor:
+    new, slots, scaling = query.shape[-2], key.shape[-2], how.scaling
+    if how.window is not None and slots <= how.window:
+        how = how._replace(window=None)
+    if how.softcap is None and how.window is None and row_start is None and how.sinks is None:
         if new == 1:
             # The query heads of a group become rows of one product: no copy of the keys for each of them.
             batch, heads, _, dim = query.shape
@@ -209,36 +205,26 @@ def _attend(
         if query.is_cuda:  # the aligned bias reaches a flash kernel; on the CPU it would be expanded for every layer
             mask = causal_lower_right(new, slots)
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling, enable_gqa=True)
-    return _masked(query, key, value, scaling, memo, softcap, window, row_start, sinks)
+    return _masked(query, key, value, how, row_start)
 
 
-def _masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float,
-    memo: MaskMemo,
-    softcap: float | None,
-    window: int | None,
-    row_start: Tensor | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _masked(query: Tensor, key: Tensor, value: Tensor, how: _How, row_start: Tensor | None) -> Tensor:
     # A few query rows at a time: on the CPU, so that no mask of the whole chunk exists and no row looks at slots that
     # come after its block; with a softcap or sinks, so that no logits of the whole chunk exist. Where CUDA has a
     # fused kernel, a call per block would cost more than the mask.
     new, slots = query.shape[-2], key.shape[-2]
-    plain = softcap is None and sinks is None
+    plain = how.softcap is None and how.sinks is None
     rows = (new if query.is_cuda else _ROWS_CPU) if plain else _PRODUCT_ROWS
     out = query.new_empty(*query.shape[:-1], value.shape[-1]) if rows < new else None
     for start in range(0, new, rows):
         end = min(start + rows, new)
         seen = slots - new + end
-        mask = _with_rows(memo.causal(end - start, seen, window, query), row_start, seen)
+        mask = _with_rows(how.memo.causal(end - start, seen, how.window, query), row_start, seen)
         block = query[..., start:end, :], key[..., :seen, :], value[..., :seen, :]
         if plain:
-            part = F.scaled_dot_product_attention(*block, attn_mask=mask, scale=scaling, enable_gqa=True)
+            part = F.scaled_dot_product_attention(*block, attn_mask=mask, scale=how.scaling, enable_gqa=True)
         else:
-            part = _by_products(*block, mask, scaling, softcap, sinks)
+            part = _by_products(*block, mask, how)
         if out is None:
             return part
         out[..., start:end, :] = part
@@ -253,47 +239,23 @@ def _with_rows(mask_LS: Tensor, row_start: Tensor | None, slots: int) -> Tensor:
     return mask_LS + torch.zeros_like(empty, dtype=mask_LS.dtype).masked_fill_(empty, -torch.inf)[:, None, None, :]
 
 
-def _by_products(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
+def _by_products(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: _How) -> Tensor:
     # No fused kernel of PyTorch caps logits, or has sinks.
     batch, heads, rows, dim = query.shape
     grouped = query.reshape(batch, key.shape[1], heads // key.shape[1], rows, dim)
-    logits = grouped @ key[:, :, None].transpose(-1, -2) * scaling
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = how.logits(grouped @ key[:, :, None].transpose(-1, -2))
     logits = logits + (mask[:, :, None] if mask.ndim == 4 else mask)
-    out = attention_weights(logits, by_kv_head(sinks, key.shape[1])).to(query.dtype) @ value[:, :, None]
+    out = attention_weights(logits, by_kv_head(how.sinks, key.shape[1])).to(query.dtype) @ value[:, :, None]
     return out.reshape(batch, heads, rows, value.shape[-1])
 
 
-def _attend_near_and_far(
-    keys: Tensor,
-    values: Tensor,
-    far: Far,
-    scaling: float,
-    memo: MaskMemo,
-    softcap: float | None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attend causally to (B, K, S, D) near slots, the new tokens last, and to the far ones, in one softmax.
-
-    The other arguments are those of `locret.backbone.attention.attend`.
-
-    Returns:
-        (B, N, L, D).
-    """
+def _attend_near_and_far(keys: Tensor, values: Tensor, far: Far, how: _How) -> Tensor:
+    """Attend causally to (B, K, S, D) near slots, the new tokens last, and to the far ones, in one softmax."""
     batch, heads, new, dim = far.query.shape
     kv_heads, near = keys.shape[1:3]
     near_query, query = (states.view(batch, kv_heads, -1, new, dim) for states in (far.near_query, far.query))
-    near_mask = memo.causal(new, near, far.window, keys)
-    held_mask = memo.causal(new, far.held, None, keys)
+    near_mask = how.memo.causal(new, near, far.window, keys)
+    held_mask = how.memo.causal(new, far.held, None, keys)
     out = query.new_empty(*query.shape[:-1], values.shape[-1])
     near_mass = keys.new_zeros(batch, kv_heads, query.shape[2], near, dtype=torch.float32)
     for start in range(0, new, _ROWS_CPU):
@@ -302,8 +264,8 @@ def _attend_near_and_far(
         span = slice(max(near - new + rows.start - far.window + 1, 0), near - new + rows.stop)
         logits = torch.cat(
             [
-                _logits(near_query[..., rows, :], keys[:, :, span], scaling, softcap) + near_mask[rows, span],
-                _logits(query[..., rows, :], far.keys, scaling, softcap),
+                how.logits(_products(near_query[..., rows, :], keys[:, :, span])) + near_mask[rows, span],
+                how.logits(_products(query[..., rows, :], far.keys)),
             ],
             dim=-1,
         )
@@ -312,7 +274,7 @@ def _attend_near_and_far(
         if far.empty is not None:
             empty = torch.cat([far.empty[..., span], far.empty[..., near:]], dim=-1)
             logits.masked_fill_(empty[:, :, None, None], -torch.inf)
-        weights = attention_weights(logits, by_kv_head(sinks, kv_heads))
+        weights = attention_weights(logits, by_kv_head(how.sinks, kv_heads))
         near_mass[..., span] += weights[..., :width].sum(-2)
         weights = weights.to(values.dtype)
         out[..., rows, :] = (
@@ -322,9 +284,8 @@ def _attend_near_and_far(
     return out.flatten(1, 2)
 
 
-def _logits(query_BKGLD: Tensor, keys_BKSD: Tensor, scaling: float, softcap: float | None) -> Tensor:
-    logits = (query_BKGLD @ keys_BKSD[:, :, None].transpose(-1, -2)).float() * scaling
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+def _products(query_BKGLD: Tensor, keys_BKSD: Tensor) -> Tensor:
+    return (query_BKGLD @ keys_BKSD[:, :, None].transpose(-1, -2)).float()
 
 
 def attention_weights(logits: Tensor, sinks: Tensor | None) -> Tensor:
