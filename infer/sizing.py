@@ -15,7 +15,7 @@ from locret import RetainingHeads, RetentionPolicy
 from locret.backbone.adapters import describe
 from locret.backbone.shape import Backbone
 from locret.base.fields import Refusal
-from locret.cache.limits import Limits, check_named, check_pair, planned_bytes, planned_host_bytes
+from locret.cache.limits import Limits, check_named, check_pair, planned_bytes
 from locret.distributed.ranks import launched
 from locret.distributed.shard import part_of
 from locret.infer.infer_options import PolicyOptions
@@ -60,19 +60,19 @@ class PlannedRun:
             return part_of(self.config, launched()[1])
         return describe(self.config)
 
-    def _planned(self, planned: Callable[..., int], policy: RetentionPolicy) -> int:
+    def _planned(self, policy: RetentionPolicy, *, host: bool = False) -> int:
         copies = 1 if self.num_beams == 1 else 1 + self.num_beams
         sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
-        return copies * planned(self._backbone, as_scorer(self.scorer), policy, *sizes)
+        return copies * planned_bytes(self._backbone, as_scorer(self.scorer), policy, *sizes, host=host)
 
     def cache_bytes(self, policy: RetentionPolicy) -> int:
         """Return the planned bytes of the cache and its copies, without a second tier."""
-        return self._planned(planned_bytes, policy)
+        return self._planned(policy)
 
     def host_bytes(self, policy: RetentionPolicy) -> int | None:
         """Return the planned bytes of the second tier and its copies; None where it grows with an unknown length."""
         unknown = policy.host_grows and self.prompt_tokens is None
-        return None if unknown else self._planned(planned_host_bytes, policy)
+        return None if unknown else self._planned(policy, host=True)
 
     @property
     def full_bytes(self) -> int | None:

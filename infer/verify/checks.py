@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from locret import RetentionCache, RetentionPolicy, load_cache, prefill, save_cache, scorers
 from locret.backbone.adapters import attention_modules, compute_dtype
 from locret.backbone.chunk import PROJECTIONS, Attended
-from locret.cache.limits import planned_bytes, planned_host_bytes
+from locret.cache.limits import planned_bytes
 from locret.infer.verify import FAILED, OK, REFUSED, NotHere, Row
 from locret.infer.verify.replay import Block, recorded, replay, run_backbone
 from locret.infer.verify.subject import FACTOR, NEW_TOKENS, Answer, Apart, Subject, apart, kept_by_head, scores_by_head
@@ -240,7 +240,7 @@ def counted_bytes(subject: Subject) -> Iterator[Row]:
     yield row("bytes planned before reading, and counted", right, f"{memory.actual:,}", f"{planned:,}", why)
     yield most("peak of the cache's bytes", memory.peak, planned)
     if policy.has_host:
-        yield most("bytes of the second tier", memory.host, planned_host_bytes(*sizes))
+        yield most("bytes of the second tier", memory.host, planned_bytes(*sizes, host=True))
 
 
 def second_tier(subject: Subject) -> Iterator[Row]:

@@ -98,31 +98,21 @@ def planned_bytes(
     size: int,
     prompt_tokens: int | None,
     new_tokens: int = 0,
+    *,
+    host: bool = False,
 ) -> int:
     """Return the bytes of a fresh cache that reads a prompt (None: a long one) and answers, before any is made.
 
-    Numbers of keys and values have `size` bytes.
+    Numbers of keys and values have `size` bytes. With `host` those of the second tier, where that lies elsewhere.
     """
-    limits = Limits.of(backbone, scorer, policy)
-    return limits.fast_bytes(backbone, *limits.slots(prompt_tokens, new_tokens), size)
-
-
-def planned_host_bytes(
-    backbone: Backbone,
-    scorer: Scorer,
-    policy: RetentionPolicy,
-    size: int,
-    prompt_tokens: int | None,
-    new_tokens: int = 0,
-) -> int:
-    """Return the bytes of the second tier of a fresh cache, as `planned_bytes` does those of the first."""
-    if prompt_tokens is None and policy.host_grows:
+    if host and prompt_tokens is None and policy.host_grows:
         raise ValueError(
             "a second tier of everything has no plan where the length of a prompt is unknown; give the length, or "
             "host_budget as a number of units"
         )
     limits = Limits.of(backbone, scorer, policy)
-    return limits.far_bytes(backbone, limits.slots(prompt_tokens, new_tokens)[1], size)
+    slots, second = limits.slots(prompt_tokens, new_tokens)
+    return limits.far_bytes(backbone, second, size) if host else limits.fast_bytes(backbone, slots, second, size)
 
 
 def column_bytes(scorer: Scorer) -> int:
