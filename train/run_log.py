@@ -15,20 +15,9 @@ from tqdm import tqdm
 
 from locret.environment import peak_resident_bytes
 from locret.train.run_folder import LOG
-from locret.train.training_options import OBJECTIVES
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
-
-_CURVES = {
-    **{name: f"loss/{name}" for name in ("total", *OBJECTIVES, "smoothness")},
-    **{f"eval_{name}": f"eval/{name}" for name in ("total", *OBJECTIVES, "smoothness", "overlap")},
-    **{name: f"run/{name}" for name in ("learning_rate", "gradient_norm", "clipped_share", "epoch")},
-    **{name: f"run/{name}" for name in ("tokens_per_second", "memory_bytes")},
-    "overlap": "overlap/mean",
-    "chance_overlap": "overlap/chance",
-}
-"""The names of a record's numbers among the curves."""
 
 
 class RunLog:
@@ -76,7 +65,7 @@ class RunLog:
             return
         self._file.write(json.dumps(record) + "\n")
         self._file.flush()
-        values = {curve: record[name] for name, curve in _CURVES.items() if name in record}
+        values = {name: one for name, one in record.items() if isinstance(one, float | int) and name != "step"}
         layers = zip(self.layers, record.get("overlap_per_layer", ()), strict=False)
         values |= {f"overlap/layer_{layer:02d}": overlap for layer, overlap in layers}
         self._accelerator.log(values, step=record["step"])
@@ -108,7 +97,7 @@ class Window:
     def reset(self) -> None:
         """Begin anew."""
         self.sums: torch.Tensor | None = None
-        self.gradients = torch.zeros(3, device=self.device)
+        self.gradients = torch.zeros(2, device=self.device)
         self.rows = self.tokens = 0
         self.chance = 0.0
         self.started = time.perf_counter()
@@ -118,11 +107,10 @@ class Window:
         self.sums = values if self.sums is None else self.sums + values
         self.rows, self.tokens, self.chance = self.rows + 1, self.tokens + tokens, self.chance + chance
 
-    def add_step(self, norm: torch.Tensor, clipped: torch.Tensor) -> None:
-        """Add a step's gradient norm and the share that is clipped, unless float16 overflowed and the step is none."""
+    def add_step(self, norm: torch.Tensor) -> None:
+        """Add a step's gradient norm, unless float16 overflowed and the step is none."""
         finite = norm.isfinite()
-        zero = torch.zeros_like(norm)
-        self.gradients += torch.stack([norm.where(finite, zero), clipped.where(finite, zero), finite.float()])
+        self.gradients += torch.stack([norm.where(finite, torch.zeros_like(norm)), finite.float()])
 
     def seconds(self) -> float:
         """Return the time since the last record."""

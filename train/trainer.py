@@ -233,15 +233,11 @@ class Trainer:
         self.accelerator.unscale_gradients()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         norm, limit = nn.utils.get_total_norm(gradients), self.options.clip_limit
-        clipped = torch.zeros_like(norm)
         if self.options.clip == "value":
-            beyond = torch.stack([(gradient.abs() > limit).sum() for gradient in gradients]).sum()
-            clipped = beyond / sum(gradient.numel() for gradient in gradients)
             nn.utils.clip_grad_value_(parameters, limit)
         elif self.options.clip == "norm":
-            clipped = (norm > limit).to(norm.dtype)
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
-        self.window.add_step(norm, clipped)
+        self.window.add_step(norm)
 
     def _agree(self, received: int) -> int:
         """Return a signal that any process has received: all must stop after the same step."""
@@ -267,7 +263,7 @@ class Trainer:
         processes = self.accelerator.num_processes
         tokens = round(means[-1] * processes)
         self.rows, self.tokens = self.rows + window.rows * processes, self.tokens + tokens
-        norms, clipped, steps = window.gradients.tolist()
+        norms, steps = window.gradients.tolist()
         record = {
             "total": means[0],
             self.loss.objective: means[1],
@@ -277,7 +273,6 @@ class Trainer:
             "overlap_per_layer": means[3:-2],
             "learning_rate": self.learning_rate,
             "gradient_norm": norms / max(steps, 1.0),
-            "clipped_share": clipped / max(steps, 1.0),
             "epoch": self.stream.epochs,
             "tokens_per_second": tokens / window.seconds(),
             "memory_bytes": peak_memory(self.accelerator.device),
