@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from locret.base import method_spec
@@ -167,10 +166,6 @@ class BudgetOptions(PolicyFlags):
     budget_share: Shares | None = None
     """Instead of --budget: shares of every prompt's tokens, such as 0.1,0.2. Stabilizers are then at most a quarter of
     what a prompt gets."""
-    chunk_size: Numbers | None = None  # type: ignore[assignment]
-    """Prompt tokens per forward pass; several make an ablation."""
-    stabilizers: Numbers | None = None  # type: ignore[assignment]
-    """Newest units kept unconditionally after every chunk but the last; several make an ablation."""
 
     def fitted(self, recommended: dict[str, Any], shortest: int) -> BudgetOptions:
         """Return the options with a budget that fits prompts of `shortest` tokens, where nobody gave one.
@@ -182,20 +177,17 @@ class BudgetOptions(PolicyFlags):
         return self if given or fits >= RetentionPolicy.budget else replace(self, budget=fits)
 
     def allotments(self, chosen: Collection[str], recommended: dict[str, Any]) -> list[Allotment]:
-        """Return every combination of budget or share, stabilizers and chunk size, with what heads recommend."""
+        """Return what stays, for every budget or share, with what heads recommend."""
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name in chosen and f.name != "budget_share"}
         if self.budget is not None:
             own["budget"] = self.budget
         if self.budget_share is not None and "budget" in own:
             both = f"--budget {self.budget} and --budget-share {self.budget_share}"
             raise ValueError(f"{both} exclude each other; drop one of them")
-        flags = {name: f"--{name.replace('_', '-')}" for name in ("budget", "stabilizers", "chunk_size")}
-        lists = {name: numbers(own[name], flag) for name, flag in flags.items() if own.get(name) is not None}
-        parts = [None] if self.budget_share is None else shares(self.budget_share)
-        return [
-            Allotment({**own, **dict(zip(lists, values, strict=True))}, recommended, share)
-            for share, *values in product(parts, *lists.values())
-        ]
+        if self.budget_share is not None:
+            return [Allotment(own, recommended, share) for share in shares(self.budget_share)]
+        budgets = [] if own.get("budget") is None else numbers(own["budget"], "--budget")
+        return [Allotment({**own, "budget": one}, recommended) for one in budgets] or [Allotment(own, recommended)]
 
 
 @dataclass(frozen=True, kw_only=True)

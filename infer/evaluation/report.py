@@ -141,13 +141,12 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     for cell in found:
         rows.setdefault(tuple(cell.get(name) for name in CELL[2:]), {})[cell["set"], cell["tokens"]] = cell
     policies = [dict(zip(CELL[2:], row, strict=True)) for row in rows]
-    varied = [n for n in CELL[4:6] if len({policy[n] for policy in policies if policy[n] is not None}) > 1]
     names = [_title(column, found) for column in columns]
     tiers = ["host"] if any("host_bytes" in cell for cell in found) else []
     lines = []
     for policy, own in zip(policies, rows.values(), strict=True):
         full = _full(rows, policy)
-        texts = [policy["method"], amount(policy), *("" if policy[n] is None else f"{policy[n]:,}" for n in varied)]
+        texts = [policy["method"], amount(policy)]
         texts += [_score(own.get(column), full.get(column), name) for column, name in zip(columns, names, strict=True)]
         cells = list(own.values())
         texts += [f"{max(cell['kept_units'] for cell in cells):,}", size(max(cell["peak_bytes"] for cell in cells))]
@@ -156,7 +155,7 @@ def table(found: Sequence[dict[str, Any]]) -> str:
             rates = [rate for cell in cells if (rate := cell[f"{phase}_tokens_per_second"])]
             texts.append(f"{statistics.fmean(rates):,.0f}" if rates else "")
         lines.append(texts)
-    titles = ["method", "budget", *(name.replace("_", " ") for name in varied), *names, "units / KV head"]
+    titles = ["method", "budget", *names, "units / KV head"]
     titles += ["peak cache", *tiers, "read tokens/s", "write tokens/s"]
     noted = ["", ERRORS] if any(cell["standard_error"] is not None for cell in found) else []
     if sharing := {cell["kv_ranks"] for cell in found if "kv_ranks" in cell}:

@@ -95,7 +95,8 @@ def table(found: dict[str, Any]) -> str:
             for task in tasks
         ]
         average = with_error(row["average"], row["average_standard_error"], 2) + " (partial)" * row["partial"]
-        rows.append([_reading(row, found["rows"]), amount(row), *scores, average])
+        length = "" if row["tokens"] is None else f", {row['tokens']:,} tokens"
+        rows.append([f"{row['method']}{length}", amount(row), *scores, average])
     notes = list(dict.fromkeys(row["note"] for row in printed))
     for row in printed:
         average = with_error(row["average"], None, 2) or "none"
@@ -129,15 +130,3 @@ def remarks(settings: dict[str, Any]) -> list[str]:
             + (f", from texts of {', '.join(texts)}." if texts else ".")
         )
     return found
-
-
-def _reading(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """Return the method, with the numbers that tell it from others of the same budget."""
-    twins = [one for one in rows if all(one[name] == row[name] for name in _READING[:3])]
-    parts = [f"{row['tokens']:,} tokens"] if row["tokens"] is not None else []
-    parts += [
-        f"{name.replace('_', ' ')} {row[name]:,}"
-        for name in _READING[3:]
-        if len({one[name] for one in twins}) > 1 and row[name] is not None
-    ]
-    return ", ".join([row["method"], *parts])

@@ -147,17 +147,15 @@ def test_a_plan_says_what_would_be_done_and_writes_nothing(
     recipe = {
         "tasks": ["multikey"],
         "task_options": {"multikey": {"chat": False}},
-        "chunk_size": [32, 64],
+        "chunk_size": 32,
         "samples": 5,
     }
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**recipe, "budget": [8, 32], "lengths": "300,600"}))
     line = ("--config", tmp_path / "recipe.yaml", "--methods", "full,random", "--dry-run")
     plan = json.loads(evaluate(*line)[1])
-    assert [(p["budget"], p["chunk_size"], p["stabilizers"]) for p in plan["policies"]] == [
-        (8, 32, 2), (8, 64, 2), (32, 32, 8), (32, 64, 8),
-    ]  # fmt: skip
+    assert [(p["budget"], p["chunk_size"], p["stabilizers"]) for p in plan["policies"]] == [(8, 32, 2), (32, 32, 8)]
     assert all(policy["planned_cache_bytes"] > 0 for policy in plan["policies"])
-    assert plan["runs"] == 2 * 5 * (1 + 4)
+    assert plan["runs"] == 2 * 5 * (1 + 2)
     assert plan["config"]["tasks"]["ruler/niah_multikey_1"]["chat"] is False
     plan = json.loads(evaluate("--tasks", "passkey", "--lengths", 400, "--dry-run", own=())[1])
     assert plan["config"]["methods"] == ["full", "random", "streaming"]
