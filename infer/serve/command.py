@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import importlib
 import logging
 import math
 import os
@@ -15,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,11 +46,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     line = with_flag(list(sys.argv[1:] if argv is None else argv), "--model")
     (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, line)
     model.refuse_shard("locret-serve")
-    for name in _EXTRA:
-        try:
-            importlib.import_module(name)
-        except ImportError as error:
-            raise ValueError(f"locret-serve needs {error.name}; install locret[serve]") from None
+    if missing := [name for name in _EXTRA if find_spec(name) is None]:
+        raise ValueError(f"locret-serve needs {missing[0]}; install locret[serve]")
     with warnings_as_lines("locret-serve", quiet=options.quiet), ExitStack() as ending:
         options.check()
         listening = None if options.dry_run else ending.enter_context(_listening(options))  # refused before loading
@@ -66,9 +63,7 @@ def command(argv: Sequence[str] | None = None) -> int:
 
         plan = MemoryPlan.of(lm, options.kv_memory, readers=options.readers)
         if listening is not None:
-            state = _state(lm, options.name or model.model, plan, options)
-            ending.callback(state.close)
-            _serve(state, listening, options)
+            _serve(_state(lm, options.name or model.model, plan, options, ending), listening, options)
         elif options.json:
             print_json({**asdict(plan), "weights": weights.to_dict()})
         else:
@@ -128,21 +123,20 @@ def _load(
     return LongContextModel(backbone, tokenizer, rates, final, template=options.template), weights
 
 
-def _state(lm: LongContextModel, name: str, plan: MemoryPlan, options: ServeOptions) -> ServerState:
-    """Return a server that is ready to answer."""
+def _state(lm: LongContextModel, name: str, plan: MemoryPlan, options: ServeOptions, ending: ExitStack) -> ServerState:
+    """Return a server that is ready to answer; `ending` closes it."""
     from locret.engines.transformers import PagedContexts
     from locret.infer.serve.library import Library
     from locret.infer.serve.state import ServerState
 
     auto, upload = options.bytes_of("auto_contexts"), options.bytes_of("max_upload")
     library = Library(Path(options.contexts), lm, plan, auto_bytes=auto, max_upload=upload)
-    try:
-        engine = PagedContexts(lm.model, kv_bytes=plan.engine)
-        engine.start()
-    except BaseException:
-        library.close()
-        raise
-    return ServerState(engine=engine, library=library, model=name, options=options)
+    ending.callback(library.close)
+    engine = PagedContexts(lm.model, kv_bytes=plan.engine)
+    engine.start()
+    state = ServerState(engine=engine, library=library, model=name, options=options)
+    ending.callback(state.close)
+    return state
 
 
 def _serve(state: ServerState, listening: socket.socket, options: ServeOptions) -> None:

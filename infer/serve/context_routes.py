@@ -103,8 +103,6 @@ async def upload(
     library, kind = _library(request), request.headers.get("content-type", "text/plain").lower()
     if not kind.startswith(_TEXTS) or ("charset=" in kind and "utf-8" not in kind):
         raise Refusal(415, f"Content-Type {kind[:80]} is no text in UTF-8; send the text itself, as text/plain")
-    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
-        raise Refusal(415, f"Content-Encoding {coding[:40]} is not taken; send the text as it is")
     file = await run_in_threadpool(library.upload, name)
     try:
         notes = await _stored(request, file, library, text=True)
@@ -112,7 +110,14 @@ async def upload(
     except BaseException:
         file.unlink(missing_ok=True)
         raise
-    return await _answered(request, entry, wait)
+    until = time.monotonic() + state_of(request).options.timeout
+    while wait and entry.going and time.monotonic() < until:
+        if await request.is_disconnected():
+            raise Refusal(499, f"the client has left before context {name} was ready")
+        await asyncio.sleep(_LOOK)
+    if entry.state == "failed":
+        raise Refusal(entry.fault, f"context {name} could not be made: {entry.message}")
+    return JSONResponse(described(entry), 201 if entry.state == "ready" else 202)
 
 
 async def _stored(request: Request, file: Path, library: Library, *, text: bool) -> dict[str, Any]:
@@ -159,18 +164,6 @@ def delete(request: Request, name: str) -> dict[str, Any]:
     """Return `{"object": "context.deleted", "name": name, "deleted": true}`. Answers that are being written go on."""
     _library(request).delete(name)
     return {"object": "context.deleted", "name": name, "deleted": True}
-
-
-async def _answered(request: Request, entry: Entry, wait: bool) -> JSONResponse:
-    """Return a context that is made, after a wait for its end or for as long as requests may take."""
-    until = time.monotonic() + state_of(request).options.timeout
-    while wait and entry.going and time.monotonic() < until:
-        if await request.is_disconnected():
-            raise Refusal(499, f"the client has left before context {entry.name} was ready")
-        await asyncio.sleep(_LOOK)
-    if entry.state == "failed":
-        raise Refusal(entry.fault, f"context {entry.name} could not be made: {entry.message}")
-    return JSONResponse(described(entry), 201 if entry.state == "ready" else 202)
 
 
 # -- the same as files, for OpenAI's clients: the id of a file is its context's name ----------------------------------

@@ -238,8 +238,3 @@ def digests(base: str, ids: Sequence[int], counts: Sequence[int]) -> Iterator[tu
         total.update(array("Q", ids[done:count]).tobytes())
         done = count
         yield count, total.hexdigest()
-
-
-def digest(base: str, ids: Sequence[int]) -> str:
-    """Return the key of what has read all ids after `base`."""
-    return next(key for _, key in digests(base, ids, [len(ids)]))

@@ -23,7 +23,7 @@ from locret.cache.cache_file import check_header, load_cache
 from locret.chunked_prefill import prefill
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import Stored
-from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digest, digests
+from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digests
 from locret.infer.serve.jobs import Cancelled, Job, Room, read_file
 from locret.infer.serve.plan import MemoryPlan, reader_bytes
 from locret.infer.serve.refusal import Refusal, fault_of
@@ -261,7 +261,7 @@ class Library:
             if cancelled() or self._closed:
                 raise Refusal(503, "nobody waits any more for what was to be read, or the server is about to end")
 
-        key = digest(before, ids)
+        ((_, key),) = digests(before, ids, [len(ids)])
         made = Entry(key, self._index.path(key, named=False), False, key=key, base=before, read=len(ids))
         if (found := self._claimed(key, check)) is not None:
             return found
