@@ -37,7 +37,9 @@ class HeadRanks:
 
     def sum(self, own: Tensor) -> Tensor:
         """Return the sum of what the processes have."""
-        return _total(own.detach(), self.group)
+        total = own.detach().clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=self.group)
+        return total
 
     def mean(self, own: Tensor) -> Tensor:
         """Return the mean of what the processes have."""
@@ -81,12 +83,6 @@ class HeadRanks:
         """Return which of so many things, an equal number for each process, are this process's."""
         each = count // self.size
         return slice(self.rank * each, (self.rank + 1) * each)
-
-
-def _total(own: Tensor, group: Any) -> Tensor:
-    total = own.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ turn, and values are c.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,8 +54,7 @@ class Latent:
         names = ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "v_head_dim")
         if missing := [name for name in names if not isinstance(getattr(config, name, None), int)]:
             raise ValueError(f"the latent attention {type(module).__name__} has no {', '.join(missing)} in its config")
-        if _query(module) is None:
-            raise ValueError(f"the latent attention {type(module).__name__} has no q_proj or q_b_proj")
+        query_projection(module)
         # No config says how a family pairs dimensions where all its models do it alike; what is called does.
         calls = type(module).forward.__code__.co_names
         swapped = getattr(config, "rope_interleave", "apply_rotary_pos_emb_interleave" in calls)
@@ -102,11 +101,6 @@ class Latent:
         return weight.to(like.dtype).view(self.heads, -1, self.rank)
 
 
-def joined(view: View) -> View:
-    """Return what heads attend to for what a store holds: its keys (..., R) and values (..., C), and the values."""
-    return replace(view, keys=torch.cat([view.keys, view.values], dim=-1))
-
-
 def own_view(latent: Latent, key: Tensor, latents: Tensor) -> View:
     """Return what a pass without a cache attends to.
 
@@ -115,22 +109,15 @@ def own_view(latent: Latent, key: Tensor, latents: Tensor) -> View:
         key: (B, N, L, P + R) the keys of all heads, post-rotary; they share the rotated dims.
         latents: (B, L, C).
     """
-    return joined(View(latent.halves(key[:, :1, :, -latent.rotated :]), latents[:, None]))
-
-
-def _query(module: Any) -> nn.Module | None:
-    """Return what projects the queries."""
-    for name in ("q_b_proj", "q_proj"):
-        found: nn.Module | None = getattr(module, name, None)
-        if found is not None:
-            return found
-    return None
+    keys, values = latent.halves(key[:, :1, :, -latent.rotated :]), latents[:, None]
+    return View(torch.cat([keys, values], dim=-1), values)
 
 
 def query_projection(module: Any) -> nn.Module:
     """Return what projects the queries of latent attention."""
-    found = _query(module)
-    assert found is not None
+    found: nn.Module | None = getattr(module, "q_b_proj", None) or getattr(module, "q_proj", None)
+    if found is None:
+        raise ValueError(f"the latent attention {type(module).__name__} has no q_proj or q_b_proj")
     return found
 
 
