@@ -202,40 +202,24 @@ class HeadsConfig:
         return self.base_model or f"a {self.base_model_type} model"
 
     @classmethod
-    def for_model(
-        cls,
-        model_or_config: Any,
-        hidden_dim: int | None = None,
-        gate: str = gates.LOCRET,
-        **numbers: Any,
-    ) -> HeadsConfig:
+    def for_model(cls, model_or_config: Any, hidden_dim: int | None = None) -> HeadsConfig:
         """Describe heads for a backbone, from the backbone or its transformers config.
 
         Args:
             model_or_config: The backbone or its config.
-            hidden_dim: Width between a head's layers; None: that of a gate's paper, else `usual_width`.
-            gate: "locret", or one of `locret.heads.gates.GATES`.
-            numbers: The gate's own, where they are others than usual.
+            hidden_dim: Width between a head's layers; None: `usual_width`.
 
         Raises:
-            ValueError: For a backbone that retaining heads cannot work on, `hidden_dim` below 1, or a gate that there
-                is not.
+            ValueError: For a backbone that retaining heads cannot work on, or `hidden_dim` below 1.
         """
-        backbone, made = describe_whole(model_or_config), None
-        if gate == gates.LOCRET:
-            width = usual_width(model_or_config) if hidden_dim is None else hidden_dim
-        else:
-            kind = gates.get(gate)
-            made = {"name": gate, "hidden_size": hidden_size(model_or_config), **kind.numbers, **numbers}
-            width = hidden_dim or kind.width or 1
+        backbone = describe_whole(model_or_config)
         name, revision = base_identity(model_or_config)
         config = config_of(model_or_config)
         return cls(
             base_model=name,
             base_model_revision=revision,
             base_architecture=(getattr(config, "architectures", None) or [None])[0],
-            hidden_dim=width,
-            gate=made,
+            hidden_dim=usual_width(model_or_config) if hidden_dim is None else hidden_dim,
             initializer_range=backbone.initializer_range,
             **_dimensions(backbone, config),
         )

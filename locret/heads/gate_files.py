@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,11 @@ from huggingface_hub import errors, hf_hub_download
 from torch import Tensor
 
 from locret import hub
-from locret.backbone.adapters import describe_whole
+from locret.backbone.adapters import describe_whole, hidden_size
 from locret.base.fields import shown
 from locret.base.files import read_json, shards
-from locret.heads import checkpoint
+from locret.heads import checkpoint, gates
 from locret.heads.config import HeadsConfig, config_of
-from locret.heads.gates import is_number
 from locret.labels.log_attention import LOG_ATTENTION
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -201,7 +201,7 @@ def dms_numbers(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
     for name, (ours, usual) in _DMS_NUMBERS.items():
         found = values.get(name, usual)
-        if not is_number(found, usual) or (ours == "scale" and found == 0):
+        if not gates.is_number(found, usual) or (ours == "scale" and found == 0):
             raise ValueError(f"{where} has {name}={shown(found)}; give one such as {usual}")
         numbers[ours] = float(found) if type(usual) is float else found
     per = values.get("dms_alpha_per", "head")
@@ -213,7 +213,9 @@ def dms_numbers(values: Mapping[str, Any], where: str) -> dict[str, Any]:
 def _config(
     model_or_config: Any, width: int | None, gate: str, label: str | None, path: str, **numbers: Any
 ) -> HeadsConfig:
-    config = HeadsConfig.for_model(model_or_config, width, gate, **numbers)
+    kind = gates.get(gate)
+    made = {"name": gate, "hidden_size": hidden_size(model_or_config), **kind.numbers, **numbers}
+    config = replace(HeadsConfig.for_model(model_or_config, width or kind.width or 1), gate=made)
     source = f"a gate that others published ({Path(path).name})"
     return config.annotated(label=None if label is None else {"kind": label}, training={"source": source})
 

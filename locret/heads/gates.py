@@ -21,8 +21,6 @@ from locret.heads.head import Float32
 if TYPE_CHECKING:
     from locret.backbone.shape import LayerShape
 
-LOCRET = "locret"
-"""The architecture of the paper, which is `locret.heads.head`."""
 _LARGEST = 1e30
 """What no number exceeds: the arithmetic is float32."""
 
