@@ -407,15 +407,11 @@ _RETIRED: dict[str, Any] = {"ledger": 0, "refit": False, "host_by": "score"}
 """Fields that files of earlier versions have, and the values that changed nothing."""
 
 
-def without_retired(values: Any, *, keep_used: bool = False) -> Any:
+def without_retired(values: Any) -> Any:
     """Return the fields of a policy in a file of any version, less those of features that are retired."""
     if not isinstance(values, Mapping):
         return values
-    kept = {
-        name: value for name, value in values.items() if name not in _RETIRED or (keep_used and value != _RETIRED[name])
-    }
-    if keep_used:
-        return kept
+    kept = {name: value for name, value in values.items() if name not in _RETIRED}
     if str(kept.get("merge")).partition(":")[0] in ("d2o", "kvmerger"):
         del kept["merge"]
     if str(kept.get("recall_by")).partition(":")[0] == "codes":  # which found what "exact" finds
