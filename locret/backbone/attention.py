@@ -106,8 +106,12 @@ class _How(NamedTuple):
 
     def logits(self, products: Tensor) -> Tensor:
         """Return what products of queries and keys come to."""
-        logits = products * self.scaling
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return capped(products * self.scaling, self.softcap)
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return logits as the backbone bounds them."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def attend(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from types import MappingProxyType
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -73,11 +73,6 @@ def get(kind: str, classes: Sequence[type[T]], spec: str) -> T:
     return build(kind, parsed.name, known[parsed.name], parsed.options)
 
 
-def has_default(option: Field[Any]) -> bool:
-    """Return whether an option may be left out."""
-    return option.default is not MISSING or option.default_factory is not MISSING
-
-
 def build(kind: str, name: str, made: type[T], given: Mapping[str, Any], needs: str = "") -> T:
     """Return an instance of a dataclass with these options.
 
@@ -95,7 +90,7 @@ def build(kind: str, name: str, made: type[T], given: Mapping[str, Any], needs: 
             hint = f"did you mean {' or '.join(nearest(option, known) or known)}?" if known else "there are none"
             raise ValueError(f'{kind} {name}: it has no option "{option}"; {hint}')
     for option, field in known.items():
-        if option not in given and not has_default(field):
+        if option not in given and field.default is field.default_factory is MISSING:
             raise ValueError(f"{kind} {name} needs {needs or f'its option {option}; write {name}:{option}=VALUE'}")
     try:
         # Checked here as well as by the class itself: one of somebody else's may check nothing.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig
 
 from locret.backbone.adapters import find_decoder, lends_neuron, unwrap
-from locret.backbone.attention import View, attention_weights, by_kv_head
+from locret.backbone.attention import View, attention_weights, by_kv_head, capped
 from locret.backbone.chunk import Attended
 from locret.backbone.instrument import alone, instrumented
 from locret.backbone.passes import gathering_root
@@ -237,8 +237,7 @@ def attend_slots(
     batch, heads, _, dim = query.shape
     # No kernel of PyTorch for masked attention splits the slots of one token; products of matrices do.
     logits = query.reshape(batch, key.shape[1], -1, dim) @ key.transpose(-1, -2)
-    logits = logits.view(batch, kv_heads, heads // kv_heads, -1).float() * scaling
-    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    logits = capped(logits.view(batch, kv_heads, heads // kv_heads, -1).float() * scaling, softcap)
     sinks = by_kv_head(sinks, kv_heads)
     weights = attention_weights(logits + mask, None if sinks is None else sinks[..., 0])
     out = weighed(weights.view(batch, key.shape[1], -1, weights.shape[-1]), value)

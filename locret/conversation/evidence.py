@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from locret.backbone.adapters import input_device
-from locret.backbone.attention import View, attention_weights
+from locret.backbone.attention import View, attention_weights, capped
 from locret.backbone.chunk import Attended
 from locret.base.fields import Refusal
 from locret.cache.layer import RetentionLayer
@@ -113,8 +113,7 @@ class Watch:
         for part in held.store.parts(view, 1, False):
             own = slice(None) if part.where is None else slice(part.where[1], part.where[1] + 1)
             logits_KGS = queries_KGD[own].float() @ part.keys[0].float().transpose(-1, -2) * layer.scaling
-            if layer.softcap is not None:
-                logits_KGS = layer.softcap * torch.tanh(logits_KGS / layer.softcap)
+            logits_KGS = capped(logits_KGS, layer.softcap)
             sinks = None if layer.learned_sinks is None else layer.learned_sinks.view(heads, -1, 1)[own]
             weights_KGS, positions_KS = attention_weights(logits_KGS, sinks), part.columns[POSITIONS][0].long()
             there_KS = (positions_KS >= self.first) & (positions_KS < self.tokens)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from locret.backbone.adapters import describe, input_device, unwrap
-from locret.backbone.attention import MaskMemo, View, attend, attention_weights
+from locret.backbone.attention import MaskMemo, View, attend, attention_weights, capped
 
 NAME = "locret_rows"
 _GATHERED = 1 << 13
@@ -172,8 +172,7 @@ def _attend_together(
     own_keys, own_values = (rows.unflatten(0, group.own.shape).transpose(1, 2) for rows in (own_keys, own_values))
     shared_keys, shared_values = (rows.index_select(0, group.shared).float() for rows in (keys, values))
     logits = torch.cat([torch.einsum("rkgd,ckd->rkgc", asked, shared_keys), asked @ own_keys.mT], dim=-1) * scaling
-    if softcap is not None:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = capped(logits, softcap)
     logits[..., len(group.shared) :].masked_fill_(~group.there[:, None, None], -torch.inf)
     weights = attention_weights(logits, None if sinks is None else sinks.view(keys.shape[1], -1, 1))
     shared, own = weights.split([len(group.shared), group.own.shape[1]], dim=-1)

@@ -59,11 +59,6 @@ class PrefillAttention(Chosen):
         """
 
 
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
-    """Return logits as the backbone bounds them."""
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
 def largest(scores_GS: Tensor, count: int) -> Tensor:
     """Return (G, S) bool: the `count` largest of each head; of equal ones the first."""
     order = scores_GS.sort(dim=-1, descending=True, stable=True).indices[..., :count]

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from locret.backbone.attention import View, attention_weights
-from locret.prefill_attention.base import PrefillAttention, capped
+from locret.backbone.attention import View, attention_weights, capped
+from locret.prefill_attention.base import PrefillAttention
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from locret.backbone.attention import capped
 from locret.backbone.shape import Backbone
 from locret.base.fields import Range, shown
 from locret.base.files import read_json
-from locret.prefill_attention.base import ROWS, PrefillAttention, capped, front_gap, largest, on_slots
+from locret.prefill_attention.base import ROWS, PrefillAttention, front_gap, largest, on_slots
 
 LAST_QUERIES = 64
 FIRST_COLUMNS, NEAREST_DIAGONALS = 30, 100

@@ -21,8 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from locret.backbone.attention import capped
 from locret.base.fields import SHARE, Range
-from locret.prefill_attention.base import PrefillAttention, capped, front_gap, on_slots
+from locret.prefill_attention.base import PrefillAttention, front_gap, on_slots
 
 
 @dataclass(frozen=True, kw_only=True)
