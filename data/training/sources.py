@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import re
-from array import array
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,42 +60,6 @@ ALIASES = {
 }
 ENDINGS = (".json", ".jsonl", ".parquet")
 """Those of files that are read."""
-
-
-class JsonLines(Sequence[Mapping[str, Any]]):
-    """Rows of a file with one object a line; memory holds where they begin.
-
-    Args:
-        path: The file.
-        places: Where rows begin; None: all that are not blank.
-    """
-
-    def __init__(self, path: Path, places: array[int] | None = None) -> None:
-        self._path, self._places = path, array("q") if places is None else places
-        if places is None:
-            with path.open("rb") as file:
-                start = 0
-                while line := file.readline():
-                    if line.strip():
-                        self._places.append(start)
-                    start += len(line)
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return a row, or a part of the rows."""
-        if isinstance(index, slice):
-            return JsonLines(self._path, self._places[index])
-        with self._path.open("rb") as file:
-            file.seek(self._places[index])
-            line = file.readline()
-        try:
-            return json.loads(line.decode("utf-8-sig"))
-        except UnicodeDecodeError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise BadRow("not JSON", f"is not a JSON object ({error})") from None
 
 
 def load_rows(dataset: str, *, split: str = "train", revision: str | None = None) -> Rows:
@@ -157,6 +120,8 @@ def record_of(rows: Rows, index: int) -> Mapping[str, Any]:
         row: Any = rows[index]
     except UnicodeDecodeError as error:  # Arrow stores text without checking it
         raise BadRow("invalid UTF-8", f"holds text that is not UTF-8 ({error.reason})") from None
+    if isinstance(row, BadRow):
+        raise row
     if not isinstance(row, Mapping):
         raise BadRow("wrong type", f"is of type {type(row).__name__} where an object is needed")
     return row
@@ -211,13 +176,23 @@ def _load_local(path: Path, dataset: str, split: str) -> Rows:
 
 
 def _json_rows(path: Path) -> Sequence[Any]:
-    """Return the elements of the one list of a file, else its lines."""
-    with path.open("rb") as file:
-        is_list = path.suffix == ".json" and file.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"["
-    rows: Sequence[Any] = json.loads(path.read_bytes()) if is_list else JsonLines(path)
+    """Return the elements of the one list of a file, else what its lines hold."""
+    content = path.read_bytes()
+    is_list = path.suffix == ".json" and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"["
+    rows: list[Any] = json.loads(content) if is_list else [_parsed(one) for one in content.splitlines() if one.strip()]
     if not rows:
         raise ValueError("it is empty; it needs at least one row")
     return rows
+
+
+def _parsed(line: bytes) -> Any:
+    """Return what a line holds; a bad one as the error that `record_of` raises."""
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return BadRow("invalid UTF-8", f"holds text that is not UTF-8 ({error.reason})")
+    except (ValueError, RecursionError) as error:
+        return BadRow("not JSON", f"is not a JSON object ({error})")
 
 
 @contextmanager

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from tqdm.auto import tqdm
 
 from locret import LongContextModel, RetainingHeads, scorers
+from locret.cli.command import warnings_as_lines
 from locret.conversation.turns import Transcript
 
 pytestmark = pytest.mark.slow
@@ -118,6 +120,14 @@ def test_dry_run_reads_neither_weights_nor_prompt(ask: Infer, backbone: Path, tm
     record = ask("--model", tmp_path, "--prompt-file", "-", "--dry-run", "--num-beams", 2)
     assert record["planned_cache_bytes"] == 3 * ask("--prompt-file", "-", "--dry-run")["planned_cache_bytes"]
     assert (record["options"]["num_beams"], record["policy"]["budget"]) == (2, 64)
+
+
+def test_bars_of_libraries_are_drawn_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    with warnings_as_lines("locret-infer", quiet=False):
+        assert list(tqdm([1])) == [1]
+    assert capsys.readouterr().err == ""
+    assert list(tqdm([1])) == [1]
+    assert "1/1" in capsys.readouterr().err
 
 
 def test_options_of_an_answer_are_heard(ask: Infer) -> None:
