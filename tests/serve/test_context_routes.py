@@ -123,23 +123,29 @@ def test_what_is_no_upload_is_refused(
     until(lambda: not stored(shared))
 
 
-def test_uploads_that_are_refused_while_they_come(client: httpx.Client, shared: Library) -> None:
+def test_uploads_that_are_refused_while_they_come(client: httpx.Client, shared: Library, monkeypatch: Any) -> None:
     for name in ("a/b", "y" * 300):  # no length is declared, and all is sent before the answer is read
         assert "name" in refused(upload(client, name, iter([b"word " * 100_000] * 8)), 400)
-    sent = list[int]()
 
-    def endless() -> Iterator[bytes]:
+    def endless(part: bytes, pause: float) -> Iterator[bytes]:
         end = time.monotonic() + 20
         while time.monotonic() < end:
             sent.append(1)
-            yield b"word " * 2000
-            time.sleep(0.001)
+            yield part
+            time.sleep(pause)
 
-    with suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):  # it may hang up on what is still sent
-        assert "more than 300,000 bytes" in refused(upload(client, "x", endless()), 413)
-    assert len(sent) < 5_000  # it has hung up after two seconds
-    assert "x" not in names(client)
-    until(lambda: not stored(shared))
+    monkeypatch.setattr(context_routes, "STALL", 0.3)
+    slow = "stood still for 0.3 seconds, or came with fewer than 16,384 bytes a second; upload it again"
+    for part, pause, status, message, most in (
+        (b"word " * 2000, 0.001, 413, "more than 300,000 bytes", 5_000),
+        (b"a", 0.1, 408, slow, 50),
+    ):
+        sent = list[int]()
+        with suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):  # it may hang up meanwhile
+            assert message in refused(upload(client, "x", endless(part, pause)), status)
+        assert len(sent) < most  # it has hung up after two seconds
+        assert "x" not in names(client)
+        until(lambda: not stored(shared))
 
 
 # -- ends in the middle -----------------------------------------------------------------------------------------------
@@ -163,39 +169,17 @@ def test_a_deleted_reading_ends(client: httpx.Client, shared: Library, book: str
     assert (shared.room.used, stored(shared)) == (0, [])
 
 
-def test_a_text_that_trickles_is_refused(client: httpx.Client, shared: Library, monkeypatch: Any) -> None:
-    monkeypatch.setattr(context_routes, "STALL", 0.3)
-    sent = list[int]()
-
-    def trickling() -> Iterator[bytes]:
-        while len(sent) < 100:
-            sent.append(1)
-            yield b"a"
-            time.sleep(0.1)
-
-    with suppress(httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
-        said = refused(upload(client, "x", trickling()), 408)
-        assert "stood still for 0.3 seconds, or came with fewer than 16,384 bytes a second; upload it again" in said
-    assert len(sent) < 50
-    until(lambda: not stored(shared))
-
-
-def test_what_waits_on_the_disk_is_bounded_in_sum(client: httpx.Client, shared: Library) -> None:
-    half = b"word " * 40_000
-    with shared.turns.turn(lambda: None):  # nothing is read meanwhile
-        assert upload(client, "a", half).status_code == 202
-        response = upload(client, "b", half)
-        assert "of the 300,000 bytes of --max-upload; try again later" in refused(response, 503)
-        assert int(response.headers["retry-after"]) >= 1
-        assert len(stored(shared)) == 1
-    assert client.delete("/contexts/a").status_code == 200
-    assert upload(client, "b", half).status_code == 202
-
-
-def test_no_more_texts_wait_than_may(
+def test_no_more_texts_and_bytes_wait_than_may(
     client: httpx.Client, shared: Library, book: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shared, "max_waiting", 4)
+    with shared.turns.turn(lambda: None):
+        assert upload(client, "long", b"word " * 40_000).status_code == 202
+        response = upload(client, "e", b"word " * 40_000)
+        assert "of the 300,000 bytes of --max-upload; try again later" in refused(response, 503)
+        assert int(response.headers["retry-after"]) >= 1
+        assert len(stored(shared)) == 1
+    assert client.delete("/contexts/long").status_code == 200
     with shared.turns.turn(lambda: None):  # nothing is read meanwhile
         assert [upload(client, name, book).status_code for name in "abcd"] == [202] * 4
         asked = {"context": "a", "messages": [{"role": "user", "content": "What?"}]}

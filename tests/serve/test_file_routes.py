@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
-from running import QUESTION, Running, refused, running, text_with
+from running import QUESTION, ROOT, Running, refused, running, text_with, until
 
 from locret import LongContextModel
 
@@ -99,3 +104,20 @@ def test_files_have_the_limits_of_uploads(server: Running, client: openai.OpenAI
         httpx.post(f"{server.url}/v1/files", files={"file": ("a.txt", b"x")}, data={"purpose": "user_data"}), 408
     )
     assert left(server) == []
+
+
+def test_what_converts_ends_after_its_time_and_with_the_server() -> None:
+    hang = "import os, time; from locret.infer.serve.convert import bound; bound({}); print(os.getpid(), flush=True)"
+    line, environment = f"{hang}; time.sleep(60)", {**os.environ, "PYTHONPATH": str(ROOT)}
+    alone = subprocess.run([sys.executable, "-c", line.format(1)], env=environment, capture_output=True)
+    assert alone.returncode == -signal.SIGALRM
+    outer = [
+        sys.executable,
+        "-c",
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {line.format(50)!r}])",
+    ]
+    with subprocess.Popen(outer, env=environment, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        child = psutil.Process(int(server.stdout.readline()))
+        server.kill()
+        until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)

@@ -35,20 +35,16 @@ def read_on(library: Library, text: list[int], base: Any = None, cancelled: Call
 # -- what is read -----------------------------------------------------------------------------------------------------
 
 
-def test_a_context_of_the_library_is_the_one_that_python_reads(library: Library, read: Read, book: str) -> None:
-    entry, lm = read(library, "book", book, source="book.txt"), library.lm
+def test_contexts_are_what_python_reads_and_there_after_a_restart_and_what_a_kill_left_is_not(
+    library: Library, read: Read, book: str
+) -> None:
+    entry, lm = read(library, "b", book, source="book.txt"), library.lm
     assert (entry.state, entry.source, entry.message) == ("ready", "book.txt", "")
     ours, theirs = library.prefix(entry), Prefix.of(lm.read(book + "\n", progress=False))
     assert (ours.digest, ours.tokens) == (theirs.digest, theirs.tokens)
     assert (entry.tokens, entry.units) == (theirs.tokens, theirs.units)
     assert entry.notes["seconds"] >= 0
-
-
-def test_contexts_are_there_after_a_restart_and_what_a_kill_left_is_not(
-    library: Library, read: Read, book: str
-) -> None:
     entry = read(library, "a", book[:1500])
-    read(library, "b", book)
     read(library, "c.2_x-y", book[:1500])
     before = {entry.name: (entry.tokens, entry.key) for entry in library.entries()}
     with pytest.raises(ValueError, match=f"--contexts .* is being written by process {os.getpid()} on "):
