@@ -87,7 +87,7 @@ def show(options: ShowOptions, given: frozenset[str]) -> int:
     if options.plot is not None:
         check_target("--plot", options.plot)
     found = [SavedContext.open(find_context(path)) for path in options.context]
-    retentions = [one.retention(one.path.name) for one in found]
+    retentions = [one.retention() for one in found]
     if options.plot is not None:
         words, notes = "".join(open_all([str(options.text)], "--text ").pieces or ()), found[0].conversation
         tokenizer, template = loading.tokenizer_of(str(options.model)), str(notes.get("template", "none"))

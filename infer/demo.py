@@ -86,7 +86,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     said, shares = {}, {}
     for name, how in ways.items():
         context, seconds, said[name] = ask(LongContextModel(lm.model, lm.tokenizer, *how), path)
-        shares[name] = kept_page.share_of_heads(retention_of(context.cache, name))
+        shares[name] = kept_page.share_of_heads(retention_of(context.cache))
         sys.stderr.write(
             f"{name}: {float(shares[name].sum()):,.0f} of {context.cache.seen:,} units per KV head, "
             f"{context.memory().actual / 2**20:.1f} MiB, read in {seconds:.0f} s, "

@@ -20,18 +20,17 @@ BARS = " ▁▂▃▄▅▆▇█"
 class Retention:
     """What one cache held of a text when it had been read."""
 
-    title: str
     kept: dict[int, list[Tensor]]
     """For every full-attention layer, and in it for every KV head, the (C,) int64 original positions held."""
     prompt_tokens: int
 
 
-def retention_of(cache: RetentionCache, title: str) -> Retention:
+def retention_of(cache: RetentionCache) -> Retention:
     """Take down which positions a cache holds now (its first row, in a batch)."""
     kept = {
         layer: [head[head >= 0] for head in cache.kept_everywhere(layer)[0].cpu()] for layer in cache.backbone.layers
     }
-    return Retention(title, kept, cache.seen)
+    return Retention(kept, cache.seen)
 
 
 def as_lines(retention: Retention, width: int = 60) -> list[str]:

@@ -132,5 +132,5 @@ def shares_in(path: Path, tokens: int) -> list[float]:
     with safe_open(path, framework="pt") as file:
         layers = [file.get_tensor(name)[0] for name in file.keys() if name.endswith(".positions")]  # noqa: SIM118
     kept = {nth: [head[head >= 0] for head in layer] for nth, layer in enumerate(layers)}
-    means = kept_shares(Retention("", kept, tokens), min(COLUMNS, tokens)).mean(0)
+    means = kept_shares(Retention(kept, tokens), min(COLUMNS, tokens)).mean(0)
     return [round(share, 4) for share in means.tolist()]

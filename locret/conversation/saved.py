@@ -162,9 +162,9 @@ class SavedContext:
         rows = spans_from(self.saved.state.get("protected", []))
         return kept_turns(heads, self.protection.turns, self.tokens, rows[0] if rows else ())
 
-    def retention(self, title: str) -> Retention:
+    def retention(self) -> Retention:
         """Return what is drawn of it."""
-        return Retention(title, {layer: self.kept(layer) for layer in self.saved.backbone.layers}, self.tokens)
+        return Retention({layer: self.kept(layer) for layer in self.saved.backbone.layers}, self.tokens)
 
     @cached_property
     def prefix(self) -> Prefix | str:

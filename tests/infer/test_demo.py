@@ -50,7 +50,7 @@ def test_a_text_is_marked_piece_by_piece_and_another_one_refused() -> None:
 
 def test_shares_count_kept_positions_column_by_column() -> None:
     kept = {0: [torch.tensor([0, 1, 9]), torch.tensor([4, 5, 6])], 3: [torch.tensor([7, 8, 9])]}
-    shares = kept_shares(Retention("", kept, 10), 4)
+    shares = kept_shares(Retention(kept, 10), 4)
     expected = [[1, 0, 0, 0.5], [0, 1 / 3, 2 / 3, 0], [0, 0, 1 / 3, 1]]
     assert torch.allclose(shares, torch.tensor(expected))  # of the columns [0, 2), [2, 5), [5, 8) and [8, 10)
-    assert as_lines(Retention("", {0: kept[0], 3: kept[3]}, 10), 4) == ["    0 |▆▄▅▄|", "    3 |  ▅█|"]
+    assert as_lines(Retention({0: kept[0], 3: kept[3]}, 10), 4) == ["    0 |▆▄▅▄|", "    3 |  ▅█|"]
