@@ -17,9 +17,16 @@ def as_record() -> dict[str, Any]:
     return {
         "tasks": {n: {one: getattr(t, one) for one in about} | {"options": t.options()} for n, t in known.items()},
         "suites": {n: {"title": suites.get(n).title, "tasks": suites.get(n).tasks} for n in suites.names()},
-        "methods": {name: methods.get(name).description for name in methods.names()},
+        "methods": {name: _about(name) for name in methods.names()},
         "modifiers": {name: {"changes": one.fields, "options": one.options} for name, one in MODIFIERS.items()},
     }
+
+
+def _about(method: str) -> str:
+    try:
+        return methods.get(method).description
+    except ValueError as error:  # gates of others need to be told where they are
+        return str(error)
 
 
 def as_text() -> str:

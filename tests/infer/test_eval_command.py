@@ -193,7 +193,7 @@ def test_the_minimal_command_names_its_folder_and_the_list_names_everything(
     assert code == 0, err
     (output,) = (tmp_path / "runs").iterdir()
     assert output.name.startswith("backbone-niah-passkey-")
-    assert f"locret-eval: 4 answers, 1,600 prompt tokens; results go to runs/{output.name}" in err
+    assert f"locret-eval: 3 answers, 1,200 prompt tokens; results go to runs/{output.name}" in err
     known = json.loads(evaluate("--list", "--json")[1])
     assert set(known["tasks"]) == set(tasks.names())
     assert {"oracle", "snapkv", "quest"} < set(known["methods"])
