@@ -51,7 +51,8 @@ class ShowOptions(SeveralContexts):
     """What is looked at."""
 
     plot: str | None = None
-    """HTML file to write: the text of --text, the words that heads hold dark and forgotten ones pale."""
+    """PNG or HTML file to write: the text of --text, the words that heads hold dark and forgotten ones pale. A PNG file
+    needs locret[eval]."""
     text: str | None = None
     """The text file that the context was read from. Needs --plot and --model."""
     model: str | None = None

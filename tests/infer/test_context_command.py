@@ -160,7 +160,7 @@ def test_a_context_is_exported_without_its_backbone(context: Run, file: Path, tm
         ("raed", "there is no command 'raed'; did you mean read?"),
         ("show no.ctx", "no.ctx does not exist; give a file written by context.save"),
         ("show {file} --context {file}", "and --context set the same; drop one of them"),
-        ("show {file} --text t --model m --plot no/such/a.html", "--plot no/such/a.html: there is no folder"),
+        ("show {file} --text t --model m --plot no/such/a.png", "--plot no/such/a.png: there is no folder"),
         ("ask {file} --model m", "waits for a question; give --question or --questions"),
         ("read {text} {pair}", "--output is missing: "),
         ("read {text} {pair} --output {text}", "is there already and is not a saved cache"),
