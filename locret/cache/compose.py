@@ -231,11 +231,15 @@ def _settle(cache: RetentionCache) -> None:
 
 
 def _budgets(caches: Sequence[RetentionCache], budget: int) -> tuple[int, ...]:
-    """Return the units of each layer of caches, as at the end of a read; the local tokens are part of them."""
+    """Return the units of each layer of caches, as at the end of a long read; the local tokens are part of them.
+
+    What a layer does not hold goes to the others, in the same proportion.
+    """
     last = caches[-1]
     held = [sum(cache.governed[nth].fill for cache in caches) for nth in range(len(last.governed))]
     own = min(budget, last.scorer.recent(budget))
-    return layer_budgets(_resized(last.policy, budget), len(held), held, own)
+    most = layer_budgets(_resized(last.policy, budget), len(held), None, own)
+    return tuple(divided(sum(most), most, held, least=1))
 
 
 def _stays(cache: RetentionCache, budget: int, whole: RetentionCache | None = None) -> list[Stay]:

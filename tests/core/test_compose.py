@@ -146,6 +146,8 @@ def test_it_is_saved_asked_and_talked_to_like_any_context(
 def test_every_store_and_policy_holds_both(changes: dict[str, Any], budget: int | None) -> None:
     parts = [Part(read("llama", 60, seed, **changes), skip) for seed, skip in ((0, 0), (1, 4))]
     before = [part.cache.copy() for part in parts]
+    units = [layer.fill for layer in before[0].governed]
+    assert [layer.fill for layer in shrunk(before[0], -(-sum(units) // 3)).governed] == units, "all fit"
     whole = joined(parts, budget)
     assert whole.seen == 116
     folded = torch.finfo(torch.float32).min if "merge" in changes else None  # LoCoCo's score of what it folded in
@@ -204,6 +206,3 @@ def test_a_budget_is_divided_whole(budget: int, held: list[int], data: st.DataOb
     fair = divided(budget, [1.0] * len(held), held)
     for own, most in zip(fair, held, strict=True):  # who gets less than another has all of its own
         assert own == most or own >= max(fair) - 1
-
-
-# -- shrink -----------------------------------------------------------------------------------------------------------
