@@ -241,7 +241,8 @@ def load_tokenizer(options: BackboneSource) -> Any:
     # A tokenizer beside a GGUF file is the original, which the file describes in its own way.
     beside = os.path.isfile(os.path.join(source.tokenizer, "tokenizer_config.json"))
     inside = {} if beside else _gguf(options)
-    with _one_sentence(f"--model {options.model} has no tokenizer that can be read"), gguf.read_once(options.gguf):
+    unreadable = f"--model {options.model} has no tokenizer that can be read"
+    with _one_sentence(unreadable), gguf.read_once(inside.get("gguf_file")):
         return AutoTokenizer.from_pretrained(
             source.tokenizer, revision=revision, trust_remote_code=options.trust_remote_code, **inside
         )
@@ -293,9 +294,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             model, found = load_sharded(options, config, device, dtype, read)
         else:
             logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of what was asked for
-            with gguf.read_once(options.gguf):
+            with gguf.read_once(options.gguf, last=True):
                 model, found = read(**where)
-            gguf.forget()
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
     if foreign := sorted(found["unexpected_keys"]):

@@ -16,8 +16,11 @@ _held: dict[tuple[Any, ...], Any] = {}
 
 
 @contextmanager
-def read_once(file: str | None) -> Iterator[None]:
-    """Let transformers find, while this lasts, what was read of a GGUF file already; without a file nothing happens."""
+def read_once(file: str | None, *, last: bool = False) -> Iterator[None]:
+    """Let transformers find, while this lasts, what was read of a GGUF file already; without a file nothing happens.
+
+    What was read is let go of after the `last` time, also if that fails.
+    """
     if file is None:
         yield
         return
@@ -26,12 +29,11 @@ def read_once(file: str | None) -> Iterator[None]:
     # transformers asks for the names of a model's tensors at each of its modules.
     quicker: dict[str, Any] = {"GGUFReader": _reader, "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
     with _lock, patch.multiple(gguf, **quicker):
-        yield
-
-
-def forget() -> None:
-    """Let go of what was read."""
-    _held.clear()
+        try:
+            yield
+        finally:
+            if last:
+                _held.clear()
 
 
 def _reader(path: str | os.PathLike[str], mode: str = "r") -> Any:
@@ -39,7 +41,7 @@ def _reader(path: str | os.PathLike[str], mode: str = "r") -> Any:
     key = os.path.realpath(path), mode, found.st_size, found.st_mtime_ns, found.st_ino
     if key not in _held:
         made = _reader_class()(path, mode)
-        forget()
+        _held.clear()
         _held[key] = made
     return _held[key]
 
