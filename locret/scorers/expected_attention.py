@@ -63,7 +63,7 @@ class ExpectedAttentionScorer(Scorer):
         if chunk.generating or not (chunk.selects or chunk.last):
             return torch.zeros(batch, kv_heads, chunk.new_tokens, device=chunk.key.device)
         # While a prompt is read no slot is empty.
-        sinks_BKS = chunk.unit_positions < self.sinks
+        sinks_BKS, least = chunk.unit_positions < self.sinks, torch.finfo(torch.float32).min  # of a text of sinks alone
         mean_BND, covariance_BNDD = self._coming_queries(chunk)
         group = mean_BND.shape[1] // kv_heads
         mean_BKGD, covariance_BKGDD = (x.unflatten(1, (kv_heads, group)) for x in (mean_BND, covariance_BNDD))
@@ -73,7 +73,7 @@ class ExpectedAttentionScorer(Scorer):
             logits_BKS = (key @ mean_BKGD[:, :, g, :, None])[..., 0] * chunk.scaling
             spread_BKS = ((key @ covariance_BKGDD[:, :, g]) * key).sum(-1)
             logits_BKS += spread_BKS * (chunk.scaling**2 / 2)
-            scores += logits_BKS.masked_fill(sinks_BKS, -torch.inf).softmax(-1) / group
+            scores += logits_BKS.masked_fill(sinks_BKS, least).softmax(-1) / group
         norms_BKS: Tensor = chunk.value.float().norm(dim=-1)
         return scores * norms_BKS
 
