@@ -28,14 +28,14 @@ class _Redirects(HTTPRedirectHandler):
 
     def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Request | None:
         """Return the next request."""
-        to = urlsplit(newurl)
-        if to.scheme not in ("https", req.type) or (_is_private(to.hostname) and not _is_private(req.host)):
-            raise ValueError(f"it leads to {to.scheme}://{to.netloc}, which a page may not; give that address itself")
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
+        to = super().redirect_request(req, fp, code, msg, headers, newurl)  # it reads an address as it will be asked
+        if to and (to.type not in ("https", req.type) or (_is_private(to.host) and not _is_private(req.host))):
+            raise ValueError(f"it leads to {to.type}://{to.host}, which a page may not; give that address itself")
+        return to
 
 
-def _is_private(host: str | None) -> bool:
-    """Return whether a host, perhaps with a port, is this machine or one that only its networks reach."""
+def _is_private(host: str) -> bool:
+    """Return whether a host, as in an address, is this machine or one that only its networks reach."""
     try:
         found = socket.getaddrinfo(urlsplit(f"//{host}").hostname, None)
     except OSError:  # a proxy may know it
@@ -86,7 +86,7 @@ def fetched(address: str, setting: str) -> Document:
                 except UnicodeDecodeError:
                     file.write_text(file.read_text(charset), "utf-8")
         except (OSError, HTTPException, ValueError, LookupError) as error:
-            why = getattr(error, "reason", None) or error
+            why = " ".join(str(getattr(error, "reason", None) or error).split())
             rule = "check the address, or give a file"
             raise ValueError(f"{setting}{address} cannot be fetched ({why}); {rule}") from None
         # What is open stays readable when its folder is gone.

@@ -13,6 +13,7 @@ from threading import Thread
 import pytest
 
 from locret.conversation.document import open_document
+from locret.infer import fetch
 from locret.infer.reading import open_all
 
 HTML = "<html><body><h1>Tea</h1><p>Green tea takes <b>70</b> degrees.</p><script>no()</script></body></html>"
@@ -142,7 +143,9 @@ PAGES = {
     "/packed": ("text/plain; packed", b"\x1f\x8b"),
     "/moved": ("/tea", b""),
     "/out": ("ftp://localhost/tea", b""),
-    "/in": ("http://localhost/tea", b""),
+    "/in": ("http://[::1]/tea", b""),
+    "/quoted": ("http://%6c%6fcalhost/tea", b""),
+    "/loop": ("/loop", b""),
 }
 
 
@@ -184,13 +187,10 @@ def test_pages_and_several_files_are_one_text_below_their_names(
     assert "".join(open_all([f"{site}/old"], "").pieces or ()) == "Žalioji"
     with pytest.raises(ValueError, match="^the address of a page holds a user's name or password; take it out"):
         open_all([f"{site.replace('//', '//me:secret@')}/tea"], "")
-    monkeypatch.setattr("locret.infer.fetch._is_private", lambda host: host == "localhost")
-    wrong = {"/none": "Not Found", "/cut": "ended early", "/packed": "comes packed as gzip"}
-    for name, why in {
-        **wrong,
-        "/out": "it leads to ftp://localhost, which",
-        "/in": "leads to http://localhost",
-    }.items():
+    monkeypatch.setattr(fetch, "_is_private", lambda host, own=fetch._is_private: host not in site and own(host))
+    wrong = {"/none": "Not Found", "/cut": "ended early", "/packed": "comes packed as gzip", "/loop": "infinite loop"}
+    inner = {"/in": r"to http://\[::1]", "/quoted": "to http://localhost", "/out": "to ftp://localhost"}
+    for name, why in {**wrong, **inner}.items():
         with pytest.raises(ValueError, match=rf"^--prompt-file .* cannot be fetched \(.*{why}.*\); check the addr"):
             open_all([site + name], "--prompt-file ")
     with pytest.raises(ValueError, match="^--prompt-file /dev/zero: that is a device, which may have no end; give a f"):
