@@ -62,8 +62,8 @@ def _sentence(error: dict[str, Any]) -> tuple[str, str | None]:
     steps = [str(one) for one in path if isinstance(one, int) or (one.isidentifier() and one not in _ALTERNATIVES)]
     name, param = ".".join(steps) or f"the {part}", steps[0] if steps else None
     said = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "model_attributes_type" and not steps:
-        return "the body is no JSON object; send one, with Content-Type: application/json", param
+    if error["type"] == "json_invalid" or (error["type"] == "model_attributes_type" and not steps):
+        return "the body is no JSON object; send one, with Content-Type: application/json", None
     if error["type"] == "missing":
         return f"{name} is missing; give it, and a body as a JSON object with Content-Type: application/json", param
     if error["type"] == "value_error":  # ours, which says what to do

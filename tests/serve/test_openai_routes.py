@@ -385,7 +385,7 @@ def test_what_cannot_be_is_one_sentence(server: Running, path: str, body: Any, s
 def test_a_body_that_is_no_json_is_one_sentence(server: Running) -> None:
     for content, kind, message in (
         (b"", "application/json", "the body is missing; give it, and a body as a JSON object"),
-        (b"{", "application/json", "1 "),
+        (b"{", "application/json", "the body is no JSON object; send one"),
         (b"[" * 100_000, "application/json", "POST '/v1/chat/completions': the body cannot be read; send a JSON obj"),
         (b'{"messages": []}', "text/plain", "the body "),
     ):
