@@ -13,7 +13,7 @@ from functools import cache
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from locret.base.nearest import nearest
+from locret.base.nearest import check_retired, nearest
 
 _LARGEST = 2**63 - 1
 """What PyTorch and the operating system can count to."""
@@ -106,6 +106,7 @@ def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], w
             continue
         if not isinstance(allowed, Range):
             if value not in allowed:
+                check_retired(name, str(value))
                 raise ValueError(f"{text} is unknown; choose one of {', '.join(map(str, allowed))}")
         elif allowed == SHARE and not 0 <= value <= 1:
             raise ValueError(f"{text} is not a share; it must lie between 0 and 1")
