@@ -125,4 +125,6 @@ def _selector(cache: RetentionCache, nth: int) -> Selector:
         return PerHead()
     assert policy.head_shares is not None
     heads = [shape.num_kv_heads for shape in cache.backbone.full_shapes]
-    return ByShares(policy.head_shares[sum(heads[:nth]) : sum(heads[: nth + 1])])
+    mean = sum(policy.head_shares) / len(policy.head_shares)
+    own = policy.head_shares[sum(heads[:nth]) : sum(heads[: nth + 1])]
+    return ByShares(tuple(share / mean for share in own))

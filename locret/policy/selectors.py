@@ -16,6 +16,9 @@ from locret.backbone.chunk import counting, pinned_units
 from locret.policy.growth import divided
 from locret.policy.protection import Guarantee
 
+SAMPLED, BEST = 0.5, 8
+"""KV heads with a smaller share keep a sample, and so many best units."""
+_GOLDEN = (5**0.5 - 1) / 2
 _INT32_MAX = 2**31 - 1
 
 
@@ -131,13 +134,15 @@ class ByShares:
     """Every KV head keeps its own best units, as many as its share of the layer's budget says.
 
     Finding what is asked is the work of a few heads (DuoAttention, arXiv 2410.10819); the others need little of a text.
-    The newest units that stay whatever their score are at most a quarter of what a head keeps.
+    Those with less than half of the mean share keep their few best units and an even sample of the others: what they
+    do is weigh all they see, and a few hundred loud units would outweigh it. The newest units that stay whatever their
+    score are at most a quarter of what a head keeps.
     """
 
     store: ClassVar[str] = "ragged"
 
     shares: tuple[float, ...]
-    """Of each head of the layer."""
+    """Of each head of the layer, whose mean over the backbone is 1."""
 
     def select(self, units: Any, stay: Stay) -> KeptOverHeads:
         """See `Selector`."""
@@ -146,11 +151,21 @@ class ByShares:
     def of_row(self, scores: Tensor, positions: Tensor, numbers: list[int], stay: Stay) -> tuple[Tensor, Tensor]:
         """Return the ranks that stay of one row, and how many are in each head."""
         parts, quotas = [], divided(stay.budget * len(numbers), self.shares, numbers, least=1)
-        for span, quota in zip(_spans(numbers), quotas, strict=True):
+        for span, quota, share in zip(_spans(numbers), quotas, self.shares, strict=True):
             scores_11S, positions_11S = scores[None, None, span], positions[None, None, span]
+            if share < SAMPLED:
+                scores_11S = _sampled(scores_11S, positions_11S)
             pinned = staying(scores_11S, positions_11S, stay._replace(recent=min(stay.recent, quota // 4)))
             parts.append(select_kept(scores_11S, quota, pinned)[0, 0] + span.start)
         return torch.cat(parts), torch.tensor(quotas)
+
+
+def _sampled(scores_11S: Tensor, positions_11S: Tensor) -> Tensor:
+    """Return scores by which the `BEST` best units stay, and as even a sample of the others as there is room for."""
+    # Multiples of the golden ratio fill an interval evenly, however many there are; those that stay now stay first later.
+    drawn = positions_11S.double().mul(_GOLDEN).remainder(1)
+    best = score_order(scores_11S).topk(min(BEST, scores_11S.shape[-1])).indices
+    return drawn.scatter(-1, best, 2.0)
 
 
 def _by_row(of_row: Callable[..., tuple[Tensor, Tensor]], units: Any, stay: Stay) -> KeptOverHeads:

@@ -148,7 +148,6 @@ def test_a_lookup_that_makes_no_sense_is_refused(spec: str, says: str) -> None:
     [
         ("omnikv:filter_layers=2-9", "filter_layers=2-9 names layers that a backbone of 3 does not have"),
         ("omnikv:filter_layers=1", "filter_layers=1 leave no sparse layer of 3"),
-        ("omnikv:memory=0.5", "memory=0.5 is no more than the dense layers take"),
         ("omnikv:tokens=100", "tokens=100, but recall=8; leave tokens out, or recall as many"),
         ("quest:dense=3", "dense=3 leaves no layer of 3"),
     ],
