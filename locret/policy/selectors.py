@@ -162,7 +162,7 @@ class ByShares:
 
 def _sampled(scores_11S: Tensor, positions_11S: Tensor) -> Tensor:
     """Return scores by which the `BEST` best units stay, and as even a sample of the others as there is room for."""
-    # Multiples of the golden ratio fill an interval evenly, however many there are; those that stay now stay first later.
+    # Multiples of the golden ratio fill an interval evenly, however many of the largest are taken.
     drawn = positions_11S.double().mul(_GOLDEN).remainder(1)
     best = score_order(scores_11S).topk(min(BEST, scores_11S.shape[-1])).indices
     return drawn.scatter(-1, best, 2.0)
