@@ -36,8 +36,10 @@ def resolve(
         recommended: Numbers of the heads or a preset; may be empty.
         wanted: Numbers that follow from the budget otherwise than by what is recommended.
     """
-    reference = RetentionPolicy(**recommended)
     given = {name: value for name, value in own.items() if value is not None or name == "decode_budget"}
+    # A choice of the user's, such as equal heads, may be what lets a method's numbers stand beside those of the heads.
+    choices = {name: value for name, value in given.items() if name in recommended and isinstance(value, str)}
+    reference = RetentionPolicy(**{**recommended, **choices})
     following = {name: (getattr(reference, name), reference.budget) for name in FOLLOWING if name not in given}
     following |= {name: pair for name, pair in reference.wanted.items() if name in following}
     following |= wanted
