@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret.cli.command import parse_options, run
+from locret.cli.command import bars_on_terminals, parse_options, run
 
 if TYPE_CHECKING:
     from locret import Context, LongContextModel
@@ -72,7 +72,8 @@ def command(argv: Sequence[str] | None = None) -> int:
 
     path = shipped.find(TEXT)
     sys.stderr.write(f"loading {MODEL}\n")
-    lm = LongContextModel.from_pretrained(MODEL, heads=HEADS)
+    with bars_on_terminals():
+        lm = LongContextModel.from_pretrained(MODEL, heads=HEADS)
     words = Path(path).read_text(encoding="utf-8")
     tokens = len(lm.tokenizer(words, verbose=False)["input_ids"])
     chunk = 512 if tokens >= 2048 else 256

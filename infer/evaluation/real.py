@@ -33,7 +33,7 @@ from locret import LongContextModel, scorers
 from locret.base import method_spec
 from locret.base.files import locked, write_text
 from locret.base.tables import markdown
-from locret.cli.command import parse_options, print_json
+from locret.cli.command import parse_options, print_json, warnings_as_lines
 from locret.conversation.document import encode, open_document
 from locret.conversation.evidence import Likelihood, likelihood, likelihood_of, policy_of_share
 from locret.conversation.turns import Transcript
@@ -315,7 +315,8 @@ def command(argv: Sequence[str]) -> int:
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
     folder = Path(os.path.expanduser(options.output))
     with locked(folder, f"--output {options.output}"):
-        rows = summary(measure(options, model, scorer))
+        with warnings_as_lines("locret-eval", quiet=options.quiet):
+            rows = summary(measure(options, model, scorer))
         write_text(folder / RESULTS, json.dumps({"source": _source(model, scorer), "rows": rows}, indent=1) + "\n")
         write_text(folder / TABLE, tables(rows))
     if options.json:

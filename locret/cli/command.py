@@ -118,11 +118,11 @@ def bars_on_terminals(*, quiet: bool = False) -> Iterator[None]:
     before = tqdm.__init__
     if quiet or not sys.stderr.isatty():
         logging.disable_progress_bar()  # those of downloads too, which ask for the terminal themselves
-        tqdm.__init__ = partialmethod(before, disable=True)  # type: ignore[method-assign, assignment]
+        tqdm.__init__ = partialmethod(before, disable=True)
     try:
         yield
     finally:
-        tqdm.__init__ = before  # type: ignore[method-assign]
+        tqdm.__init__ = before
 
 
 @contextmanager
