@@ -143,7 +143,8 @@ async def _stored(request: Request, file: Path, library: Library, *, text: bool)
                 decoder.decode((text and part) or b"", final=part is None)
             except UnicodeDecodeError as error:
                 why = f"the text is not UTF-8 ({error.reason} before byte {size:,})"
-                raise Refusal(400, f"{why}; convert it, for instance with `iconv -t UTF-8`") from None
+                ways = "convert it, for instance with `iconv -t UTF-8`; a PDF, EPUB or DOCX file goes to /v1/files"
+                raise Refusal(400, f"{why}; {ways}") from None
             if part is None:
                 break
             digest.update(part)

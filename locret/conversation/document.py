@@ -422,7 +422,7 @@ def read_text(source: str | Path, block_chars: int = 1 << 20, setting: str = "--
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"{setting}{source}: not UTF-8 text ({error.reason}); convert it, "
-                    "for instance with `iconv -t UTF-8`"
+                    "for instance with `iconv -t UTF-8`; PDF, EPUB and DOCX files are known by their endings"
                 ) from None
 
     return blocks()
