@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from locret.train.training_options import Loss
+from locret.train.training_options import PAPER, Loss
 
 
 def retention_loss(
     scores: Tensor,
     labels: Tensor,
-    alpha: float = Loss.alpha,
+    alpha: float = PAPER.alpha,
     *,
-    objective: Literal["regression", "ranking"] = Loss.objective,
+    objective: Literal["regression", "ranking"] = "regression",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (total, fit, smoothness), three scalars; total = fit + alpha * smoothness.
 

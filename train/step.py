@@ -26,7 +26,7 @@ from locret.labels import kinds
 from locret.labels.labels import layer_labels, observe, token_row
 from locret.labels.many_answers import labels_of_answers
 from locret.train.loss import fit_and_smoothness, top_overlap
-from locret.train.training_options import DataOptions, Loss
+from locret.train.training_options import PAPER, DataOptions, Loss
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def train_step(
     Raises:
         ValueError: For an unknown kind of label, or a prompt or answer that is empty or more than one row.
     """
-    loss = loss or Loss()
+    loss = loss or PAPER
     how = kinds.get(loss.label_kind), loss.include_last_prompt_token
     prompt_ids, parts, kept = token_row(prompt_ids, "prompt_ids"), list[Tensor](), dict[int, Tensor]()
     prompt, trained = prompt_ids.shape[1], min(prompt_ids.shape[1], max_prompt_tokens)

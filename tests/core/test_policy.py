@@ -146,11 +146,7 @@ SMALL = {"budget": 256, "chunk_size": 1024, "stabilizers": 100, "local_len": 32}
         ({"budget": 128}, SMALL, {"budget": 128, "chunk_size": 512, "stabilizers": 32, "local_len": 32}),
         ({"budget": 16, "chunk_size": None}, SMALL, {"chunk_size": 512, "stabilizers": 4, "local_len": 16}),
         ({"decode_budget": None}, {"decode_budget": 1000}, {"decode_budget": None}),
-        (
-            {"head_budgets": "uniform"},
-            {"head_budgets": "adaptive", "budget": 8, "host_budget": 9, "recall": 1},
-            {"recall": 1},
-        ),
+        ({"head_budgets": "uniform"}, {"head_budgets": "adaptive", "host_budget": 9000, "recall": 8}, {"recall": 8}),
     ],
 )
 def test_what_nobody_chose_is_recommended_or_follows_a_smaller_budget(

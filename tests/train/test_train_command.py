@@ -29,7 +29,7 @@ from locret.heads.fingerprint import weight_fingerprint
 from locret.loading import load_config, load_model
 from locret.loading.options import BackboneSource
 from locret.train.command import command
-from locret.train.training_options import OptimizerOptions, parse
+from locret.train.training_options import PAPER, Loss, OptimizerOptions, parse
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -50,7 +50,7 @@ def test_a_dry_run_prints_options_and_memory_without_weights(
     assert train(paths, tmp_path / "run", "--dry-run") == 0
     text = capsys.readouterr().out
     shown = yaml.safe_load(text)
-    assert (shown["steps"], shown["lr"], shown["alpha"], shown["dtype"]) == (6, 5e-4, 2.5e-3, "float32")
+    assert (shown["steps"], shown["lr"], shown["alpha"], shown["dtype"]) == (6, 5e-4, 0.0, "float32")
     assert "\n# 6 rows\n# plan: 6 steps on " in text
     assert train(paths, tmp_path / "run", "--dry-run", "--json", "--dtype=bfloat16") == 0
     record = json.loads(capsys.readouterr().out)
@@ -65,8 +65,10 @@ def test_a_dry_run_prints_options_and_memory_without_weights(
 
 def test_recipes_of_the_paper_change_nothing_of_its_training() -> None:
     for name in ("llama_3.1_8b", "phi_3_mini_128k"):
-        _, chosen = parse([f"--config={REPOSITORY / 'recipes' / 'train' / name}.yaml", "--output=somewhere"])
-        assert set(chosen) == {"model", "dataset", "policy", "output"}
+        given, chosen = parse([f"--config={REPOSITORY / 'recipes' / 'train' / name}.yaml", "--output=somewhere"])
+        assert set(chosen) == {"model", "dataset", "policy", "output", "label_kind", "objective", "alpha"}
+        loss: Any = next(one for one in given if isinstance(one, Loss))
+        assert all(getattr(loss, one) == value for one, value in vars(PAPER).items())
     o = OptimizerOptions()
     assert (o.steps, o.lr, o.betas, o.warmup, o.clip, o.clip_limit) == (3000, 5e-4, (0.9, 0.95), 2000, "value", 0.5)
     assert usual_width(Phi3Config()) == 1024
@@ -206,7 +208,7 @@ def test_rows_are_held_out_by_default_and_evaluations_show_what_is_learned(
     assert train(many, tmp_path / "run", *options) == 0
     evaluated = [record for record in records(tmp_path / "run") if "eval_overlap" in record]
     assert [record["step"] for record in evaluated] == [0, 25, 50, 60]
-    assert evaluated[-1]["eval_regression"] < evaluated[0]["eval_regression"]
+    assert evaluated[-1]["eval_ranking"] < evaluated[0]["eval_ranking"]
     before, after = evaluated[0]["eval_overlap"], evaluated[-1]["eval_overlap"]
     out = capsys.readouterr().out
     assert f"overlap {after:.3f} on 6 rows that were not trained on; untrained heads {before:.3f}, chance" in out

@@ -27,10 +27,13 @@ def losses(output: Path) -> list[tuple[float, ...]]:
     return [(r["step"], r["total"], r["regression"], r["smoothness"], *r["overlap_per_layer"]) for r in records(output)]
 
 
+PAPERS = ("--label-kind=logit", "--objective=regression")
+
+
 def test_training_on_two_rows_has_the_losses_of_the_oracle(paths: tuple[Path, Path], tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "two.json", rows=2)
     output = tmp_path / "run"
-    assert train((paths[0], rows), output, "--steps=5", "--warmup-steps=2", "--alpha=0.1") == 0
+    assert train((paths[0], rows), output, *PAPERS, "--steps=5", "--warmup-steps=2", "--alpha=0.1") == 0
     model = AutoModelForCausalLM.from_pretrained(paths[0], dtype=torch.float32).eval().requires_grad_(False)
     heads = RetainingHeads.for_model(model, hidden_dim=8, seed=0).requires_grad_(True)
     optimizer = torch.optim.AdamW(heads.parameters(), lr=5e-4, betas=(0.9, 0.95), weight_decay=0.01)

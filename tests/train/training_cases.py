@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, LlamaF
 
 from locret import RetainingHeads
 from locret.cli.command import run
-from locret.train.training_options import Loss
+from locret.train.training_options import PAPER, Loss
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # Case, and the labels to compare with: for Phi-3 the consistent ones (golden/README.md, "Phi-3 labels").
@@ -120,7 +120,7 @@ def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 def loss_of(kind: str = "logit", **more: Any) -> Loss:
     """What `answer_labels` calls kind, and what `retention_loss` takes, as one object."""
-    return Loss(label_kind=kind, **more)
+    return replace(PAPER, label_kind=kind, **more)
 
 
 def train_arguments(paths: tuple[Path, Path], output: Path, *more: str) -> list[str]:
