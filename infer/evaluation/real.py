@@ -49,9 +49,9 @@ from locret.scorers.retaining_heads import recommended_shares
 
 HEADS, FULL, NOTHING, ORACLE = "locret", "full", "nothing", "oracle_agnostic"
 METHODS = (
-    f"{FULL},{NOTHING},{HEADS}+head_shares,{HEADS},{HEADS}+recall,random:sinks=4+head_shares,key_difference+head_shares,"
-    "expected_attention+head_shares,random:sinks=4,random,h2o,expected_attention,key_difference,tova,snapkv,streaming,"
-    f"{ORACLE}"
+    f"{FULL},{NOTHING},{HEADS}+head_shares+spaced,expected_attention+head_shares+spaced,"
+    f"key_difference+head_shares+spaced,random:sinks=4+head_shares+spaced,{HEADS},{HEADS}+recall,random:sinks=4,random,"
+    f"h2o,expected_attention,key_difference,tova,snapkv,streaming,{ORACLE}"
 )
 TIER_SHARE, RECALLED = 25.0, 16
 """Of a text's tokens, the share that the second tier of `+recall` holds, in percent; and what each query recalls."""
