@@ -97,12 +97,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark all but the first two cases of a test as long, so that `-m "not long"` runs every claim, but few of each."""
+    """Mark cases after the first of a test as slow, and after the second as long: every claim is checked, by fewer."""
     cases: dict[str, int] = {}
     for item in items:
         test = item.nodeid.partition("[")[0]
         cases[test] = cases.get(test, 0) + 1
         if cases[test] > 2:
             item.add_marker(pytest.mark.long)
-        if item.get_closest_marker("long"):
+        if cases[test] > 1 or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)

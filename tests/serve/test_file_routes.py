@@ -88,7 +88,7 @@ def test_what_is_no_document_is_refused_in_one_sentence(server: Running) -> None
     for parts, end, message in FORMS:
         body = "".join(f"--B\r\n{part}\r\n" for part in parts) + end
         headers = {"Content-Type": "multipart/form-data; boundary=B"}
-        response = httpx.post(f"{server.url}/v1/files", content=body.encode("latin-1"), headers=headers)
+        response = httpx.post(f"{server.url}/v1/files", content=body.encode("latin-1"), headers=headers, timeout=60)
         assert refused(response, 400).startswith(message)
         assert left(server) == []
 
@@ -101,7 +101,10 @@ def test_files_have_the_limits_of_uploads(server: Running, client: openai.OpenAI
         client.files.list(limit=3)
     monkeypatch.setattr(server.state, "options", server.state.options.__class__(timeout=0.01))
     assert "takes longer than 0.01 s" in refused(
-        httpx.post(f"{server.url}/v1/files", files={"file": ("a.txt", b"x")}, data={"purpose": "user_data"}), 408
+        httpx.post(
+            f"{server.url}/v1/files", files={"file": ("a.txt", b"x")}, data={"purpose": "user_data"}, timeout=60
+        ),
+        408,
     )
     assert left(server) == []
 
