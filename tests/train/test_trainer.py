@@ -24,7 +24,7 @@ from locret.train.trainer import Trainer
 
 
 def losses(output: Path) -> list[tuple[float, ...]]:
-    return [(r["step"], r["total"], r["regression"], r["smoothness"], *r["overlap_per_layer"]) for r in records(output)]
+    return [(r["step"], r["total"], r["ranking"], r["smoothness"], *r["overlap_per_layer"]) for r in records(output)]
 
 
 PAPERS = ("--label-kind=logit", "--objective=regression")
