@@ -103,6 +103,8 @@ async def upload(
     library, kind = _library(request), request.headers.get("content-type", "text/plain").lower()
     if not kind.startswith(_TEXTS) or ("charset=" in kind and "utf-8" not in kind):
         raise Refusal(415, f"Content-Type {kind[:80]} is no text in UTF-8; send the text itself, as text/plain")
+    if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
+        raise Refusal(415, f"Content-Encoding {coding[:40]} is not taken; send the text as it is")
     file = await run_in_threadpool(library.upload, name)
     try:
         notes = await _stored(request, file, library, text=True)

@@ -124,6 +124,8 @@ def test_what_is_no_upload_is_refused(
 
 
 def test_uploads_that_are_refused_while_they_come(client: httpx.Client, shared: Library, monkeypatch: Any) -> None:
+    packed = client.post("/contexts", params={"name": "x"}, content=b"a text", headers={"content-encoding": "gzip"})
+    assert "Content-Encoding gzip" in refused(packed, 415)
     for name in ("a/b", "y" * 300):  # no length is declared, and all is sent before the answer is read
         assert "name" in refused(upload(client, name, iter([b"word " * 100_000] * 8)), 400)
 
