@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -46,7 +47,7 @@ _STATES = re.compile(r"(\.|_)(keys|values|queries)$|\.conv\.\d+$|^rows\._context
 """What the backbone computes in its own dtype, unless it is held in codes."""
 
 
-class Whole(Cache):
+class Whole(Cache, ABC):
     """What a cache holds of the texts that it has read, whatever was chosen to stay."""
 
     model: Any
@@ -121,9 +122,9 @@ class Whole(Cache):
         if self.reader is not None and self.reader.torn:
             raise ValueError("this cache is being read; go on when that read has ended, or with cache.fresh()")
 
+    @abstractmethod
     def check_scores(self, unsound: Tensor) -> None:
         """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device."""
-        raise NotImplementedError
 
     def _settled(self) -> None:
         """Refuse to go on from a read that did not end, and give all units their scores."""
@@ -243,10 +244,13 @@ class Whole(Cache):
             ValueError: If a read of this cache was interrupted, or is in progress.
         """
         self._settled()
+        before = self.rows
         with self._changed_whole():
             for _, _, holder in self.holders():
                 holder.select_rows(rows)
             self._index_rows(rows)
+            if len(rows) < before:
+                self.workspace.clear()  # it is of a size for more
 
     reorder_cache = batch_select_indices = select_rows
 

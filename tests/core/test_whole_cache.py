@@ -385,6 +385,7 @@ def test_a_copy_a_file_and_rows_answer_and_read_on_with_the_same_bits(
     chosen = torch.tensor(rows)
     taken = cache.take_rows(chosen)
     cache.select_rows(chosen)
+    assert cache.memory().actual <= cache.memory().planned
     assert same(run, seen_in(taken), seen_in(cache))
     assert same(run, followed(taken), own := followed(cache.copy()))
     for row, alone in enumerate(cache.split(len(rows))):
