@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
-from unittest.mock import patch
+
+from locret.backbone.instrument import replaced
 
 _lock = threading.RLock()
 _held: dict[tuple[Any, ...], Any] = {}
@@ -27,8 +28,8 @@ def read_once(file: str | None, *, last: bool = False) -> Iterator[None]:
     import gguf
 
     # transformers asks for the names of a model's tensors at each of its modules.
-    quicker: dict[str, Any] = {"GGUFReader": _reader, "get_tensor_name_map": cache(gguf.get_tensor_name_map)}
-    with _lock, patch.multiple(gguf, **quicker):
+    names = cache(gguf.get_tensor_name_map)
+    with _lock, replaced(gguf, "GGUFReader", _reader), replaced(gguf, "get_tensor_name_map", names):
         try:
             yield
         finally:

@@ -18,7 +18,8 @@ from locret.policy.protection import Guarantee
 
 SAMPLED, BEST = 0.5, 8
 """KV heads with a smaller share keep a sample, and so many best units."""
-_GOLDEN = (5**0.5 - 1) / 2
+_CIRCLE, _GOLDEN = 2**32, 2654435769
+"""A circle in whole numbers, and its part that divides it by the golden ratio."""
 _INT32_MAX = 2**31 - 1
 
 
@@ -162,10 +163,10 @@ class ByShares:
 
 def _sampled(scores_11S: Tensor, positions_11S: Tensor) -> Tensor:
     """Return scores by which the `BEST` best units stay, and as even a sample of the others as there is room for."""
-    # Multiples of the golden ratio fill an interval evenly, however many of the largest are taken.
-    drawn = positions_11S.double().mul(_GOLDEN).remainder(1)
+    # Multiples of the golden ratio fill a circle evenly, however many of the largest are taken.
+    drawn = (positions_11S.long() * _GOLDEN).remainder(_CIRCLE).float()
     best = score_order(scores_11S).topk(min(BEST, scores_11S.shape[-1])).indices
-    return drawn.scatter(-1, best, 2.0)
+    return drawn.scatter(-1, best, torch.inf)
 
 
 def _by_row(of_row: Callable[..., tuple[Tensor, Tensor]], units: Any, stay: Stay) -> KeptOverHeads:
