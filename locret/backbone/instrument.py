@@ -11,6 +11,7 @@ threads. When the last block of a model ends, its hooks are gone and it is what 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
@@ -48,7 +49,7 @@ _NOTHING = object()
 _QUERIES = ("q_norm", "q_layernorm", "q_proj")
 
 
-class Observer:
+class Observer(ABC):
     """What a forward pass talks to: the reader of a cache, or one who looks on."""
 
     projections: Mapping[int, Projections]
@@ -60,18 +61,18 @@ class Observer:
         """Return what the decoder's forward pass, `plain`, returns for these arguments."""
         return plain(*args, **kwargs)
 
+    @abstractmethod
     def positions(self, tokens: Tensor) -> Tensor:
         """Return (1 or B, L) rotary positions for the pass over (B, L) ids, or (B, L, E) embeddings."""
-        raise NotImplementedError
 
     def view(self, layer_idx: int, query: Tensor, scaling: float) -> View | None:
         """Return what (B, N, L, D) queries of a layer attend to; None: the keys and values of this pass alone."""
         return None
 
-    def attended(self, layer: Attended) -> None:
+    def attended(self, layer: Attended) -> None:  # noqa: B027, not all that look on care
         """Receive a full-attention layer's tensors right after its attention."""
 
-    def finished(self, hidden: Tensor) -> None:
+    def finished(self, hidden: Tensor) -> None:  # noqa: B027
         """Take note that a forward pass is over; `hidden` is its (B, L, E) last hidden state."""
 
 

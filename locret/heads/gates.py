@@ -8,6 +8,7 @@ Weights are float32 always, and so is the arithmetic. They are read (`locret.hea
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -25,7 +26,7 @@ _LARGEST = 1e30
 """What no number exceeds: the arithmetic is float32."""
 
 
-class Gate(Float32):
+class Gate(Float32, ABC):
     """A gate of one layer: (..., E) hidden states to (..., K) float32 scores; larger means keep.
 
     Args:
@@ -48,13 +49,13 @@ class Gate(Float32):
         super().__init__()
         self.build(shape, hidden_size, width, **numbers)
 
+    @abstractmethod
     def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
         """Make the parameters."""
-        raise NotImplementedError
 
+    @abstractmethod
     def scores(self, states: Tensor) -> Tensor:
         """Return (..., K) scores of (..., E) hidden states."""
-        raise NotImplementedError
 
     def forward(self, features: Tensor) -> Tensor:
         """Return (..., K) float32 scores; the arithmetic is float32, or what autocast makes of it."""

@@ -152,12 +152,6 @@ def closed(rows: Rows, end: int) -> Rows:
     return tuple(tuple(replace(one, end=end) if one.end is None else one for one in spans) for spans in rows)
 
 
-def clipped(spans: Iterable[Span], tokens: int) -> tuple[Span, ...]:
-    """Return what of spans is among the first tokens of a text."""
-    inside = (one for one in spans if one.start < tokens)
-    return tuple(replace(one, end=tokens if one.end is None else min(one.end, tokens)) for one in inside)
-
-
 def spans_data(rows: Rows) -> list[list[list[Any]]]:
     """Return the spans of rows as plain data, for `spans_from`."""
     return [[[one.start, one.end, one.share, one.name] for one in spans] for spans in rows]
