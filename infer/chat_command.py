@@ -153,13 +153,13 @@ class Conversation:
     def _do_memory(self, _: str) -> None:
         """/memory: say what the cache holds and takes."""
         from locret.conversation.chat import second_tier
+        from locret.scorers.chosen import told
 
         chat = self._current()
-        memory, policy = chat.memory(), chat.cache.policy
+        memory, kept = chat.memory(), told(chat.cache.scorer, chat.cache.policy)
         print(
-            f"{chat.cache.seen:,} tokens read, {memory.units:,} units per KV head held with a budget of "
-            f"{policy.budget:,}; {memory.actual:,} bytes now, {memory.peak:,} at most, {memory.planned:,} planned"
-            f"{second_tier(memory)}",
+            f"{chat.cache.seen:,} tokens read, {memory.units:,} units per KV head held ({kept}); "
+            f"{memory.actual:,} bytes now, {memory.peak:,} at most, {memory.planned:,} planned{second_tier(memory)}",
             flush=True,
         )
 

@@ -53,20 +53,11 @@ def shared() -> Path:
 @pytest.fixture
 def tiny_llama() -> Any:
     """Return a random Llama: 2 layers, 4 query and 2 KV heads of 8, vocabulary 64."""
+    from embedded import SIZES
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=4096,
-    )
     torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval()
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **SIZES)).eval()
 
 
 @pytest.fixture

@@ -11,6 +11,8 @@ from transformers import AutoTokenizer
 from locret import shipped
 from locret.data.tasks.made import filler_sentences
 
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {"num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 4096}
 NAMES = (
     "Oslo Rome Paris Cairo Lima Quito Delhi Tokyo Seoul Hanoi Accra Tunis Dakar Lagos Miami Boston Dallas Denver "
     "Madrid London Dublin Berlin Vienna Prague"

@@ -45,7 +45,7 @@ from locret.labels.many_answers import labels_of_answers
 from locret.loading.options import ScorerOptions
 from locret.scorers.chosen import chosen_heads, load_scorer
 from locret.scorers.oracle import OracleScorer
-from locret.scorers.retaining_heads import recommended_shares
+from locret.scorers.retaining_heads import RetainingHeadScorer, recommended_shares
 
 HEADS, FULL, NOTHING, ORACLE = "locret", "full", "nothing", "oracle_agnostic"
 METHODS = (
@@ -304,6 +304,10 @@ def _cell_text(rows: Sequence[dict[str, Any]], row: dict[str, Any] | None) -> st
     return f"{row['nats']:.2f} ± {row['error']:.2f}" + ("" if won is None else f" ({won:.0f} %)")
 
 
+def _has_shares(heads: str | None) -> bool:
+    return heads is not None and RetainingHeadScorer(heads=heads).head_shares is not None
+
+
 def command(argv: Sequence[str]) -> int:
     """Run the suite and return its exit code."""
     (options, model, scorer), _ = parse_options(
@@ -313,6 +317,11 @@ def command(argv: Sequence[str]) -> int:
         argv,
     )
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
+    if any("+head_shares" in cell.method for cell in options.cells()) and not _has_shares(scorer.heads):
+        raise ValueError(
+            f"--methods with +head_shares take the shares of --heads, and --heads {scorer.heads or 'is not given'} has "
+            "none; train heads with --policy.head-budgets shares, or name methods without it"
+        )
     folder = Path(os.path.expanduser(options.output))
     with locked(folder, f"--output {options.output}"):
         with warnings_as_lines("locret-eval", quiet=options.quiet):

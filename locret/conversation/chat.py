@@ -36,6 +36,7 @@ from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, k
 from locret.conversation.turns import Talk
 from locret.generation import checked_options, generate
 from locret.policy.budget import full_bytes
+from locret.scorers.chosen import told
 
 if TYPE_CHECKING:
     from locret.conversation.model import LongContextModel
@@ -221,7 +222,7 @@ class Reading:
         return (
             f"{type(self).__name__}({self.name!r}: {f'{said} turns, ' if isinstance(self, Chat) else ''}"
             f"{self.cache.seen:,} tokens read, {memory.units:,} units per KV head, {memory.actual:,} bytes"
-            f"{second_tier(memory)}, scorer {self.cache.scorer.name}, budget {self.cache.policy.budget:,})"
+            f"{second_tier(memory)}, {told(self.cache.scorer, self.cache.policy)})"
         )
 
 

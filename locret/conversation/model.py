@@ -479,7 +479,7 @@ class LongContextModel:
         return int(unwrap(self.model).config.get_text_config().vocab_size)
 
     def __repr__(self) -> str:
-        return f"LongContextModel({self.name}, scorer {self.scorer.name}, budget {self.policy.budget:,})"
+        return f"LongContextModel({self.name}, {chosen.told(self.scorer, self.policy)})"
 
 
 def _warn_of_positions(backbone: Backbone, policy: RetentionPolicy) -> None:

@@ -9,6 +9,7 @@ from locret import scorers, shipped
 from locret.base import method_spec
 from locret.heads.heads import RetainingHeads
 from locret.loading.options import LOCRET, ScorerOptions
+from locret.policy.policy import RetentionPolicy
 from locret.scorers.base import Scorer
 
 AUTO_HEADS, FULL = "auto", "full"
@@ -64,6 +65,11 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
 def keeping_all() -> tuple[Scorer, dict[str, Any]]:
     """Return what keeps every unit: the newest ones, of a budget that no text fills, where rank is position."""
     return scorers.get("streaming"), {"budget": EVERY_UNIT, "positions": "original"}
+
+
+def told(scorer: Scorer, policy: RetentionPolicy) -> str:
+    """Return what stays, and by what, as people read it."""
+    return "everything kept" if policy.budget == EVERY_UNIT else f"scorer {scorer.name}, budget {policy.budget:,}"
 
 
 def _check_is_scorer(spec: method_spec.MethodSpec, flag: str) -> None:

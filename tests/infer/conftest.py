@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from embedded import tiny_tokenizer
+from embedded import SIZES, tiny_tokenizer
 from infer_cases import write_text
 
 from locret import RetainingHeads
@@ -38,13 +38,7 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = tiny_tokenizer()
     config = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=4096,
+        **SIZES,
         initializer_range=0.3,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
