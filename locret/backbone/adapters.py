@@ -249,6 +249,8 @@ def _attention_of(layer: nn.Module, index: int, model: nn.Module) -> nn.Module:
 
 
 def _attends(module: nn.Module) -> bool:
+    if not module._modules:  # most are leaves, and have no projections
+        return False
     if getattr(module, "is_kv_shared_layer", False):
         return hasattr(module, SEPARATE[0])
     return is_latent(module) or hasattr(module, FUSED) or all(hasattr(module, name) for name in SEPARATE)

@@ -1,10 +1,11 @@
 """Watch and steer a backbone's attention from outside, for the duration of a `with` block, without touching its code.
 
-Inside the block the model runs the "locret" attention of this module; hooks record the projections it computes anyway,
-and an observer is asked for the positions of new tokens, asked what their queries attend to, and told when a layer has
-attended. The observer comes with the call: it is the reader of the cache that the backbone is given, which also runs
-the decoder's pass and may replay one. So several caches of one model may be read and answered in turns, or from several
-threads. When the last block of a model ends, its hooks are gone and it is what it was before.
+Inside the block the model runs the "locret" attention of this module. Forward methods of ours around its own record the
+projections that it computes anyway (hooks take longer, which a generated token would notice), and an observer is
+asked for the positions of new tokens, asked what their queries attend to, and told when a layer has attended. The
+observer comes with the call: it is the reader of the cache that the backbone is given, which also runs the decoder's
+pass and may replay one. So several caches of one model may be read and answered in turns, or from several threads. When
+the last block of a model ends, it is what it was before.
 """
 
 # B batch, N query heads, K KV heads, L new tokens, S slots, D head dim, E hidden size
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import wraps
 from threading import RLock
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -114,13 +115,11 @@ class _Instrument:
     undo: ExitStack = field(default_factory=ExitStack)
 
 
-@dataclass(frozen=True)
-class _Pass:
-    """A forward pass that is under way, and the one that it interrupts."""
+class _Pass(NamedTuple):
+    """A forward pass that is under way."""
 
-    observer: Observer | None
+    observer: Observer
     instrument: _Instrument
-    outer: _Pass | None
 
 
 _INSTRUMENTS: WeakKeyDictionary[nn.Module, _Instrument] = WeakKeyDictionary()
@@ -146,13 +145,12 @@ def instrumented(model: nn.Module, watcher: Observer | None = None) -> Iterator[
         elif instrument.exclusive:
             raise ValueError(_BUSY)
         instrument.readers += 1
-    outer = _PASS.get(), _WATCHER.get()
-    _WATCHER.set(watcher or outer[1])
+    outer = _WATCHER.get()
+    _WATCHER.set(watcher or outer)
     try:
         yield
     finally:
-        _PASS.set(outer[0])  # an interrupt may have ended a pass without a hook's notice
-        _WATCHER.set(outer[1])
+        _WATCHER.set(outer)
         with _LOCK:
             instrument.readers -= 1
             if not instrument.readers:
@@ -211,19 +209,14 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
                 for source, hook in recorders(
                     module, backbone.shape(index), _finder(index), instrument.latents.get(index)
                 ):
-                    stack.callback(source.register_forward_hook(hook).remove)
+                    _record(stack, source, hook)
                 if lent:
                     stack.callback(query_source(module).register_forward_hook(_blanking(backbone.shape(index))).remove)
                 for source, note in ((decoder.layers[index], "residual"), (module, "hidden")):
-                    hook = _noting(note, _finder(index))
-                    stack.callback(source.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        begin, finish, leave = _pass_hooks(instrument)
-        stack.callback(decoder.register_forward_pre_hook(begin, with_kwargs=True).remove)
-        stack.callback(decoder.register_forward_hook(finish, with_kwargs=True).remove)
-        stack.callback(decoder.register_forward_hook(leave, with_kwargs=True, always_call=True).remove)
+                    stack.enter_context(replaced(source, "forward", _noting(source.forward, note, _finder(index))))
         base.set_attn_implementation(NAME)
         stack.callback(base.set_attn_implementation, implementation)
-        stack.enter_context(replaced(decoder, "forward", _run_by_readers(decoder.forward)))
+        stack.enter_context(replaced(decoder, "forward", _observed(decoder.forward, instrument)))
         stack.enter_context(_fixed_factors(base, decoder))
         for index, module in state_modules(model).items() if backbone.recurrent else ():
             stack.enter_context(replaced(module, "forward", stepping(module, module.forward, index)))
@@ -231,13 +224,32 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     return instrument
 
 
-def _run_by_readers(plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a decoder's forward that the reader of the cache it is given, if any, runs in its way."""
+def _observed(plain: Callable[..., Any], instrument: _Instrument) -> Callable[..., Any]:
+    """Return a decoder's forward that the observer of the pass runs in its way."""
 
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        reader = getattr(kwargs.get("past_key_values"), "reader", None)
-        return plain(*args, **kwargs) if reader is None else reader.run(plain, *args, **kwargs)
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
+        cache = kwargs.get("past_key_values")
+        observer: Observer | None = getattr(cache, "reader", None) if cache is not None else _WATCHER.get()
+        if observer is None:
+            raise ValueError(
+                "the backbone was called without this RetentionCache, as decoding with guidance_scale or an assistant "
+                "model does; use sampling or beams"
+            )
+        # The observer's cache knows what is padding, so the mask that `generate` carries along is not needed.
+        kwargs |= {"attention_mask": None, "position_ids": observer.positions(tokens)}
+        if kwargs.get("logits_to_keep") is not None:  # layers without keys of their own would leave tokens out
+            kwargs["logits_to_keep"] = 0
+        outer = _PASS.get()
+        try:
+            _PASS.set(_Pass(observer, instrument))
+            output = observer.run(plain, *args, **kwargs)
+            observer.finished(output[0])
+        finally:
+            _PASS.set(outer)
+        return output
 
     return forward
 
@@ -273,9 +285,25 @@ def replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
 def _finder(index: int) -> Callable[[], Projections | None]:
     def find() -> Projections | None:
         running = _PASS.get()
-        return None if running is None or running.observer is None else running.observer.projections.get(index)
+        return None if running is None else running.observer.projections.get(index)
 
     return find
+
+
+def _record(stack: ExitStack, source: nn.Module, hook: Any) -> None:
+    """Let a hook see what a module returns until the stack is closed."""
+    if source._forward_hooks:  # those of others come first
+        stack.callback(source.register_forward_hook(hook).remove)
+        return
+    plain = source.forward
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = plain(*args, **kwargs)
+        hook(source, args, output)
+        return output
+
+    stack.enter_context(replaced(source, "forward", forward))
 
 
 def recorders(
@@ -336,15 +364,17 @@ def _blanking(shape: LayerShape) -> Any:
     return hook
 
 
-def _noting(name: str, find: Callable[[], Projections | None]) -> Any:
-    """Return a hook that notes, under that name, the hidden states that a layer or its attention module is given."""
+def _noting(plain: Callable[..., Any], name: str, find: Callable[[], Projections | None]) -> Callable[..., Any]:
+    """Return a forward that notes, under that name, the hidden states that a layer or its attention module is given."""
 
-    def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
         projections = find()
         if projections is not None:
             setattr(projections, name, args[0] if args else kwargs.get("hidden_states"))
+        return plain(*args, **kwargs)
 
-    return hook
+    return forward
 
 
 def _latent_recorders(
@@ -380,42 +410,6 @@ def _head_major(output: Tensor, source: Tensor, heads: int) -> bool:
     return output.shape[1] == heads
 
 
-def _pass_hooks(instrument: _Instrument) -> tuple[Any, Any, Any]:
-    """Return the decoder's hooks before a pass, after it, and after it even if it failed."""
-
-    def begin(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        outer = _PASS.get()
-        _PASS.set(_Pass(None, instrument, outer))
-        tokens = kwargs.get("input_ids", args[0] if args else None)
-        tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        cache = kwargs.get("past_key_values")
-        observer: Observer | None = getattr(cache, "reader", None) if cache is not None else _WATCHER.get()
-        if observer is None:
-            raise ValueError(
-                "the backbone was called without this RetentionCache, as decoding with guidance_scale or an assistant "
-                "model does; use sampling or beams"
-            )
-        # The observer's cache knows what is padding, so the mask that `generate` carries along is not needed.
-        kwargs |= {"attention_mask": None, "position_ids": observer.positions(tokens)}
-        if kwargs.get("logits_to_keep") is not None:  # layers without keys of their own would leave tokens out
-            kwargs["logits_to_keep"] = 0
-        _PASS.set(_Pass(observer, instrument, outer))
-        return args, kwargs
-
-    def finish(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], output: Any) -> None:
-        running = _PASS.get()
-        assert running is not None
-        assert running.observer is not None
-        running.observer.finished(output[0])
-
-    def leave(_module: nn.Module, _args: tuple[Any, ...], _kwargs: dict[str, Any], _output: Any) -> None:
-        running = _PASS.get()
-        assert running is not None
-        _PASS.set(running.outer)
-
-    return begin, finish, leave
-
-
 def locret_attention(
     module: nn.Module,
     query: Tensor,
@@ -431,7 +425,7 @@ def locret_attention(
 ) -> tuple[Tensor, None]:
     """Ask the observer what to attend to, attend, and tell it. The signature is that of a transformers attention."""
     running = _PASS.get()
-    if running is None or running.observer is None or module not in running.instrument.layers:
+    if running is None or module not in running.instrument.layers:
         raise ValueError('attention "locret" works inside locret.prefill and locret.generate; choose "sdpa" elsewhere')
     if dropout:
         raise ValueError("attention with dropout is not supported; call model.eval() or use another model")

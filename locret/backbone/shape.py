@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class Backbone:
         """Return whether a layer attends to the units of an earlier one."""
         return bool(self.sources) and self.sources[layer] != layer
 
-    @property
+    @cached_property
     def lenders(self) -> frozenset[int]:
         """Layers whose units later layers attend to as well."""
         return frozenset(source for layer, source in enumerate(self.sources) if source != layer)
