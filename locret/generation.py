@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Mapping
 from numbers import Integral
 from typing import Any, cast
@@ -131,7 +132,8 @@ class FiniteLogits(LogitsProcessor):
 
 def check_finite_logits(model: Any, logits: Tensor) -> None:
     """Refuse logits (..., V) that are not finite: any token would be taken for an answer."""
-    if torch.isfinite(logits.amax(-1)).all():  # NaN is the largest of all, and a vocabulary may be masked in part
+    # NaN is the largest of all, and a vocabulary may be masked in part.
+    if math.isfinite(logits.amax(-1).sum(dtype=torch.float32).item()):
         return
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     way_out = "check its weights" if dtype == "float32" else "load it with dtype=float32 (--dtype float32)"

@@ -37,6 +37,7 @@ LEAST = 8
 """Tokens that an answer may have at least: a capture takes as long as three to six tokens as written (H100)."""
 PIECES = 8
 """Pieces of the slots whose values are summed up side by side: with 8 KV heads of 128 dimensions an H100 is full."""
+_ELSEWHERE = "the decoder is not on one CUDA device"
 _FAILED: WeakSet[nn.Module] = WeakSet()
 """Decoders whose step could not be captured."""
 
@@ -46,12 +47,14 @@ def obstacle(
 ) -> str | None:
     """Return why an answer of at most `new_tokens` is written by steps as written; None: they may be captured."""
     base, decoder, backbone, policy = unwrap(model), find_decoder(model), cache.backbone, cache.policy
+    if next(decoder.parameters()).device.type not in DEVICES:
+        return _ELSEWHERE
     places = {tensor.device for tensor in (*decoder.parameters(), *decoder.buffers())}
     stores = [type(layer.store) for layer in cache.governed]
     hidden = config.output_hidden_states or getattr(base.config, "output_hidden_states", False)
     own = backbone.uniform and not (backbone.recurrent or backbone.sources or lends_neuron(model))
     obstacles = (
-        (len(places) != 1 or any(one.type not in DEVICES for one in places), "the decoder is not on one CUDA device"),
+        (len(places) != 1, _ELSEWHERE),
         (decoder in _FAILED, "it has failed before"),
         (cache.ranks is not None or gathering_root(model) is not None, "processes share the backbone"),
         (new_tokens < LEAST, f"an answer of {new_tokens} tokens is shorter than a capture, or its length is unknown"),

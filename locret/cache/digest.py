@@ -28,6 +28,8 @@ def extended(digest: Tensor | None, ids: Tensor) -> Tensor:
     """Return the (B,) digest after (B, L) further ids; None is the digest of nothing."""
     if digest is None:
         digest = torch.zeros(ids.shape[0], dtype=torch.int64, device=ids.device)
+    if ids.shape[1] == 1:  # what every generated token needs
+        return torch.add(ids[:, 0].long() + 1, digest, alpha=_BASE)
     powers = _powers(ids.device)
     for piece in ids.long().split(_MOST, dim=1):
         length = piece.shape[1]

@@ -150,7 +150,7 @@ class Store(Units, ABC):
     def _make_room(self, keys: Tensor, values: Tensor) -> None:
         """Have buffers with room for L more units."""
         end = self.fill + keys.shape[-2]
-        if not self.batch:
+        if POSITIONS not in self.tensors:
             self.capacity = max(self.capacity, end)
             self._allocate(keys, values)
         elif end > self.capacity:
