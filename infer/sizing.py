@@ -65,6 +65,11 @@ class PlannedRun:
         sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
         return copies * planned_bytes(self._backbone, as_scorer(self.scorer), policy, *sizes, host=host)
 
+    def known(self, policy: RetentionPolicy) -> bool:
+        """Return whether all that the bytes of the cache depend on is known; else shares of heads are measured."""
+        shares = policy.head_shares or as_scorer(self.scorer).head_shares
+        return policy.head_budgets != "shares" or shares is not None
+
     def cache_bytes(self, policy: RetentionPolicy) -> int:
         """Return the planned bytes of the cache and its copies, without a second tier."""
         return self._planned(policy)
@@ -136,6 +141,9 @@ class Draft:
     def _fitting(self, run: PlannedRun) -> int:
         """Return the largest budget that fits into `--kv-memory`."""
         given, memory = self.flags.kv_memory, _memory(self.flags)
+        if not run.known(self.policy):
+            rule = "bounds bytes that depend on the shares of KV heads, which are measured later; give keep or budget"
+            raise Refusal("kv_memory", given, rule)
         if memory is None:  # auto
             if (free := free_bytes(run.device)) is None:
                 rule = f"cannot tell what is free on {run.device}; give an amount, such as 2GiB"
@@ -205,7 +213,8 @@ def plan_lines(run: PlannedRun, policy: RetentionPolicy) -> str:
         )
         share = parts if kept < 1 else "all units stay, for the budget is not less"
         cache, full = (f"{size / 2**20:,.1f} MiB" for size in (run.cache_bytes(policy), run.full_bytes))
-        lines.append(f"{run.prompt_tokens:,} tokens: {share}; a cache of {cache} (everything: {full})\n")
+        about = "" if run.known(policy) else "about "  # the workspace is as large as the largest layer
+        lines.append(f"{run.prompt_tokens:,} tokens: {share}; a cache of {about}{cache} (everything: {full})\n")
     return "".join(lines)
 
 

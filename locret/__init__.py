@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from locret.conversation.compose import compose
     from locret.conversation.context import Context
     from locret.conversation.evidence import Answered
+    from locret.conversation.head_shares import head_shares
     from locret.conversation.model import LongContextModel
     from locret.generation import generate
     from locret.heads.heads import RetainingHead, RetainingHeads
@@ -36,6 +37,7 @@ __all__ = [
     "__version__",
     "compose",
     "generate",
+    "head_shares",
     "load_cache",
     "prefill",
     "read_notes",
@@ -60,6 +62,7 @@ __getattr__ = on_demand(
         "Span": "locret.policy.protection",
         "compose": "locret.conversation.compose",
         "generate": "locret.generation",
+        "head_shares": "locret.conversation.head_shares",
         "load_cache": "locret.cache.cache_file",
         "prefill": "locret.chunked_prefill",
         "read_notes": "locret.cache.cache_file",

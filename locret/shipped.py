@@ -44,6 +44,11 @@ def find(name: str) -> str:
     return name
 
 
+def text(name: str) -> str:
+    """Return a text that locret came with, whatever lies in this folder."""
+    return (_ROOT / name).read_text(encoding="utf-8")
+
+
 def recipes() -> list[str]:
     """Return the recipes that locret came with, by the names under which `find` finds them."""
     return sorted(path.relative_to(_ROOT).as_posix() for path in (_ROOT / "recipes").rglob("*.yaml"))

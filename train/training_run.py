@@ -19,6 +19,7 @@ import torch
 
 from locret.backbone.adapters import describe, unwrap
 from locret.backbone.passes import in_step
+from locret.conversation.head_shares import head_shares, measurable
 from locret.data.training.stream import TrainingStream, load_rows
 from locret.distributed.ranks import Ranks
 from locret.heads.config import HeadsConfig, usual_width
@@ -28,7 +29,6 @@ from locret.loading import load_config, load_model, load_tokenizer, resolve_dtyp
 from locret.loading.options import WeightOptions
 from locret.loading.weights import device_map_of, label_of, main_device, plan_weights, sketch_of
 from locret.train import checkpointing, resumed, run_folder
-from locret.train.head_shares import head_shares, measurable
 from locret.train.plan import check_fits, memory_plan
 from locret.train.probe import probe, verdict
 from locret.train.provenance import label_notes, training_notes

@@ -20,7 +20,6 @@ ROLES = {
     "chatgpt": "assistant",
     "system": "system",
 }
-REQUEST = "Repeat the text above."
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ def text_rows(options: TextRowsOptions) -> Iterator[dict[str, Any]]:
     Raises:
         ValueError: If there is no text long enough, or a file of questions is not what it should be.
     """
-    from locret.data.training.rows import REQUEST  # imports torch, which help does not need
+    from locret.conversation.head_shares import REQUEST  # imports torch, which help does not need
 
     draw, root = random.Random(options.seed), Path(shipped.find(options.texts))
     files = {

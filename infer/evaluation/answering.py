@@ -18,6 +18,7 @@ from locret.backbone.adapters import unwrap
 from locret.backbone.passes import gathering_root
 from locret.conversation.chat import now
 from locret.conversation.document import decode
+from locret.conversation.head_shares import sharing
 from locret.generation import FiniteLogits
 from locret.infer.evaluation.methods import Prompt, make_scorer
 
@@ -96,8 +97,9 @@ def cache_of(prompt: Prompt, run: Run) -> RetentionCache | DynamicCache:
     """Return a new cache of a run, for a prompt of such a length."""
     if run.method.plain:
         return DynamicCache(config=unwrap(prompt.setup.model).config)
-    policy = run.policy_of(prompt.ids_1N.shape[1])
-    return RetentionCache(prompt.setup.model, make_scorer(run.method, prompt), policy)
+    setup, scorer = prompt.setup, make_scorer(run.method, prompt)
+    policy = sharing(run.policy_of(prompt.ids_1N.shape[1]), scorer, setup.model, setup.tokenizer, prompt.text.template)
+    return RetentionCache(setup.model, scorer, policy)
 
 
 def fork(cache: Any) -> Any:

@@ -21,6 +21,7 @@ from locret import RetentionCache, RetentionPolicy, generate, loading, prefill, 
 from locret.backbone.adapters import find_decoder, unwrap
 from locret.base import method_spec
 from locret.cache.reader import answering
+from locret.conversation.head_shares import sharing
 from locret.generation import check_finite_logits
 from locret.infer.infer_options import ModelOptions
 from locret.loading.options import ScorerOptions
@@ -71,6 +72,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         check_no_turns(own)
         dtype = loading.resolve_dtype(model.dtype, config, self._device)
         self.model = loading.load_model(model, config, self._device, dtype)
+        self.policy = sharing(self.policy, self.scorer, self.model, self.tokenizer, None)
         self.max_gen_toks, self._name = int(max_gen_toks), pretrained
         self.peak_units = 0
         """Most units per KV head that any context has left in the cache."""

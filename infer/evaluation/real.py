@@ -45,7 +45,7 @@ from locret.labels.many_answers import labels_of_answers
 from locret.loading.options import ScorerOptions
 from locret.scorers.chosen import chosen_heads, load_scorer
 from locret.scorers.oracle import OracleScorer
-from locret.scorers.retaining_heads import RetainingHeadScorer, recommended_shares
+from locret.scorers.retaining_heads import recommended_shares
 
 HEADS, FULL, NOTHING, ORACLE = "locret", "full", "nothing", "oracle_agnostic"
 METHODS = (
@@ -231,9 +231,8 @@ class _Reading:
         changes = dict(spec.changes)
         if changes.get("host_budget"):
             changes |= {"host_budget": max(RECALLED, round(piece.tokens * TIER_SHARE / 100)), "recall": RECALLED}
-        if changes.get("head_budgets") == "shares" and spec.name != HEADS:
-            # What scores alone are worth.
-            changes["head_shares"] = recommended_shares(self.heads.config)
+        if changes.get("head_budgets") == "shares" and self.scorer.heads is not None:
+            changes["head_shares"] = recommended_shares(self.heads.config)  # all scorers in the same ones
         own = {"chunk_size": self.options.chunk_size, "local_len": self.options.local_len, **changes}
         kept = policy_of_share(piece.tokens, float(cell.share or 0) / 100, **own)
         return LongContextModel(self.lm.model, self.lm.tokenizer, chosen, kept)
@@ -304,10 +303,6 @@ def _cell_text(rows: Sequence[dict[str, Any]], row: dict[str, Any] | None) -> st
     return f"{row['nats']:.2f} ± {row['error']:.2f}" + ("" if won is None else f" ({won:.0f} %)")
 
 
-def _has_shares(heads: str | None) -> bool:
-    return heads is not None and RetainingHeadScorer(heads=heads).head_shares is not None
-
-
 def command(argv: Sequence[str]) -> int:
     """Run the suite and return its exit code."""
     (options, model, scorer), _ = parse_options(
@@ -317,11 +312,6 @@ def command(argv: Sequence[str]) -> int:
         argv,
     )
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
-    if any("+head_shares" in cell.method for cell in options.cells()) and not _has_shares(scorer.heads):
-        raise ValueError(
-            f"--methods with +head_shares take the shares of --heads, and --heads {scorer.heads or 'is not given'} has "
-            "none; train heads with --policy.head-budgets shares, or name methods without it"
-        )
     folder = Path(os.path.expanduser(options.output))
     with locked(folder, f"--output {options.output}"):
         with warnings_as_lines("locret-eval", quiet=options.quiet):

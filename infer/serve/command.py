@@ -102,7 +102,8 @@ def _load(
     device = loading.device_of_source(model)
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
     rates, recommended = load_scorer(scorer)
-    if recommended.get("head_budgets") == "shares" and "head_budgets" not in chosen:
+    named = scorer.spec.changes if scorer.spec else {}
+    if recommended.get("head_budgets") == "shares" and "head_budgets" not in {*chosen, *named}:
         warnings.warn(
             "the heads recommend head_budgets=shares, with which a context is no prefix that requests can share; texts "
             "are read with equal KV heads, and with the default budget, because these need more units",

@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from locret import RetainingHeads, RetentionCache, generate, prefill, scorers
 from locret.backbone.shape import Backbone
 from locret.base import method_spec
-from locret.cache.limits import Limits, planned_bytes
+from locret.cache.limits import Limits, planned_bytes, with_shares
 from locret.infer.methods import Method, find, names
 from locret.infer.speed.floor import generate_plainly, read_static, write_static
 from locret.policy.policy import RetentionPolicy
@@ -87,6 +87,7 @@ class Way:
     def planned(self, backbone: Backbone, policy: RetentionPolicy, size: int, length: int, new_tokens: int) -> Held:
         """Return the bytes of the cache at its largest, for numbers of `size` bytes."""
         parts = backbone, self.scorer(), self.policy(policy), size, length, new_tokens
+        with_shares(self.policy(policy), self.scorer(), [shape.num_kv_heads for shape in backbone.full_shapes])
         return Held(planned_bytes(*parts), planned_bytes(*parts, host=True))
 
     def read(self, given: Given) -> tuple[Any, Tensor]:

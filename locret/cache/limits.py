@@ -54,15 +54,20 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
         )
 
 
-def with_shares(policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int]) -> RetentionPolicy:
-    """Return a policy that says the share of every KV head, and so of every layer, where those have shares."""
+def with_shares(
+    policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int], *, planned: bool = False
+) -> RetentionPolicy:
+    """Return a policy that says the share of every KV head, and so of every layer, where those have shares.
+
+    A plan that is `planned` before they are measured takes equal ones: as many units in all, and a smaller workspace.
+    """
     if policy.head_budgets != "shares":
         return policy
-    shares = policy.head_shares or scorer.head_shares
+    shares = policy.head_shares or scorer.head_shares or ((1.0,) * sum(heads) if planned else None)
     if shares is None:
         raise ValueError(
             f'head_budgets="shares" needs a share of each KV head, and scorer {scorer.name} recommends none; give '
-            "head_shares, or retaining heads that locret-train has measured them for"
+            "head_shares, as locret.head_shares(model, tokenizer) measures them"
         )
     if len(shares) != sum(heads):
         raise ValueError(
@@ -158,7 +163,7 @@ class Limits:
     def of(cls, backbone: Backbone, scorer: Scorer, policy: RetentionPolicy) -> Limits:
         """Return the limits of a backbone's layers."""
         heads = [shape.num_kv_heads for shape in backbone.full_shapes]
-        return cls(with_shares(policy, scorer, heads), scorer, len(heads))
+        return cls(with_shares(policy, scorer, heads, planned=True), scorer, len(heads))
 
     def protect(self, rows: Rows) -> None:
         """Keep the spans of each row, or of all rows alike, whatever the scores."""

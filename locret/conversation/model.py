@@ -35,6 +35,7 @@ from locret.conversation.document import (
     open_document,
     trimmed,
 )
+from locret.conversation.head_shares import sharing
 from locret.conversation.protect import (
     ASSISTANT,
     DOCUMENT,
@@ -114,10 +115,12 @@ class LongContextModel:
             scorer, numbers = chosen.keeping_all()
             policy, budget = replace(policy_of(policy) or RetentionPolicy(), **numbers), None
         policy = _with_budget(policy_of(policy, budget), budget, scorer)
+        self.template = template or ("chat" if tokenizer.chat_template else "none")
+        if policy is not None:
+            policy = sharing(policy, scorer, model, tokenizer, self.template)
         empty = RetentionCache(model, scorer, policy, store=store)
         self.scorer, self.policy, self.backbone = empty.scorer, empty.policy, empty.backbone
         self.store = empty.store
-        self.template = template or ("chat" if tokenizer.chat_template else "none")
         self.name = str(getattr(unwrap(model).config, "name_or_path", "") or type(unwrap(model)).__name__)
         self._transcript()  # refuses a template that cannot hold a document
 

@@ -89,11 +89,11 @@ class RetentionPolicy:
     """With head_budgets="shares": what head_shares come to in each full-attention layer, from which it follows."""
     head_budgets: str = "uniform"
     """The budget of each KV head: "uniform"; "adaptive", a layer keeps the best units of all its heads (Ada-KV); or
-    "shares", in proportion to numbers that the heads' training has measured, over all layers: few KV heads find what is
-    asked, and need most of the units."""
+    "shares", in proportion to measured numbers, over all layers: few KV heads find what is asked, and need most of the
+    units."""
     head_shares: tuple[float, ...] | None = None
     """With head_budgets="shares": the share of each KV head of each full-attention layer, layer by layer, in all units;
-    none: what the retaining heads recommend."""
+    none: what the retaining heads recommend, else what is measured when the backbone is loaded."""
     head_floor: float = 0.2
     """With head_budgets="adaptive": share of the budget that every head keeps at least, protected units included
     (Ada-KV's alpha); 1 splits uniformly."""

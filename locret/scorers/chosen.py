@@ -43,7 +43,7 @@ def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[s
         if spec is None:
             warnings.warn(
                 f"without trained heads the scorer {scorers.FALLBACK} decides which units stay; give heads for this "
-                "backbone, or another scorer",
+                f"backbone, or a scorer ({scorers.FALLBACK}+head_shares+spaced keeps far more of a text)",
                 stacklevel=2,
             )
         spec = spec or method_spec.parse(scorers.FALLBACK)

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from locret import RetainingHeads, RetentionCache, RetentionPolicy, Span, prefill
+from locret import LongContextModel, RetainingHeads, RetentionCache, RetentionPolicy, Span, prefill
 from locret.cache.compose import shrunk
+from locret.conversation.head_shares import counted
 from locret.policy.growth import divided, shared_budgets
 from locret.policy.policy import policy_of
 from locret.scorers.oracle import OracleScorer
-from locret.train.head_shares import counted
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 4}
 
@@ -99,6 +99,16 @@ def test_head_shares_come_from_the_heads_or_are_asked_for(model: nn.Module) -> N
     cache = RetentionCache(model, heads, policy)
     with pytest.raises(ValueError, match='head_budgets="shares" leaves some heads no room'):
         cache.protect([Span(0, 4)])
+
+
+@pytest.mark.slow
+def test_shares_that_nobody_gives_are_measured(model: nn.Module) -> None:
+    policy, shipped = RetentionPolicy(**NUMBERS, head_budgets="shares"), "checkpoints/smollm2-heads"
+    lm = LongContextModel.from_pretrained("smollm2", scorer="streaming", policy=policy)
+    both = [lm.policy.head_shares, RetainingHeads.from_pretrained(shipped).config.policy["head_shares"]]
+    assert float(torch.corrcoef(torch.tensor(both))[0, 1]) > 0.99, "those of the heads are of twelve other texts"
+    with pytest.raises(ValueError, match=r"cannot be measured here \(the backbone is in parts, holds too few tokens"):
+        LongContextModel(model, lm.tokenizer, "streaming", policy)
 
 
 def test_heads_that_are_looked_at_most_are_counted_with_a_floor_for_all() -> None:

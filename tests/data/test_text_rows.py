@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from locret.conversation.head_shares import REQUEST
 from locret.data.training import text_rows
-from locret.data.training.rows import REQUEST, detect_schema, read_row
+from locret.data.training.rows import detect_schema, read_row
 
 TEXT = (
     "A {0} is a small animal that lives in the garden of the house. "

@@ -70,7 +70,6 @@ def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, cap
         (["--pieces", "0"], "--pieces 0 is too small; give 1 or more"),
         (["--tokens", "8"], "--tokens 8 is too short for a piece of a text; give 64 or more"),
         (["--methods", "snapkw"], "snapkv"),
-        (["--methods", "locret+head_shares"], "and --heads checkpoints/tiny-heads has none; train heads with --policy"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, more: list[str], message: str) -> None:
