@@ -165,8 +165,14 @@ def _sampled(scores_11S: Tensor, positions_11S: Tensor) -> Tensor:
     """Return scores by which the `BEST` best units stay, and as even a sample of the others as there is room for."""
     # Multiples of the golden ratio fill a circle evenly, however many of the largest are taken.
     drawn = (positions_11S.long() * _GOLDEN).remainder(_CIRCLE).float()
-    best = score_order(scores_11S).topk(min(BEST, scores_11S.shape[-1])).indices
-    return drawn.scatter(-1, best, torch.inf)
+    best = _keys(score_order(scores_11S)).topk(min(BEST, scores_11S.shape[-1])).indices
+    # Best first, for there may be no room for all.
+    return drawn.scatter(-1, best, _CIRCLE * (2.0 + counting(best.shape[-1], best.device).flip(0)).expand_as(best))
+
+
+def _keys(order_BKS: Tensor) -> Tensor:
+    """Return keys of slots, no two alike: in the order of their scores, and of equal ones the newer is larger."""
+    return torch.add(counting(order_BKS.shape[-1], order_BKS.device), order_BKS, alpha=1 << 32)
 
 
 def _by_row(of_row: Callable[..., tuple[Tensor, Tensor]], units: Any, stay: Stay) -> KeptOverHeads:
@@ -245,7 +251,7 @@ def select_kept(scores_BKS: Tensor, budget: int, protected_S: Tensor | None = No
     order = score_order(scores_BKS)
     if protected_S is not None:
         order = order.masked_fill(protected_S, _INT32_MAX)
-    best = torch.add(slot_S, order, alpha=1 << 32).topk(budget, dim=-1, sorted=False).indices
+    best = _keys(order).topk(budget, dim=-1, sorted=False).indices
     # Ascending without a sort, which starts thirty kernels on CUDA: each goes where as many are before it.
     kept = torch.zeros_like(order, dtype=torch.bool).scatter_(-1, best, True)
     ascending = best.new_empty(*best.shape[:-1], budget + 1)

@@ -60,14 +60,18 @@ def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
     assert divided(1, (1.0, 2.0), (8, 8), least=1) == [0, 1]
 
 
-@pytest.mark.parametrize(("chunk_size", "length", "layers"), [(7, 90, (16, 32)), (90, 90, (16, 32)), (7, 30, (22, 26))])
+@pytest.mark.parametrize(
+    ("budget", "chunk_size", "length", "layers"),
+    [(48, 7, 200, (32, 64)), (24, 7, 90, (16, 32)), (24, 90, 90, (16, 32)), (24, 7, 30, (22, 26))],
+)
 def test_heads_keep_their_own_best_units_by_shares(
-    model: nn.Module, chunk_size: int, length: int, layers: tuple[int, int]
+    model: nn.Module, budget: int, chunk_size: int, length: int, layers: tuple[int, int]
 ) -> None:
     """The oracle chooses, in one go at the end of the text, what each head rates best; of a small share, eight so."""
-    shares = (0.5, 1.5, 3.0, 1.0)
-    numbers = {**NUMBERS, "chunk_size": chunk_size, "stabilizers": 0, "head_budgets": "shares", "head_shares": shares}
-    labels = torch.rand(2, 2, length - 4, generator=torch.Generator().manual_seed(3))
+    shares = (0.2, 1.8, 3.6, 0.4)
+    numbers = {**NUMBERS, "stabilizers": 0, "head_budgets": "shares", "head_shares": shares}
+    numbers |= {"budget": budget, "chunk_size": chunk_size}
+    labels = torch.randint(40, (2, 2, length - 4), generator=torch.Generator().manual_seed(3)) / 40
     cache = RetentionCache(model, OracleScorer(labels=labels), RetentionPolicy(**numbers))
     ids = ids_of(length)
     prefill(model, ids if length > 30 else iter(ids.tolist()), cache)
@@ -78,7 +82,8 @@ def test_heads_keep_their_own_best_units_by_shares(
         kept = cache.kept_positions(layer)[0]
         for head, quota in enumerate(quotas):
             positions = kept[head][kept[head] >= 0]
-            order = labels[layer, head].argsort(descending=True).tolist()
+            own_labels = labels[layer, head].tolist()
+            order = sorted(range(length - 4), key=lambda position: (own_labels[position], position), reverse=True)
             if own[head] < sum(shares) / len(shares) / 2:
                 order = order[:8] + sorted(order[8:], key=lambda position: -(position * 2654435769 % 2**32))
             assert positions.tolist() == [*sorted(order[:quota]), *range(length - 4, length)]

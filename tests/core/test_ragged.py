@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from families import build, prompt
 
 from locret import RetentionCache, RetentionPolicy, generate, prefill, scorers
-from locret.policy.selectors import BEST, ByShares, Stay, select_over_heads
+from locret.policy.selectors import select_over_heads
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6}
 LOGITS: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
@@ -65,21 +64,6 @@ def test_a_full_floor_is_the_uniform_cache_in_texts_answers_and_turns(model: Any
         runs.append((ids, second, *(cache.kept_positions(layer) for layer in range(3)), cache.kept_scores(2)))
     for uniform, ragged in zip(*runs, strict=True):
         torch.testing.assert_close(ragged, uniform, atol=1e-5, rtol=0)
-
-
-def test_a_small_share_keeps_the_best_units_and_an_even_sample_that_later_ones_are_part_of() -> None:
-    draw = random.Random(1)
-    scores, before, texts = torch.tensor([draw.random() for _ in range(400)]), set(range(400)), torch.arange(400)
-    for units in (60, 40, 20):
-        stay = Stay(units * 5 // 2, 0, 0)
-        found, counts = ByShares((0.4, 1.6)).of_row(scores.repeat(2), texts.repeat(2), [400] * 2, stay)
-        assert counts.tolist() == [units, units * 4]
-        assert torch.equal(found[units:] - 400, scores.topk(units * 4).indices.sort().values)
-        own, best = set(found[:units].tolist()), set(scores.topk(BEST).indices.tolist())
-        assert best <= own <= before
-        gaps = [right - left for left, right in itertools.pairwise([0, *sorted(own - best), 399])]
-        assert max(gaps) <= 2.7 * 400 / (units - BEST)
-        before = own
 
 
 def test_a_scorer_that_selects_equally_many_units_for_every_head_is_refused(model: Any) -> None:
