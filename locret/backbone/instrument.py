@@ -217,6 +217,7 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
         base.set_attn_implementation(NAME)
         stack.callback(base.set_attn_implementation, implementation)
         stack.enter_context(replaced(decoder, "forward", _observed(decoder.forward, instrument)))
+        stack.callback(decoder.register_forward_hook(_finish, with_kwargs=True).remove)
         stack.enter_context(_fixed_factors(base, decoder))
         for index, module in state_modules(model).items() if backbone.recurrent else ():
             stack.enter_context(replaced(module, "forward", stepping(module, module.forward, index)))
@@ -231,8 +232,7 @@ def _observed(plain: Callable[..., Any], instrument: _Instrument) -> Callable[..
     def forward(*args: Any, **kwargs: Any) -> Any:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        cache = kwargs.get("past_key_values")
-        observer: Observer | None = getattr(cache, "reader", None) if cache is not None else _WATCHER.get()
+        observer = _observer_of(kwargs)
         if observer is None:
             raise ValueError(
                 "the backbone was called without this RetentionCache, as decoding with guidance_scale or an assistant "
@@ -245,13 +245,24 @@ def _observed(plain: Callable[..., Any], instrument: _Instrument) -> Callable[..
         outer = _PASS.get()
         try:
             _PASS.set(_Pass(observer, instrument))
-            output = observer.run(plain, *args, **kwargs)
-            observer.finished(output[0])
+            return observer.run(plain, *args, **kwargs)
         finally:
             _PASS.set(outer)
-        return output
 
     return forward
+
+
+def _observer_of(kwargs: Mapping[str, Any]) -> Observer | None:
+    """Return who observes a pass of the decoder with these arguments."""
+    cache = kwargs.get("past_key_values")
+    return getattr(cache, "reader", None) if cache is not None else _WATCHER.get()
+
+
+def _finish(_module: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Tell the observer of a pass that it is over: a hook of the decoder, after those of others that change it."""
+    observer = _observer_of(kwargs)
+    assert observer is not None
+    observer.finished(output[0])
 
 
 @contextmanager

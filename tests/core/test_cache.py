@@ -204,6 +204,19 @@ def test_texts_read_in_several_threads_are_those_read_one_after_the_other(model:
     assert model.config._attn_implementation == "eager"
 
 
+@pytest.mark.parametrize(("hooked", "same"), [("model", "model.norm"), ("model.layers.1.self_attn.k_proj",) * 2])
+def test_what_hooks_of_others_return_is_what_is_recorded(hooked: str, same: str) -> None:
+    model, other = build("llama"), build("llama")
+    model.get_submodule(hooked).register_forward_hook(
+        lambda _m, _a, out: (
+            out * 2 if isinstance(out, Tensor) else type(out)(**{**out, "last_hidden_state": out[0] * 2})
+        )
+    )
+    other.get_submodule(same).weight.data *= 2
+    found, expected = (results(RetentionCache(one, "sirllm", SMALL), 1) for one in (model, other))
+    assert all(map(torch.equal, found, expected))
+
+
 # -- interrupted ------------------------------------------------------------------------------------------------------
 
 
