@@ -133,7 +133,8 @@ class FiniteLogits(LogitsProcessor):
 def check_finite_logits(model: Any, logits: Tensor) -> None:
     """Refuse logits (..., V) that are not finite: any token would be taken for an answer."""
     # NaN is the largest of all, and a vocabulary may be masked in part.
-    if math.isfinite(logits.amax(-1).sum(dtype=torch.float32).item()):
+    largest = logits.amax(-1)
+    if math.isfinite(largest.sum(dtype=torch.float32).item()) or torch.isfinite(largest).all():
         return
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     way_out = "check its weights" if dtype == "float32" else "load it with dtype=float32 (--dtype float32)"

@@ -61,6 +61,6 @@ def test_every_door_refuses(lm: LongContextModel, door: Callable[[LongContextMod
 def test_the_way_out_of_half_precision_is_named(lm: LongContextModel) -> None:
     from locret.generation import check_finite_logits
 
-    check_finite_logits(lm.model, torch.tensor([[0.0, -torch.inf]]))  # a masked vocabulary
+    check_finite_logits(lm.model, torch.tensor([[3e38, -torch.inf]] * 2))  # a masked vocabulary, and a sum above
     with pytest.raises(ValueError, match=r"not finite in float16, .* load it with dtype=float32 \(--dtype float32\)$"):
         check_finite_logits(torch.nn.Linear(2, 2, dtype=torch.float16), torch.tensor([[0.0, torch.inf]]))
