@@ -76,8 +76,9 @@ def shared_budgets(
 
 def _in_proportion(units: int, shares: Sequence[float]) -> list[int]:
     """Divide units in proportion to shares, one at least for each; the largest remainders are rounded up."""
-    exact, left = [Fraction(share) for share in shares], units - len(shares)
-    own = [left * share / sum(exact) for share in exact]
+    exact = [Fraction(share) for share in shares]
+    each = (units - len(shares)) / sum(exact)
+    own = [each * share for share in exact]
     parts = [1 + int(part) for part in own]
     for nth in sorted(range(len(own)), key=lambda nth: (-(own[nth] % 1), nth))[: units - sum(parts)]:
         parts[nth] += 1
