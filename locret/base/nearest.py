@@ -74,6 +74,7 @@ _BY_ITSELF = {
     "option scorer_options": "a scorer's options stand behind its name, as in --scorer snapkv:kernel=7",
     "option print_completion": "--help all lists the options",
     "option save_context": "locret-context read TEXT --output FILE writes a context",
+    "option tiers": "the table has the peak of each row's cache and second tier beside its scores; leave it out",
     "option shares": "each context has as many units; locret-context shrink FILE gives one fewer, or all the best",
     "option progress": "LongContextModel.read shows a bar, and prefill calls on_chunk after every chunk",
     **dict.fromkeys(("option data_dir", "option --data-dir"), "--dataset FILE reads a local copy of a named set"),
