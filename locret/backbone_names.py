@@ -10,6 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
+from locret.base.nearest import nearest
+
 GGUF = ".gguf"
 
 
@@ -49,6 +51,12 @@ def find(name: str) -> str:
             f"{named.install} --force-reinstall, or give a folder"
         )
     return str(held[0])
+
+
+def hint(name: str) -> str:
+    """Return which short name may be meant by one that is not found, to close a message; nothing if none is near."""
+    near = nearest(name, NAMES)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def hub_id(name: str) -> str | None:

@@ -219,12 +219,12 @@ def _fetch_config(name: str, options: BackboneSource) -> bool:
 
 @contextmanager
 def _all_places(model: str) -> Iterator[None]:
-    """Say of a short name that the Hub does not give where else it was looked for."""
+    """Say of a short name that the Hub does not give where else it was looked for, or which one may be meant."""
     try:
         yield
     except (ValueError, OSError) as error:
         if model not in backbone_names.NAMES:
-            raise
+            raise type(error)(f"{error}{backbone_names.hint(model)}") from error
         raise type(error)(f"{backbone_names.elsewhere(model)}; {error}") from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
-from locret import scorers, shipped
+from locret import backbone_names, scorers, shipped
 from locret.base import method_spec
 from locret.heads.heads import RetainingHeads
 from locret.loading.options import LOCRET, ScorerOptions
@@ -29,7 +29,7 @@ def chosen_heads(heads: str | None, model: str | None) -> str | None:
     if found is None:
         raise ValueError(
             f"--heads auto: no heads are shipped for {model}; name some, train them with locret-train, or leave "
-            "--heads out for a training-free scorer"
+            f"--heads out for a training-free scorer{backbone_names.hint(model)}"
         )
     warnings.warn(f"auto takes the heads {found}, which are shipped with this toolkit", stacklevel=2)
     return found
