@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from errno import ENOSPC
 from functools import partialmethod
 from logging import ERROR, getLogger
 from typing import Any, NoReturn
@@ -89,7 +90,9 @@ def run(
     except ValueError as error:
         code = _complain(prog, error, USAGE_ERROR)
     except OSError as error:
-        code = FAILURE if _stdout_is_gone(error) else _complain(prog, error, FAILURE)
+        full = error.errno == ENOSPC and error.filename is None
+        said = f"{error.strerror} for what is printed or written; make some, or write elsewhere" if full else error
+        code = FAILURE if _stdout_is_gone(error) else _complain(prog, said, FAILURE)
     except MemoryError:
         code = _complain(
             prog, "there is not enough memory for what is asked; give less to read, or smaller files", FAILURE
