@@ -38,6 +38,10 @@ LEAST_WIDTH = 32
 """Tokens of a segment as long as the text is short."""
 _SINKS = 4
 """First tokens, where attention rests that looks at nothing (StreamingLLM)."""
+_RESTING = 1e-3
+"""Share of attention that is none: what is below it rests."""
+_LEAST = 0.5
+"""Of what stands for the first passage, what has to stand for another one."""
 _SEGMENTS, _MOST_SEGMENTS = 3, 256
 """Neighbouring segments in a passage, as a needle may lie across two; and of a text: longer ones have wider ones."""
 
@@ -64,7 +68,7 @@ class Answered:
     margin: float
     """Lead of the least certain token of the answer over the runner-up, as probabilities, 0 to 1."""
     passages: tuple[Passage, ...]
-    """Where in the text the answer looked: first where one head stands out most from the others."""
+    """Where in the text the answer looked: first where one head at some of its tokens stands out most."""
     evicted: bool
     """Whether units of what was read are gone for good."""
 
@@ -99,11 +103,16 @@ class Watch:
         self._queries = [0] * layers
 
     def found(self) -> Tensor:
-        """Return (2, J) float32: the share of a query head's attention that a segment got, the largest and the mean."""
+        """Return (3, J) float32: shares of a query head's attention that a segment got, and how far one came and went.
+
+        They are the largest, the mean, and the largest lead of a head's mean over the tokens over its geometric mean:
+        a head that rests looks at one place at every token.
+        """
         pairs = zip(self._sums, self._queries, strict=True)
         seen = [one / count for one, count in pairs if one is not None]
-        shares_HJ = torch.cat(seen) if seen else torch.zeros(1, self._segments)
-        return torch.stack([shares_HJ.amax(0), shares_HJ.mean(0)])
+        shares_HJ, logs_HJ = torch.cat(seen, 1) if seen else torch.zeros(2, 1, self._segments)
+        resting_HJ = logs_HJ.exp() - _RESTING if max(self._queries) > 1 else 0.0
+        return torch.stack([shares_HJ.amax(0), shares_HJ.mean(0), (shares_HJ - resting_HJ).amax(0)])
 
     def see(self, nth: int, layer: Attended, view: View, held: RetentionLayer) -> None:
         """Look at what the one new query of each head attends to in the layer that is `nth` of those with units."""
@@ -120,15 +129,17 @@ class Watch:
             seen_KGS = weights_KGS.masked_fill(~there_KS[:, None], 0.0).cpu()
             segments_KS = (positions_KS // self.width).clamp(0, self._segments - 1).cpu()
             sums_KGJ[own].scatter_add_(2, segments_KS[:, None].expand_as(seen_KGS), seen_KGS)
-        before = self._sums[nth]
-        self._sums[nth] = sums_KGJ.flatten(0, 1) if before is None else before + sums_KGJ.flatten(0, 1)
+        before, both_2HJ = self._sums[nth], torch.stack([sums_KGJ, (sums_KGJ + _RESTING).log()]).flatten(1, 2)
+        self._sums[nth] = both_2HJ if before is None else before + both_2HJ
         self._queries[nth] += 1
 
-    def passages(self, found_2J: Tensor) -> tuple[Passage, ...]:
+    def passages(self, found_3J: Tensor) -> tuple[Passage, ...]:
         """Return passages apart from each other, around the segments of `found` that single heads looked at most."""
-        # Where many heads look they rest, at ends of sentences for instance; what an answer stands on, few find.
-        most_J, left_J, found = found_2J[0], found_2J[0] / found_2J[1].clamp_min(1e-6).sqrt(), list[Passage]()
-        while len(found) < PASSAGES and left_J.max() > 0:
+        # Where many heads look, or one all the time, they rest; what an answer stands on, few find at few tokens.
+        (most_J, mean_J, lead_J), found = found_3J, list[Passage]()
+        left_J = lead_J / mean_J.clamp_min(1e-6).sqrt()
+        least = _LEAST * left_J.max()
+        while len(found) < PASSAGES and left_J.max() > 0 and left_J.max() >= least:
             best = int(left_J.argmax())
             first = max(0, best - _SEGMENTS // 2)
             end = min((first + _SEGMENTS) * self.width, self.tokens)
@@ -168,8 +179,8 @@ def answered(context: Context, question: str, max_new_tokens: int, options: dict
     chat.write_answer(settings)
     found, ranks = watch.found(), context.cache.ranks
     if ranks is not None:  # each has watched its own heads
-        every = ranks.gather(found.to(input_device(context.lm.model)), 0).cpu().unflatten(0, (-1, 2))
-        found = torch.stack([every[:, 0].amax(0), every[:, 1].mean(0)])
+        every = ranks.gather(found.to(input_device(context.lm.model)), 0).cpu().unflatten(0, (-1, 3))
+        found = torch.stack([every[:, 0].amax(0), every[:, 1].mean(0), every[:, 2].amax(0)])
     held = [layer.fill + (0 if layer.tier is None else layer.tier.fill) for layer in chat.cache.governed]
     passages = watch.passages(found)
     if context.talk.ids is not None:
