@@ -148,8 +148,8 @@ def _check_together(options: Options, asked: Sequence[str], ranks: Ranks) -> Non
     check_evidence(prompt, options.generation)
     if prompt.evidence and not asked and not output.dry_run:
         raise ValueError("--evidence is about an answer, but nothing is asked; give --question or --questions")
-    if output.compare_full and (len(asked) > 1 or prompt.questions or prompt.evidence or ranks.size > 1):
-        raise ValueError("--compare-full compares one answer in one process; leave it, or give one --question alone")
+    if output.compare_full and ranks.size > 1:
+        raise ValueError("--compare-full compares answers in one process; leave it, or start one")
     if output.compare_full and not prompt.again:
         raise ValueError("--compare-full reads the text twice, which standard input is not; give --prompt-file FILE")
 
@@ -182,12 +182,17 @@ def _read_and_ask(
         if not output.quiet and not output.json:
             sys.stderr.write(f"read {read:,} tokens in {seconds:,.1f} s: {about!r}\n")
         reading = {"prompt_tokens": read, "prefill_seconds": seconds, **about.memory().to_dict()}
-        return {"reading": reading, "answers": answer_each(about, asked, prompt, generation, json=output.json)}
+        full = _read_in_full(options, plan, lm, read, copies=2)[0] if output.compare_full else None
+        return {
+            "reading": reading,
+            "answers": answer_each(about, asked, prompt, generation, json=output.json, full=full),
+        }
     chat = about.chat(cache) if hasattr(about, "chat") else about
     result = answered(chat, question, generation, json=output.json, read_tokens=read, read_seconds=seconds)
     record = asdict(result)
     if output.compare_full:
-        record["full"] = asdict(_answer_in_full(options, plan, lm, read, question))
+        whole, times = _read_in_full(options, plan, lm, read)
+        record["full"] = _answer_in_full(whole.chat(whole.cache), question, generation, json=output.json, **times)
     if not output.json and not output.quiet:
         sys.stderr.write(_summary(result))
     return record
@@ -205,9 +210,18 @@ def answered(chat: Chat, question: str | None, generation: GenerationOptions, *,
 
 
 def answer_each(
-    context: Context, asked: Sequence[str], how: QuestionOptions, generation: GenerationOptions, *, json: bool
+    context: Context,
+    asked: Sequence[str],
+    how: QuestionOptions,
+    generation: GenerationOptions,
+    *,
+    json: bool,
+    full: Context | None = None,
 ) -> list[dict[str, Any]]:
-    """Answer each question from a copy of what has been read, and print the answers unless JSON is wanted."""
+    """Answer each question from a copy of what has been read, and print the answers unless JSON is wanted.
+
+    `full` has read the same and kept everything: each question is answered from a copy of it too.
+    """
     import torch
 
     records = list[dict[str, Any]]()
@@ -222,11 +236,16 @@ def answer_each(
             records.append({"question": question, "answer": found.text, "evidence": found.to_dict()})
         else:
             records.append({"question": question, **asdict(answered(context.chat(), question, generation, json=json))})
+        if full is not None:
+            torch.manual_seed(generation.seed)
+            records[-1]["full"] = _answer_in_full(full.chat(), question, generation, json=json)
     return records
 
 
-def _answer_in_full(options: Options, plan: Ready, lm: LongContextModel, tokens: int, question: str | None) -> Measured:
-    """Answer once more with every unit kept, and print it: whether the model or the eviction is to blame."""
+def _read_in_full(
+    options: Options, plan: Ready, lm: LongContextModel, tokens: int, copies: int = 1
+) -> tuple[Context, dict[str, Any]]:
+    """Read the text once more with every unit kept; return it and how long that took."""
     from locret import LongContextModel
     from locret.conversation.chat import input_device, now
     from locret.infer import sizing
@@ -237,19 +256,24 @@ def _answer_in_full(options: Options, plan: Ready, lm: LongContextModel, tokens:
     whole = LongContextModel(
         lm.model, lm.tokenizer, "full", {"chunk_size": int(plan.policy.chunk_size)}, template=lm.template
     )
-    needed = replace(plan.run, scorer=whole.scorer, prompt_tokens=tokens).cache_bytes(whole.policy)
+    needed = copies * replace(plan.run, scorer=whole.scorer, prompt_tokens=tokens).cache_bytes(whole.policy)
     if (free := sizing.free_bytes(plan.device)) is not None and needed > free:
         rule = f"needs {needed:,} bytes for all units of {tokens:,} tokens, but {free:,} are free on {plan.device}"
         raise Refusal("compare_full", True, f"{rule}; leave it out")
-    device, cache = input_device(lm.model), whole.new_cache()
-    start = now(device)
-    chat = whole.read_into(cache, opened(prompt), system=prompt.system, progress=not quiet).chat(cache)
-    times: dict[str, Any] = {"read_tokens": cache.seen, "read_seconds": now(device) - start}
-    result = answered(chat, question, options.generation, json=True, **times)
-    if not options.output.json:
+    start = now(device := input_device(lm.model))
+    context = whole.read_into(whole.new_cache(), opened(prompt), system=prompt.system, progress=not quiet)
+    return context, {"read_tokens": context.cache.seen, "read_seconds": now(device) - start}
+
+
+def _answer_in_full(
+    chat: Chat, question: str | None, generation: GenerationOptions, *, json: bool, **read: Any
+) -> dict[str, Any]:
+    """Answer with every unit kept, and print it: whether the model or the eviction is to blame."""
+    result = answered(chat, question, generation, json=True, **read)
+    if not json:
         size = result.peak_cache_bytes / 2**20
         print(f"\nwith everything kept ({result.kept_units:,} units, {size:,.1f} MiB):\n{result.answer}", flush=True)
-    return result
+    return asdict(result)
 
 
 def _print(part: str) -> None:
