@@ -49,7 +49,7 @@ def test_numbers_that_are_no_shares_and_shares_of_layers_are_refused() -> None:
         with pytest.raises(ValueError, match=message):
             RetentionPolicy(**NUMBERS, head_budgets="shares", head_shares=shares)
     with pytest.raises(ValueError, match='layer_budgets "shares" was retired'):
-        policy_of({**NUMBERS, "layer_budgets": "shares", "layer_shares": (1.0, 2.0)})
+        policy_of({"layer_budgets": "shares"})
     assert RetentionPolicy.from_dict({**NUMBERS, "layer_budgets": "shares", "layer_shares": [1.0, 2.0]}, "a file")
 
 
@@ -97,10 +97,6 @@ def test_head_shares_come_from_the_heads_or_are_asked_for(model: nn.Module) -> N
     assert RetentionCache(model, heads, policy).policy.head_shares == (0.5, 1.5, 1.0, 1.0)
     with pytest.raises(ValueError, match="head_shares has 3 numbers for 4 KV heads in 2 layers"):
         RetentionCache(model, "random", RetentionPolicy(**NUMBERS, head_budgets="shares", head_shares=(1.0, 1.0, 2.0)))
-    with pytest.raises(ValueError, match="shares out the layers too"):
-        RetentionPolicy(**NUMBERS, head_budgets="shares", layer_budgets="pyramid")
-    with pytest.raises(ValueError, match="keep the newest units of every KV head"):
-        RetentionPolicy(**NUMBERS, head_budgets="shares", when="prompt_end")
     cache = RetentionCache(model, heads, policy)
     with pytest.raises(ValueError, match='head_budgets="shares" leaves some heads no room'):
         cache.protect([Span(0, 4)])

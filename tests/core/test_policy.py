@@ -44,6 +44,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"host_budget": 40, "recall": 41}, "recall=41 is more than host_budget=40 can hold"),
     ({"host_budget": "most", "recall": 1}, "host_budget=most is neither"),
     ({"host_budget": 40, "recall": 4, "head_budgets": "adaptive"}, "different numbers of units"),
+    ({"head_budgets": "shares", "layer_budgets": "pyramid"}, "shares out the layers too"),
+    ({"head_budgets": "shares", "when": "prompt_end"}, "keep the newest units of every KV head"),
     (
         {"memory": "linear", "when": "prompt_end"},
         'memory="linear" grows from chunk to chunk, but when="prompt_end" evicts once; use when="chunk" or',
