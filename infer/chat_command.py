@@ -44,7 +44,8 @@ def command(argv: Sequence[str] | None = None) -> int:
             raise Refusal("keep", policy.keep, rule)
         from locret.infer.reading import ready
 
-        with ready(model, scorer, policy, chosen, generation).loaded(about.template) as lm:
+        plan = ready(model, scorer, policy, chosen, generation, protect=about.protect)
+        with plan.loaded(about.template) as lm:
             conversation = Conversation(lm, about, generation)
             conversation.begin()
             if sys.stdin.isatty():

@@ -108,7 +108,14 @@ def execute(options: Options, ranks: Ranks) -> None:
         count = partial(counted, options.model, prompt, document, max(asked, key=len, default=None))
         foresee = prompt.again if output.dry_run else options.generation.num_beams > 1
         plan = ready(
-            options.model, options.scorer, options.policy, options.chosen, options.generation, count, foresee=foresee
+            options.model,
+            options.scorer,
+            options.policy,
+            options.chosen,
+            options.generation,
+            count,
+            foresee=foresee,
+            protect=prompt.protect,
         )
         if prompt.protocol == "aware":
             check_no_turns({"turns": options.policy.turns})

@@ -22,6 +22,7 @@ from locret import LongContextModel, RetainingHeads, RetentionPolicy, loading
 from locret.base.fields import Refusal
 from locret.cache.layers import find_store
 from locret.conversation.document import Document, encode, open_file
+from locret.conversation.head_shares import sharing
 from locret.conversation.turns import Transcript
 from locret.environment import versions
 from locret.infer import sizing
@@ -32,7 +33,7 @@ from locret.scorers import Scorer
 from locret.scorers.chosen import EVERY_UNIT, FULL, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
 
 
-@dataclass(frozen=True)
+@dataclass
 class Ready:
     """A backbone, what rates its units and how many stay, all but its weights."""
 
@@ -45,6 +46,8 @@ class Ready:
     dtype: torch.dtype
     run: sizing.PlannedRun | None = None
     """What the policy was found for; None for texts that have been read."""
+    asked: bool = True
+    """Whether the user named what decides, and so the sizes of KV heads."""
 
     @contextmanager
     def loaded(self, template: str | None = None) -> Iterator[LongContextModel]:
@@ -53,6 +56,7 @@ class Ready:
             tokenizer = loading.load_tokenizer(self.model)
             backbone = loading.load_model(self.model, self.config, self.device, self.dtype)
             where = {"template": template, "store": self.model.store}
+            self.policy = sharing(self.policy, self.scorer, backbone, tokenizer, template, asked=self.asked)
             lm = LongContextModel(backbone, tokenizer, self.scorer, self.policy, **where)  # type: ignore[arg-type]
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
@@ -111,6 +115,7 @@ def ready(
     count: Callable[[], int] | None = None,
     *,
     foresee: bool = False,
+    protect: Collection[str] = (),
 ) -> Ready:
     """Resolve the options of a command that reads.
 
@@ -122,12 +127,14 @@ def ready(
         generation: How answers are written.
         count: Counts the text's tokens, where the plan depends on them; None: there is no such text.
         foresee: Whether the text is counted even where the plan does not depend on its length.
+        protect: What stays whatever its scores, for which KV heads need equal sizes.
     """
     if model.store is not None:
         find_store(model.store)
     device = loading.device_of_source(model)
     named = replace(named, heads=chosen_heads(named.heads, model.model))
-    scorer, recommended = load_scorer(named)
+    usual = (model.shard, model.store, policy.kv_memory) == (None, None, None) and not protect
+    scorer, recommended = load_scorer(named, sharing=usual)
     if named.label == FULL:
         for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
             raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
@@ -146,7 +153,8 @@ def ready(
     )
     final = draft.final(run)
     sizing.check_fits(run, final)
-    return Ready(model, named, scorer, final, config, device, dtype, run)
+    asked = named.spec is not None or named.heads is not None or "head_budgets" in chosen
+    return Ready(model, named, scorer, final, config, device, dtype, run, asked)
 
 
 def ready_for_saved(model: PlacedModelOptions, named: ScorerOptions) -> Ready:

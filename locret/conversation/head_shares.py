@@ -11,6 +11,7 @@ layers together, the units that are looked at most are counted, head by head, wi
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -81,11 +82,19 @@ def sharing(
     model: nn.Module,
     tokenizer: Any,
     template: str | None,
+    *,
+    asked: bool = True,
 ) -> RetentionPolicy:
-    """Return a policy whose KV heads, if they are to have shares, have those given, recommended or else measured."""
+    """Return a policy whose KV heads, if they are to have shares, have those given, recommended or else measured.
+
+    Where nobody asked for shares and they cannot be measured, all KV heads get as many units.
+    """
     recommended = None if isinstance(scorer, str) else as_scorer(scorer).head_shares
     if policy.head_budgets != "shares" or policy.head_shares or recommended:
         return policy
+    if not asked and not measurable(model, tokenizer):
+        warnings.warn("all KV heads get as many units, for their shares cannot be measured here", stacklevel=2)
+        return policy.changed(head_budgets="uniform", spacing=1)
     return policy.changed(head_shares=head_shares(model, tokenizer, template))
 
 

@@ -144,7 +144,8 @@ class LongContextModel:
             model: Folder of the backbone, its Hub id, or a GGUF file; `checkpoints/tiny` is embedded, with
                 `checkpoints/tiny-heads`; `smollm2` is a real one that a package brings.
             heads: Retaining heads: a folder, a Hub id, loaded ones; "auto" takes those shipped for this backbone.
-            scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides.
+            scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides, and
+                without a policy, too, in KV heads of measured sizes.
             policy: How many units stay, as in the class.
             budget: Instead of a policy, as in the class.
             allow_other_base: Accept heads of another backbone of the same shape.
@@ -161,6 +162,7 @@ class LongContextModel:
         """
         if heads is not None and scorer is not None:
             raise ValueError(f"heads {heads} and scorer {scorer} exclude each other; drop one of them")
+        usual = heads is None and scorer is None and policy is None and store is None
         policy = policy_of(policy, budget)
         with as_arguments():
             if isinstance(heads, str):
@@ -174,7 +176,7 @@ class LongContextModel:
             )
             changes = dict[str, Any]()
             if found is None or isinstance(found, str | Path):
-                found, recommended = chosen.load_scorer(named)
+                found, recommended = chosen.load_scorer(named, sharing=usual)
                 changes = {} if isinstance(found, RetainingHeads) else recommended  # those of heads are the cache's
             config = loading.load_config(source)
             if changes:
@@ -185,6 +187,8 @@ class LongContextModel:
                 policy = _with_budget(policy, budget, found)
             tokenizer = loading.load_tokenizer(source)
             whole = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
+            if usual and policy is not None:
+                policy = sharing(policy, found, whole, tokenizer, template, asked=False)
         return cls(whole, tokenizer, found, policy, template=template, store=store)
 
     # -- reading ------------------------------------------------------------------------------------------------------

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
 from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy, Wanted, usual_budget
+
+_SHARES = ("head_budgets", "head_shares", "layer_shares", "spacing")
+"""What is recommended of the sizes of KV heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +32,8 @@ def resolve(
     """Return the policy: what the user chose, else what is recommended, else the defaults.
 
     Recommended numbers belong to the recommended budget. Below it, those that follow from a budget (see
-    `RetentionPolicy`) are at most what the smaller one allows.
+    `RetentionPolicy`) are at most what the smaller one allows. Recommended shares of KV heads yield to a choice that
+    they cannot stand beside, such as a second tier.
 
     Args:
         own: Numbers that the user chose, or that follow from what the user chose; None where one is left open
@@ -36,10 +41,25 @@ def resolve(
         recommended: Numbers of the heads or a preset; may be empty.
         wanted: Numbers that follow from the budget otherwise than by what is recommended.
     """
+    try:
+        return _resolved(own, recommended, wanted)
+    except ValueError:
+        if recommended.get("head_budgets") != "shares" or own.get("head_budgets") is not None:
+            raise
+    policy = _resolved(own, {name: value for name, value in recommended.items() if name not in _SHARES}, wanted)
+    warnings.warn(
+        "all KV heads get as many units: the recommended shares of them, which hold more of a text, do not go with the "
+        "other numbers that were chosen",
+        stacklevel=2,
+    )
+    return policy
+
+
+def _resolved(own: Mapping[str, Any], recommended: Mapping[str, Any], wanted: Wanted) -> RetentionPolicy:
     given = {name: value for name, value in own.items() if value is not None or name == "decode_budget"}
-    # A choice of the user's, such as equal heads, may be what lets a method's numbers stand beside those of the heads.
-    choices = {name: value for name, value in given.items() if name in recommended and isinstance(value, str)}
-    reference = RetentionPolicy(**{**recommended, **choices})
+    # Equal heads may be what lets a method's numbers stand beside those of the heads.
+    equal = {name: given[name] for name in given.keys() & {"head_budgets"}}
+    reference = RetentionPolicy(**{**recommended, **equal})
     following = {name: (getattr(reference, name), reference.budget) for name in FOLLOWING if name not in given}
     following |= {name: pair for name, pair in reference.wanted.items() if name in following}
     following |= wanted

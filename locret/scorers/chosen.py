@@ -35,18 +35,22 @@ def chosen_heads(heads: str | None, model: str | None) -> str | None:
     return found
 
 
-def load_scorer(options: ScorerOptions) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
-    """Load the heads, or make the scorer; return it with the policy that it and the method recommend."""
+def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
+    """Load the heads, or make the scorer; return it with the policy that it and the method recommend.
+
+    Where nobody names either, the fallback decides, in KV heads of measured sizes where the reader can have them
+    (`sharing`): they do more than any scorer.
+    """
     spec, flag = options.spec, "--scorer" if options.method is None else "--method"
     trained = options.method is not None and spec is not None and spec.name == LOCRET
     if options.heads is None and not trained:
         if spec is None:
+            spec = method_spec.parse(scorers.FALLBACK + ("+head_shares+spaced" if sharing else ""))
             warnings.warn(
-                f"without trained heads the scorer {scorers.FALLBACK} decides which units stay; give heads for this "
-                f"backbone, or a scorer ({scorers.FALLBACK}+head_shares+spaced keeps far more of a text)",
+                f"without trained heads the scorer {spec} decides which units stay; give heads for this backbone, or "
+                "another scorer",
                 stacklevel=2,
             )
-        spec = spec or method_spec.parse(scorers.FALLBACK)
         if options.label == FULL:
             return keeping_all()
         _check_is_scorer(spec, flag)
