@@ -142,6 +142,8 @@ def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptio
         for cell in waiting:
             bar.set_description(f"{cell.method} {'' if cell.share is None else f'{cell.share:g} %'} of {cell.tokens:,}")
             found = list(reading.answers(cell))
+            if not found:
+                raise ValueError(f"no piece of {cell.tokens} tokens answers a question of its set; give more --tokens")
             found[-1]["last"] = True
             with (folder / RECORD).open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(one) + "\n" for one in found)
@@ -224,8 +226,6 @@ class _Reading:
             chosen: Any = OracleScorer(labels=self.labels(piece, asked))
         elif spec.name != HEADS:
             chosen = scorers.make(spec, {})
-        elif self.scorer.heads is None:
-            raise ValueError(f"--methods {cell.method} needs trained heads; give --heads, or leave it out")
         else:
             chosen = self.heads
         changes = dict(spec.changes)
@@ -303,6 +303,15 @@ def _cell_text(rows: Sequence[dict[str, Any]], row: dict[str, Any] | None) -> st
     return f"{row['nats']:.2f} ± {row['error']:.2f}" + ("" if won is None else f" ({won:.0f} %)")
 
 
+def _check_method(method: str, heads: str | None) -> None:
+    """Refuse a method that cannot be, before a model is loaded and the output folder is this run's."""
+    spec = method_spec.parse(method, "--methods")
+    if spec.name == HEADS and heads is None:
+        raise ValueError(f"--methods {method} needs trained heads; give --heads, or leave it out")
+    if spec.name not in (FULL, NOTHING, HEADS, ORACLE):
+        scorers.make(spec, {})
+
+
 def command(argv: Sequence[str]) -> int:
     """Run the suite and return its exit code."""
     (options, model, scorer), _ = parse_options(
@@ -312,6 +321,8 @@ def command(argv: Sequence[str]) -> int:
         argv,
     )
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
+    for method in words(options.methods, "--methods"):
+        _check_method(method, scorer.heads)
     folder = Path(os.path.expanduser(options.output))
     with locked(folder, f"--output {options.output}"):
         with warnings_as_lines("locret-eval", quiet=options.quiet):

@@ -60,6 +60,8 @@ def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, cap
     assert again == [{**one, "read_seconds": 0} for one in found]
     with pytest.raises(ValueError, match=r"another configuration \(other pieces\); choose another folder, or --over"):
         run(tmp_path / "run", "--methods", "nothing", "--pieces", "2")
+    with pytest.raises(ValueError, match="no piece of 64 tokens answers a question of its set; give more --tokens"):
+        run(tmp_path / "short", "--tokens", "64")
 
 
 @pytest.mark.parametrize(
