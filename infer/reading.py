@@ -30,7 +30,15 @@ from locret.infer.fetch import fetched, is_address
 from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, PolicyOptions, TextOptions
 from locret.loading.options import ScorerOptions
 from locret.scorers import Scorer
-from locret.scorers.chosen import EVERY_UNIT, FULL, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
+from locret.scorers.chosen import (
+    EVERY_UNIT,
+    FULL,
+    MEASURED,
+    WITHOUT_EVICTION,
+    check_matches,
+    chosen_heads,
+    load_scorer,
+)
 
 
 @dataclass
@@ -153,7 +161,7 @@ def ready(
     )
     final = draft.final(run)
     sizing.check_fits(run, final)
-    asked = named.spec is not None or named.heads is not None or "head_budgets" in chosen
+    asked = "head_budgets" in chosen or recommended != MEASURED or named.spec is not None
     return Ready(model, named, scorer, final, config, device, dtype, run, asked)
 
 

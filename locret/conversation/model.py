@@ -144,9 +144,9 @@ class LongContextModel:
             model: Folder of the backbone, its Hub id, or a GGUF file; `checkpoints/tiny` is embedded, with
                 `checkpoints/tiny-heads`; `smollm2` is a real one that a package brings.
             heads: Retaining heads: a folder, a Hub id, loaded ones; "auto" takes those shipped for this backbone.
-            scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides, and
-                without a policy, too, in KV heads of measured sizes.
-            policy: How many units stay, as in the class.
+            scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides.
+            policy: How many units stay, as in the class; where neither it, nor a scorer, nor the heads say more than a
+                budget, KV heads have measured sizes.
             budget: Instead of a policy, as in the class.
             allow_other_base: Accept heads of another backbone of the same shape.
             template: How turns become text, as in the class.
@@ -162,7 +162,7 @@ class LongContextModel:
         """
         if heads is not None and scorer is not None:
             raise ValueError(f"heads {heads} and scorer {scorer} exclude each other; drop one of them")
-        usual = heads is None and scorer is None and policy is None and store is None
+        usual = scorer is None and policy is None and store is None
         policy = policy_of(policy, budget)
         with as_arguments():
             if isinstance(heads, str):
@@ -176,8 +176,11 @@ class LongContextModel:
             )
             changes = dict[str, Any]()
             if found is None or isinstance(found, str | Path):
-                found, recommended = chosen.load_scorer(named, sharing=usual)
-                changes = {} if isinstance(found, RetainingHeads) else recommended  # those of heads are the cache's
+                found, changes = chosen.load_scorer(named, sharing=usual)
+            elif usual:
+                changes = dict(chosen.MEASURED)
+            if isinstance(found, RetainingHeads) and found.config.policy:
+                changes = {}  # the cache takes what heads recommend
             config = loading.load_config(source)
             if changes:
                 policy = policy or RetentionPolicy(budget=usual_budget(describe(config).max_positions))

@@ -15,6 +15,8 @@ from locret.scorers.base import Scorer
 AUTO_HEADS, FULL = "auto", "full"
 EVERY_UNIT = 1 << 40
 """A budget that no text has units for: where nothing is evicted."""
+MEASURED = {"head_budgets": "shares", "spacing": 16}
+"""What `+head_shares+spaced` changes."""
 WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", "exact_recent", "exact_layers")
 """Fields of a policy that mean something where every unit stays."""
 
@@ -38,14 +40,14 @@ def chosen_heads(heads: str | None, model: str | None) -> str | None:
 def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
     """Load the heads, or make the scorer; return it with the policy that it and the method recommend.
 
-    Where nobody names either, the fallback decides, in KV heads of measured sizes where the reader can have them
-    (`sharing`): they do more than any scorer.
+    Where nobody names either, the fallback decides. Where nobody recommends anything, KV heads have measured sizes, if
+    the reader can have them (`sharing`): they do more than any scorer.
     """
     spec, flag = options.spec, "--scorer" if options.method is None else "--method"
     trained = options.method is not None and spec is not None and spec.name == LOCRET
     if options.heads is None and not trained:
         if spec is None:
-            spec = method_spec.parse(scorers.FALLBACK + ("+head_shares+spaced" if sharing else ""))
+            spec = method_spec.parse(scorers.FALLBACK + ("+head_shares+spaced" if sharing else ""))  # `MEASURED`
             warnings.warn(
                 f"without trained heads the scorer {spec} decides which units stay; give heads for this backbone, or "
                 "another scorer",
@@ -63,7 +65,8 @@ def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[Retai
         heads = RetainingHeads.from_pretrained(options.heads, allow_other_base=options.allow_other_base)
     except ValueError as error:
         raise ValueError(f"--heads {options.heads}: {error}") from error
-    return heads, {**(heads.config.policy or {}), **(spec.changes if spec else {})}
+    recommended = heads.config.policy or (MEASURED if sharing else {})
+    return heads, {**recommended, **(spec.changes if spec else {})}
 
 
 def keeping_all() -> tuple[Scorer, dict[str, Any]]:
