@@ -97,8 +97,9 @@ def cache_of(prompt: Prompt, run: Run) -> RetentionCache | DynamicCache:
     """Return a new cache of a run, for a prompt of such a length."""
     if run.method.plain:
         return DynamicCache(config=unwrap(prompt.setup.model).config)
-    setup, scorer = prompt.setup, make_scorer(run.method, prompt)
-    policy = sharing(run.policy_of(prompt.ids_1N.shape[1]), scorer, setup.model, setup.tokenizer, prompt.text.template)
+    setup, scorer, policy = prompt.setup, make_scorer(run.method, prompt), run.policy_of(prompt.ids_1N.shape[1])
+    assert policy is not None
+    policy = sharing(policy, scorer, setup.model, setup.tokenizer, prompt.text.template)
     return RetentionCache(setup.model, scorer, policy)
 
 
