@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, fields
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret.base.fields import Refusal
 from locret.base.nearest import check_retired, nearest
+from locret.base.warned import warn_user
 from locret.cli.command import parse_options, run, warnings_as_lines
 from locret.infer.fetch import is_address
 from locret.infer.infer_options import ChatOptions, GenerationOptions, PlacedModelOptions, PolicyOptions
@@ -66,7 +66,7 @@ def _check_context(context: str, chosen: set[str]) -> None:
     read_notes(find_context(context), CONTEXT_WRITERS)
     if given := sorted({"system", "template", *(one.name for one in fields(PolicyOptions))} & chosen):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        warnings.warn(f"--context {context} has been read already, so {flags} is for what /read reads", stacklevel=2)
+        warn_user(f"--context {context} has been read already, so {flags} is for what /read reads")
 
 
 @dataclass

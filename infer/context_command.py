@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret import backbone_names
 from locret.base.fields import Refusal
+from locret.base.warned import warn_user
 from locret.cli.command import print_json, run, warnings_as_lines
 from locret.cli.subcommands import Subcommand, run_subcommand
 from locret.infer import command as infer
@@ -207,7 +207,7 @@ def _named_backbone(paths: Sequence[str], names: Sequence[Any]) -> str:
     name = names[0]
     if set(map(str, names)) != {name} or not name.isprintable() or not name.strip():
         raise ValueError(f"--model is missing, and no one backbone is named in {' '.join(paths)}; give --model")
-    warnings.warn(f"{paths[0]} names the backbone {name}, which is taken; --model names another", stacklevel=2)
+    warn_user(f"{paths[0]} names the backbone {name}, which is taken; --model names another")
     return backbone_names.name_of(name)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
@@ -20,6 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from locret import LongContextModel, RetainingHeads, RetentionPolicy, loading
 from locret.base.fields import Refusal
+from locret.base.warned import warn_user
 from locret.cache.layers import find_store
 from locret.conversation.document import Document, encode, open_file
 from locret.conversation.head_shares import sharing
@@ -226,10 +226,9 @@ def warn_of_growth(plan: Ready) -> None:
     """Say when memory grows with the prompt, and when scores decide nothing."""
     assert plan.run is not None
     if plan.policy.when == "prompt_end":
-        warnings.warn(
+        warn_user(
             f"--when prompt_end keeps every unit until the prompt has been read, so memory grows with it (here "
-            f"{plan.run.prompt_tokens:,} tokens); --when chunk bounds it",
-            stacklevel=2,
+            f"{plan.run.prompt_tokens:,} tokens); --when chunk bounds it"
         )
     if isinstance(plan.scorer, Scorer) and plan.named.label != FULL:
         warn_of_recency(plan.scorer.name, plan.scorer.recent, [plan.policy])
@@ -250,9 +249,8 @@ def warn_of_recency(name: str, recent: Callable[[int], int], policies: Iterable[
             filled[policy.budget] = recent(units)
     if filled:
         most = max(filled.values())
-        warnings.warn(
+        warn_user(
             f"{name} keeps the {most} newest units whatever their scores, so that with --budget "
             f"{','.join(map(str, filled))} it keeps nothing else; raise --budget above {most}, or read its result as "
-            "that of recency",
-            stacklevel=2,
+            "that of recency"
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 from locret.base.files import visible, write_text
+from locret.base.warned import warn_user
 from locret.environment import versions
 from locret.infer.evaluation.records import RESULTS, SAMPLES, TABLE, SampleLog, parts
 
@@ -59,10 +59,7 @@ def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> Sa
         before = _configuration(folder)
         if (recorded := before.get(VERSIONS, here)) != here:
             changed = [f"{n} {recorded.get(n)} is now {here[n]}" for n in here if recorded.get(n) != here[n]]
-            warnings.warn(
-                f"--resume mixes answers of different versions ({', '.join(changed)}); --overwrite starts again",
-                stacklevel=2,
-            )
+            warn_user(f"--resume mixes answers of different versions ({', '.join(changed)}); --overwrite starts again")
         here = recorded
     else:
         try:

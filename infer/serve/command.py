@@ -10,15 +10,15 @@ import os
 import socket
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.base import interrupts
+from locret.base.warned import warn_user
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.cli.subcommands import with_flag
 from locret.infer.infer_options import ModelOptions
@@ -46,8 +46,11 @@ def command(argv: Sequence[str] | None = None) -> int:
     line = with_flag(list(sys.argv[1:] if argv is None else argv), "--model")
     (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, line)
     model.refuse_shard("locret-serve")
-    if missing := [name for name in _EXTRA if find_spec(name) is None]:
-        raise ValueError(f"locret-serve needs {missing[0]}; install locret[serve]")
+    try:
+        for name in _EXTRA:
+            import_module(name)
+    except ImportError as error:
+        raise ValueError(f"locret-serve needs {error.name}; run pip install 'locret[serve]'") from None
     with warnings_as_lines("locret-serve", quiet=options.quiet), ExitStack() as ending:
         options.check()
         listening = None if options.dry_run else ending.enter_context(_listening(options))  # refused before loading
@@ -104,10 +107,9 @@ def _load(
     rates, recommended = load_scorer(scorer)
     named = scorer.spec.changes if scorer.spec else {}
     if recommended.get("head_budgets") == "shares" and "head_budgets" not in {*chosen, *named}:
-        warnings.warn(
+        warn_user(
             "the heads recommend head_budgets=shares, with which a context is no prefix that requests can share; texts "
-            "are read with equal KV heads, and with the default budget, because these need more units",
-            stacklevel=2,
+            "are read with equal KV heads, and with the default budget, because these need more units"
         )
         recommended = {name: recommended[name] for name in recommended.keys() & {"positions"}}
     config = loading.load_config(model)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import warnings
 from collections.abc import Sequence
 
 from locret.base.files import write_text
+from locret.base.warned import warn_user
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
 
@@ -43,7 +43,7 @@ def _execute(options: BenchOptions, output: BenchOutput, chosen: set[str], line:
         print_json({"config": plan.resolved(), "plan": plan.rows()})
         return
     if plan.device is None:
-        warnings.warn("there is no CUDA device here: all that would be measured is unknown", stacklevel=2)
+        warn_user("there is no CUDA device here: all that would be measured is unknown")
     found = None if plan.device is None else measure(plan, quiet=output.quiet)
     record = {"command": line, **report.make_record(plan, found)}
     page = report.page(record, line)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from locret.backbone.rotary import different_rotation, rotary_from, rotary_param
 from locret.backbone.shape import Backbone, LayerShape
 from locret.base.fields import checked_values, shown
 from locret.base.files import written_whole
+from locret.base.warned import warn_user
 from locret.cache.cache import RetentionCache
 from locret.cache.export import check_one_row, check_prefix, positions_now, turned_back
 from locret.cache.layer import HOST
@@ -258,10 +258,9 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
     )
     if not ours or not theirs or form != their_form:
         why = "these are held in another form" if theirs else "the file does not record them"
-        warnings.warn(
+        warn_user(
             f"whether {cache.backbone.model_type} has the weights that this cache was made with is unknown ({why}); "
-            "with other weights its answers mean nothing",
-            stacklevel=5,
+            "with other weights its answers mean nothing"
         )
     elif ours != theirs:
         raise ValueError(

@@ -10,7 +10,6 @@ the workspace and are rated outside the graph.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache as remembered
@@ -26,6 +25,7 @@ from locret.backbone.attention import View, attention_weights, by_kv_head, cappe
 from locret.backbone.chunk import Attended
 from locret.backbone.instrument import alone, instrumented
 from locret.backbone.passes import gathering_root
+from locret.base.warned import warn_user
 from locret.cache.cache import RetentionCache
 from locret.cache.ragged import RaggedStore
 from locret.cache.reader import Reader
@@ -124,10 +124,9 @@ class CapturingReader(Reader):
         except Exception as error:  # whatever it is, the answer goes on
             self.release()
             _FAILED.add(decoder)
-            warnings.warn(
+            warn_user(
                 f"the step of one token could not be captured ({' '.join(str(error).split())[:200]}); answers are "
-                "right, and written at the speed of steps as written",
-                stacklevel=2,
+                "right, and written at the speed of steps as written"
             )
 
     def _open(self) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from locret.base.warned import warn_user
 
 CONVERTED = {
     ".pdf": "PdfConverter",
@@ -87,7 +88,7 @@ def _folder(folder: Path, setting: str, read: Callable[[Path], Any]) -> Iterator
             raise ValueError(f"{setting}{folder} holds no text; its files are {', '.join(left[:3])}; give another")
         if left:
             more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-            warnings.warn(f"{folder}: no text, so left out: {', '.join(left[:3])}{more}", stacklevel=2)
+            warn_user(f"{folder}: no text, so left out: {', '.join(left[:3])}{more}")
 
     return pieces()
 

@@ -11,7 +11,6 @@ layers together, the units that are looked at most are counted, head by head, wi
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from locret import shipped
 from locret.backbone.adapters import describe, input_device, ranks_of, unwrap
+from locret.base.warned import warn_user
 from locret.conversation.document import encode, leading_special_ids
 from locret.conversation.turns import Transcript
 from locret.heads.heads import RetainingHeads
@@ -93,7 +93,7 @@ def sharing(
     if policy.head_budgets != "shares" or policy.head_shares or recommended:
         return policy
     if not asked and not measurable(model, tokenizer):
-        warnings.warn("all KV heads get as many units, for their shares cannot be measured here", stacklevel=2)
+        warn_user("all KV heads get as many units, for their shares cannot be measured here")
         return policy.changed(head_budgets="uniform", spacing=1)
     return policy.changed(head_shares=head_shares(model, tokenizer, template))
 

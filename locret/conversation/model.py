@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
@@ -18,6 +17,7 @@ from locret.backbone.adapters import describe, unwrap
 from locret.backbone.shape import Backbone
 from locret.base.fields import Refusal, as_arguments
 from locret.base.nearest import nearest
+from locret.base.warned import warn_user
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import load_cache
 from locret.cache.store import Store
@@ -497,10 +497,9 @@ def _warn_of_positions(backbone: Backbone, policy: RetentionPolicy) -> None:
     way_out = "shorten the prompt, or hold fewer units at a time"
     if policy.positions == "original" and not backbone.slides:
         way_out = "use compact positions, which number the kept units only"
-    warnings.warn(
+    warn_user(
         f"rotary positions reach beyond {backbone.max_positions}, the longest context of this backbone, where its "
-        f"answers usually fall apart; reading goes on, but {way_out}",
-        stacklevel=2,
+        f"answers usually fall apart; reading goes on, but {way_out}"
     )
 
 

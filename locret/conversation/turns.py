@@ -15,7 +15,6 @@ that is said once.
 from __future__ import annotations
 
 import json
-import warnings
 import zlib
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from locret.base.fields import Refusal
+from locret.base.warned import warn_user
 from locret.cache.cache_file import CONTEXT_WRITERS, read_notes
 from locret.conversation.document import (
     LONGEST_PENDING,
@@ -213,10 +213,9 @@ class Transcript:
             agrees = before.rstrip() == self._render(turns[:-2]).rstrip()
             agrees = agrees and self.text(turns[-2].content.strip()) in self._render(turns)
         if not agrees and self.template == "chat":
-            warnings.warn(
+            warn_user(
                 "the tokenizer's chat template writes earlier turns otherwise once a conversation goes on (it moves "
-                "the system message, say, or drops reasoning); what has been read stays as it was read",
-                stacklevel=3,
+                "the system message, say, or drops reasoning); what has been read stays as it was read"
             )
         self.turns = turns
         return added

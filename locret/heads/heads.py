@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import tempfile
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from locret import hub
 from locret.backbone.adapters import attention_modules, device_of, unwrap
 from locret.backbone.chunk import Attended
+from locret.base.warned import warn_user
 from locret.heads import card as model_card
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
@@ -167,19 +167,17 @@ class RetainingHeads(nn.Module):
         label = label_of(unwrap(model_or_config))
         # Half precisions round so little that scores order the same units; quantised numbers do not.
         if recorded is not None and recorded[1] != label:
-            warnings.warn(
+            warn_user(
                 f"the retaining heads were trained on a backbone that was {_numbers(recorded[1])}, and this one is "
                 f"{_numbers(label)}; some of the units that stay will be others (of NF4 about one in ten), so load it "
-                "alike, or train heads for this one",
-                stacklevel=3,
+                "alike, or train heads for this one"
             )
         found = weight_fingerprint(model_or_config) if expected else None
         if expected and found and found != expected:
-            warnings.warn(
+            warn_user(
                 f"the retaining heads were trained on other weights of this shape (fingerprint {expected[:12]}, the "
                 f"model's is {found[:12]}), so their scores may mean little here; load the backbone they were trained "
-                "on, or train heads for this one",
-                stacklevel=3,
+                "on, or train heads for this one"
             )
 
     def follow(self, model: nn.Module) -> RetainingHeads:

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from locret import backbone_names, hub, shipped
 from locret.backbone.adapters import describe
 from locret.base.fields import shown
 from locret.base.files import read_json, shards
+from locret.base.warned import warn_user
 from locret.distributed.shard import load_sharded
 from locret.heads.fingerprint import sample_sharded
 from locret.loading import gguf, weights
@@ -299,10 +299,9 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
     if foreign := sorted(found["unexpected_keys"]):
-        warnings.warn(
+        warn_user(
             f"--model {options.model}: its config.json has no use for {len(foreign)} of its weights, such as "
-            f"{foreign[0]}",
-            stacklevel=2,
+            f"{foreign[0]}"
         )
     _name(model.config, options)
     if source.adapter:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from locret.base.warned import warn_user
 from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy, Wanted, usual_budget
 
 _SHARES = ("head_budgets", "head_shares", "layer_shares", "spacing")
@@ -47,10 +47,9 @@ def resolve(
         if recommended.get("head_budgets") != "shares" or own.get("head_budgets") is not None:
             raise
     policy = _resolved(own, {name: value for name, value in recommended.items() if name not in _SHARES}, wanted)
-    warnings.warn(
+    warn_user(
         "all KV heads get as many units: the recommended shares of them, which hold more of a text, do not go with the "
-        "other numbers that were chosen",
-        stacklevel=2,
+        "other numbers that were chosen"
     )
     return policy
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 from locret import backbone_names, scorers, shipped
 from locret.base import method_spec
+from locret.base.warned import warn_user
 from locret.heads.heads import RetainingHeads
 from locret.loading.options import LOCRET, ScorerOptions
 from locret.policy.policy import RetentionPolicy
@@ -33,7 +33,7 @@ def chosen_heads(heads: str | None, model: str | None) -> str | None:
             f"--heads auto: no heads are shipped for {model}; name some, train them with locret-train, or leave "
             f"--heads out for a training-free scorer{backbone_names.hint(model)}"
         )
-    warnings.warn(f"auto takes the heads {found}, which are shipped with this toolkit", stacklevel=2)
+    warn_user(f"auto takes the heads {found}, which are shipped with this toolkit")
     return found
 
 
@@ -48,10 +48,9 @@ def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[Retai
     if options.heads is None and not trained:
         if spec is None:
             spec = method_spec.parse(scorers.FALLBACK + ("+head_shares+spaced" if sharing else ""))  # `MEASURED`
-            warnings.warn(
+            warn_user(
                 f"without trained heads the scorer {spec} decides which units stay; give heads for this backbone, or "
-                "another scorer",
-                stacklevel=2,
+                "another scorer"
             )
         if options.label == FULL:
             return keeping_all()

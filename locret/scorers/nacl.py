@@ -15,7 +15,6 @@ Cost:      `proxy_share` of the chunk's rows of attention, and two sorts.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from locret.backbone.adapters import ranks_of
 from locret.backbone.chunk import Chunk
 from locret.base.fields import SHARE, Range
+from locret.base.warned import warn_user
 from locret.scorers.attention_rows import attention_sums, reduce_group
 from locret.scorers.base import Scorer
 from locret.scorers.random import SEED, uniform_draw
@@ -92,10 +92,9 @@ class NACLScorer(Scorer):
             tokens = int(chunk.positions.max()) + 1
         wanted = math.ceil(self.proxy_share * tokens)
         if wanted > self.most_proxies:
-            warnings.warn(
+            warn_user(
                 f"scorer {self.name}: proxy_share={self.proxy_share:g} asks for more than most_proxies="
-                f"{self.most_proxies} queries, and gets so many; raise most_proxies, or lower proxy_share",
-                stacklevel=2,
+                f"{self.most_proxies} queries, and gets so many; raise most_proxies, or lower proxy_share"
             )
         return max(1, min(wanted, self.most_proxies, chunk.new_tokens))
 
