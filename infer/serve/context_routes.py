@@ -4,11 +4,13 @@ A context in JSON, as every route here returns it:
 
     {"object": "context", "name": "book", "state": "reading", "message": "", "source": "book.txt",
      "created": 1795350109.6, "tokens": 4096, "units": 288, "bytes": 0,
-     "made": {}, "progress": {"bytes": 16676, "total": 33352, "seconds": 1.4}, "kept": null}
+     "made": {}, "progress": {"bytes": 16676, "total": 33352, "seconds": 1.4}, "summary": null,
+     "kept": null}
 
 state is "waiting" (for a reader), "reading", "ready", "failed" or "damaged"; message says why of the last two. bytes
-are those of its file. made: {"bytes", "sha256", "seconds"} of an upload. progress: null once it is ready. kept: for 50
-stretches of the text which share of each is kept, 0 to 1; null in lists, and until it is ready.
+are those of its file. made: {"bytes", "sha256", "seconds"} of an upload. progress: null once it is ready. summary: how
+much is kept then, in words; where all is, "kept whole: 1,699 of 1,699 tokens fit in the budget". kept: for 50 stretches
+of the text which share of each is kept, 0 to 1; null in lists, and until it is ready.
 """
 
 from __future__ import annotations
@@ -57,10 +59,13 @@ def _library(request: Request) -> Library:
 
 def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
     """Return a context in JSON; `look` reads from its file what is kept."""
-    progress, done, share = entry.progress, None, None
+    progress, done, share, summary = entry.progress, None, None, None
     if entry.going:
         done = {"bytes": progress.bytes, "total": progress.total, "seconds": round(progress.seconds, 3)}
-    elif look and entry.state == "ready":
+    elif entry.state == "ready":
+        whole, rest = entry.units >= entry.tokens, f"{entry.units:,} of {entry.tokens:,} tokens"
+        summary = f"kept whole: {rest} fit in the budget" if whole else f"kept {rest} in every KV head"
+    if look and entry.state == "ready":
         with suppress(OSError, SafetensorError):  # it was deleted meanwhile
             share = shares_in(entry.path, entry.tokens)
     return {
@@ -75,6 +80,7 @@ def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
         "bytes": entry.size,
         "made": entry.notes,
         "progress": done,
+        "summary": summary,
         "kept": share,
     }
 

@@ -277,7 +277,7 @@ async function select(name, focus = false) {
 
 function showFacts(context) {
   const rows = { "Read from": context.source, "Tokens read": context.tokens && number(context.tokens),
-    "Units kept": context.units && `${number(context.units)} per layer and KV head`,
+    "Of the text": context.summary || (context.units && `${number(context.units)} units per layer and KV head so far`),
     "File": context.bytes && bytes(context.bytes),
     "What is wrong": context.message };
   $("facts").replaceChildren(...Object.entries(rows).filter(([, value]) => value).flatMap(([name, value]) =>
