@@ -160,7 +160,8 @@ class Conversation:
         memory, kept = chat.memory(), told(chat.cache.scorer, chat.cache.policy)
         print(
             f"{chat.cache.seen:,} tokens read, {memory.units:,} units per KV head held ({kept}); "
-            f"{memory.actual:,} bytes now, {memory.peak:,} at most, {memory.planned:,} planned{second_tier(memory)}",
+            f"{chat.kept_bytes:,} bytes kept; cache and workspace {memory.actual:,} bytes now, "
+            f"{memory.peak:,} at most, {memory.planned:,} planned{second_tier(memory)}",
             flush=True,
         )
 

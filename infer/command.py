@@ -323,8 +323,8 @@ def _summary(result: Measured) -> str:
     return (
         f"read {result.prompt_tokens:,} tokens at {result.prefill_tokens_per_second:,.0f}/s, kept "
         f"{result.kept_units:,} units per KV head ({share:.0%}); wrote {result.new_tokens:,} tokens at "
-        f"{result.decode_tokens_per_second:,.0f}/s; cache {result.peak_cache_bytes / 2**20:,.1f} MiB at most{second} "
-        f"(everything: {result.full_cache_bytes / 2**20:,.1f} MiB)"
+        f"{result.decode_tokens_per_second:,.0f}/s; cache and workspace {result.peak_cache_bytes / 2**20:,.1f} MiB at "
+        f"most{second} (everything: {result.full_cache_bytes / 2**20:,.1f} MiB)"
         f"{'' if result.finished else '; cut off at --max-new-tokens'}\n"
     )
 

@@ -214,8 +214,8 @@ def _named_backbone(paths: Sequence[str], names: Sequence[Any]) -> str:
 def _write(context: Context, output: Any, plan: Ready | None = None) -> None:
     context.save(output.output)
     if output.json:
-        read = {"context": output.output, "tokens": context.cache.seen, **context.memory().to_dict()}
-        print_json({**read, **({} if plan is None else plan.record())})
+        read = {"context": output.output, "tokens": context.cache.seen, "bytes": context.kept_bytes}
+        print_json({**read, **context.memory().to_dict(), **({} if plan is None else plan.record())})
     elif not output.quiet:
         sys.stderr.write(f"wrote {output.output}: {context!r}\n")
 

@@ -90,7 +90,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         shares[name] = kept_page.share_of_heads(retention_of(context.cache))
         sys.stderr.write(
             f"{name}: {float(shares[name].sum()):,.0f} of {context.cache.seen:,} units per KV head, "
-            f"{context.memory().actual / 2**20:.1f} MiB, read in {seconds:.0f} s, "
+            f"{context.kept_bytes / 2**20:.1f} MiB kept, read in {seconds:.0f} s, "
             f"{right(said[name])} of {len(QUESTIONS)} answers right\n"
         )
     for question in QUESTIONS:

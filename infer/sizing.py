@@ -214,7 +214,7 @@ def plan_lines(run: PlannedRun, policy: RetentionPolicy) -> str:
         share = parts if kept < 1 else "all units stay, for the budget is not less"
         cache, full = (f"{size / 2**20:,.1f} MiB" for size in (run.cache_bytes(policy), run.full_bytes))
         about = "" if run.known(policy) else "about "  # the workspace is as large as the largest layer
-        lines.append(f"{run.prompt_tokens:,} tokens: {share}; a cache of {about}{cache} (everything: {full})\n")
+        lines.append(f"{run.prompt_tokens:,} tokens: {share}; {about}{cache} with workspace (everything: {full})\n")
     return "".join(lines)
 
 

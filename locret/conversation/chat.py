@@ -29,6 +29,7 @@ from locret.backbone.adapters import input_device, unwrap
 from locret.base.fields import Refusal, check_sampling, shown
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
+from locret.cache.layer import HOST
 from locret.cache.memory import CacheMemory
 from locret.chunked_prefill import read_turn
 from locret.conversation.document import Decoder, decode, is_text
@@ -187,6 +188,12 @@ class Reading:
         """What is protected, and where the turns are."""
         return self.talk.protection
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are kept, of which a file is made: without second tier, workspace, and room for what comes."""
+        kept = (holder.state() for _, prefix, holder in self.cache.holders() if not prefix.endswith(HOST))
+        return sum(tensor.nbytes for state in kept for tensor in state.values())
+
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of the cache."""
         return self.cache.memory()
@@ -221,7 +228,7 @@ class Reading:
         memory, said = self.memory(), len(self.talk.transcript.turns)
         return (
             f"{type(self).__name__}({self.name!r}: {f'{said} turns, ' if isinstance(self, Chat) else ''}"
-            f"{self.cache.seen:,} tokens read, {memory.units:,} units per KV head, {memory.actual:,} bytes"
+            f"{self.cache.seen:,} tokens read, {memory.units:,} units per KV head, {self.kept_bytes:,} bytes kept"
             f"{second_tier(memory)}, {told(self.cache.scorer, self.cache.policy)})"
         )
 

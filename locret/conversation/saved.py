@@ -130,7 +130,7 @@ class SavedContext:
         found = {
             "name": self.name,
             "read": f"{self.tokens:,} tokens, template {facts['template'] or 'none'}, {system}",
-            "held": f"{_span(facts['units'])} units per KV head, {facts['bytes']:,} bytes, {self.dtype}",
+            "held": f"{_span(facts['units'])} units per KV head, {facts['bytes']:,} bytes kept, {self.dtype}",
             "second tier": f"{_span(facts['host_units'])} units per KV head, {facts['host_bytes']:,} bytes"
             if any(facts["host_units"])
             else "",
