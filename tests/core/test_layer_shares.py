@@ -69,10 +69,9 @@ def test_heads_keep_their_own_best_units_by_shares(
 ) -> None:
     """The oracle chooses, in one go at the end of the text, what each head rates best; of a small share, eight so."""
     shares = (0.2, 1.8, 3.6, 0.4)
-    numbers = {**NUMBERS, "stabilizers": 0, "head_budgets": "shares", "head_shares": shares}
-    numbers |= {"budget": budget, "chunk_size": chunk_size}
+    numbers = {**NUMBERS, "budget": budget, "chunk_size": chunk_size, "stabilizers": 0, "head_shares": shares}
     labels = torch.randint(40, (2, 2, length - 4), generator=torch.Generator().manual_seed(3)) / 40
-    cache = RetentionCache(model, OracleScorer(labels=labels), RetentionPolicy(**numbers))
+    cache = RetentionCache(model, OracleScorer(labels=labels), RetentionPolicy(**numbers, head_budgets="shares"))
     ids = ids_of(length)
     prefill(model, ids if length > 30 else iter(ids.tolist()), cache)
     assert cache.memory().actual == cache.memory().planned
@@ -82,8 +81,7 @@ def test_heads_keep_their_own_best_units_by_shares(
         kept = cache.kept_positions(layer)[0]
         for head, quota in enumerate(quotas):
             positions = kept[head][kept[head] >= 0]
-            own_labels = labels[layer, head].tolist()
-            order = sorted(range(length - 4), key=lambda position: (own_labels[position], position), reverse=True)
+            order = [at for _, at in sorted(zip(labels[layer, head].tolist(), range(length - 4), strict=True))][::-1]
             if own[head] < sum(shares) / len(shares) / 2:
                 order = order[:8] + sorted(order[8:], key=lambda position: -(position * 2654435769 % 2**32))
             assert positions.tolist() == [*sorted(order[:quota]), *range(length - 4, length)]
