@@ -213,8 +213,7 @@ def test_what_hooks_of_others_return_is_what_is_recorded(hooked: str, same: str)
         )
     )
     other.get_submodule(same).weight.data *= 2
-    found, expected = (results(RetentionCache(one, "sirllm", SMALL), 1) for one in (model, other))
-    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, *(results(RetentionCache(one, "sirllm", SMALL), 1) for one in (model, other))))
 
 
 # -- interrupted ------------------------------------------------------------------------------------------------------
