@@ -225,10 +225,7 @@ def answer_each(
     json: bool,
     full: Context | None = None,
 ) -> list[dict[str, Any]]:
-    """Answer each question from a copy of what has been read, and print the answers unless JSON is wanted.
-
-    `full` has read the same and kept everything: each question is answered from a copy of it too.
-    """
+    """Answer each question from a copy of what has been read, and of `full`; print the answers without `json`."""
     import torch
 
     records = list[dict[str, Any]]()

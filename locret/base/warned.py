@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from traceback import walk_stack
 
 
 def warn_user(message: str) -> None:
     """Warn, and name as the place the line outside of this toolkit that led here."""
-    frame, level, outside = inspect.currentframe(), 0, 0
-    while frame is not None:
-        level += 1
-        if frame.f_globals.get("__name__", "").partition(".")[0] == "locret":
-            outside = level + 1
-        frame = frame.f_back
-    warnings.warn(message, stacklevel=outside)
+    rooms = [frame.f_globals.get("__name__", "").partition(".")[0] for frame, _ in walk_stack(inspect.currentframe())]
+    warnings.warn(message, stacklevel=len(rooms) - rooms[::-1].index("locret") + 1)
