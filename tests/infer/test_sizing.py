@@ -81,9 +81,8 @@ def test_dry_run_shows_the_steps_what_nobody_gave_and_what_everything_would_take
     assert (plan["prompt_tokens"], plan["full_cache_bytes"]) == (tokens, record["full_cache_bytes"])
     follows, share = followed.err.splitlines()
     assert follows == "not given, so from a budget of 20: stabilizers 5"
-    assert share.startswith(
-        f"{tokens:,} tokens: {28 / tokens:.0%} of their units stay, a budget of 20 and the 8 last tokens; a "
-    )
+    parts = f"{tokens:,} tokens: {28 / tokens:.0%} of their units stay, a budget of 20 and the 8 last tokens; "
+    assert share.startswith(parts)
     wide = call("--budget", tokens, "--dry-run").err.splitlines()[-1]
     assert "all units stay, for the budget is not less" in wide
     everything = ask("--budget", tokens)
