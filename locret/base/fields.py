@@ -41,7 +41,9 @@ def as_arguments() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         text = re.sub(r"--([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), str(error))
-        raise type(error)(text) from error
+        if text == str(error):
+            raise
+        raise (OSError if isinstance(error, OSError) else ValueError)(text) from error
 
 
 def check_fields(instance: Any) -> None:
