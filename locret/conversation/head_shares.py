@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from locret import shipped
 from locret.backbone.adapters import describe, input_device, ranks_of, unwrap
+from locret.backbone.computation import computation
 from locret.base.warned import warn_user
 from locret.conversation.document import encode, leading_special_ids
 from locret.conversation.turns import Transcript
@@ -34,13 +35,14 @@ TOKENS, _TEXT = 1024, "recipes/infer/sqlite_limits.txt"
 _ROOM = 128
 KEPT, FLOOR = 0.125, 0.2
 """The share of all units that is counted; the share of the mean that every head gets."""
-_MEASURED: WeakKeyDictionary[nn.Module, tuple[float, ...]] = WeakKeyDictionary()
+_MEASURED: WeakKeyDictionary[nn.Module, dict[str, tuple[float, ...]]] = WeakKeyDictionary()
+"""By what else they depend on: the template, and what changes what the same weights compute, such as adapters."""
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
 def head_shares(model: nn.Module, tokenizer: Any, template: str | None = None) -> tuple[float, ...]:
-    """Measure the share of each KV head in a budget; reads 1,024 tokens twice, and once for each model.
+    """Measure the share of each KV head in a budget; reads 1,024 tokens twice, once for each model and template.
 
     Args:
         model: The backbone.
@@ -55,19 +57,19 @@ def head_shares(model: nn.Module, tokenizer: Any, template: str | None = None) -
         ValueError: If the backbone holds too few tokens, is one of several processes' parts, or the tokenizer cannot
             write English text.
     """
-    model = unwrap(model)
-    if model not in _MEASURED:
+    model, template = unwrap(model), template or ("chat" if tokenizer.chat_template else "none")
+    measured, key = _MEASURED.setdefault(model, {}), f"{template}: {computation(model)}"
+    if key not in measured:
         if not measurable(model, tokenizer):
             raise ValueError(
                 'head_budgets="shares" needs a share of each KV head, which cannot be measured here (the backbone is '
                 "in parts, holds too few tokens, or its tokenizer cannot write English text); give head_shares, or "
                 "heads that recommend some"
             )
-        template = template or ("chat" if tokenizer.chat_template else "none")
         counts = counted(_labels(model, tokenizer, template, str(_passage(tokenizer))))
         rows = zip(counts, describe(model).full_shapes, strict=True)
-        _MEASURED[model] = tuple(round(float(count), 4) for row, own in rows for count in row[: own.num_kv_heads])
-    return _MEASURED[model]
+        measured[key] = tuple(round(float(count), 4) for row, own in rows for count in row[: own.num_kv_heads])
+    return measured[key]
 
 
 def measurable(model: nn.Module, tokenizer: Any) -> bool:
