@@ -40,7 +40,7 @@ from locret.policy.selectors import (
 
 _HOW_IT_IS_READ = {
     *("budget", "chunk_size", "stabilizers", "local_len", "memory", "decremental", "min_chunk", "prefill_attention"),
-    *("when", "merge"),
+    *("when", "merge", "head_shares", "layer_shares"),
 }
 """Fields of a policy in which texts of one cache may differ: what they decide is over when a text has been read."""
 
