@@ -141,7 +141,7 @@ class Watch:
         least = _LEAST * left_J.max()
         while len(found) < PASSAGES and left_J.max() > 0 and left_J.max() >= least:
             best = int(left_J.argmax())
-            first = max(0, best - _SEGMENTS // 2)
+            first = best - _SEGMENTS // 2  # may lie before the text, whose first passage is narrower
             end = min((first + _SEGMENTS) * self.width, self.tokens)
             start = max(first * self.width, min(self.first, end - 1))
             found.append(Passage(start=start, end=end, attention=float(most_J[best])))
