@@ -114,7 +114,7 @@ class LongContextModel:
         if scorer == chosen.FULL:
             scorer, numbers = chosen.keeping_all()
             policy, budget = replace(policy_of(policy) or RetentionPolicy(), **numbers), None
-        policy = _with_budget(policy_of(policy, budget), budget, scorer)
+        policy = _recommended(policy_of(policy, budget), budget, scorer)
         self.template = template or ("chat" if tokenizer.chat_template else "none")
         if policy is not None:
             policy = sharing(policy, scorer, model, tokenizer, self.template)
@@ -187,7 +187,7 @@ class LongContextModel:
                 policy = policy.changed(**changes)
             if isinstance(found, RetainingHeads):
                 chosen.check_matches(named, found, config)
-                policy = _with_budget(policy, budget, found)
+                policy = _recommended(policy, budget, found)
             tokenizer = loading.load_tokenizer(source)
             whole = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
             if usual and policy is not None:
@@ -525,8 +525,10 @@ def _source(model: str, given: dict[str, Any]) -> _Backbone:
     return _Backbone(model=model, **given)
 
 
-def _with_budget(policy: RetentionPolicy | None, budget: int | None, scorer: Any) -> RetentionPolicy | None:
-    """Return what heads recommend, at another budget, where a budget alone was given."""
-    if budget is None or not isinstance(scorer, RetainingHeads) or not scorer.config.policy:
+def _recommended(policy: RetentionPolicy | None, budget: int | None, scorer: Any) -> RetentionPolicy | None:
+    """Return what heads recommend, at another budget if one was given, where no policy was."""
+    given = policy is not None and budget is None
+    if given or not isinstance(scorer, RetainingHeads) or not scorer.config.policy:
         return policy
-    return resolve({"budget": budget}, RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy").to_dict())
+    found = RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy")
+    return found if budget is None else resolve({"budget": budget}, found.to_dict())
