@@ -142,6 +142,7 @@ def ready(
     device = loading.device_of_source(model)
     named = replace(named, heads=chosen_heads(named.heads, model.model))
     usual = (model.shard, model.store, policy.kv_memory) == (None, None, None) and not protect
+    usual &= "head_budgets" not in chosen or policy.head_budgets == "shares"
     scorer, recommended = load_scorer(named, sharing=usual)
     if named.label == FULL:
         for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
@@ -161,7 +162,7 @@ def ready(
     )
     final = draft.final(run)
     sizing.check_fits(run, final)
-    asked = "head_budgets" in chosen or recommended != MEASURED or named.spec is not None
+    asked = bool({"head_budgets", "spacing"} & {*chosen}) or recommended != MEASURED or named.spec is not None
     return Ready(model, named, scorer, final, config, device, dtype, run, asked)
 
 
