@@ -41,6 +41,7 @@ def test_a_prompt_fills_its_length_and_its_true_answer_scores_1(name: str) -> No
         assert 3000 - 170 < len(prompt.ids) + task.max_new_tokens <= 3000
         assert (task.score(one.reply, one), task.score("", one), one.id) == (1, 0, str(index))
         assert all(target in one.content for target in one.targets)
+        assert one.content.endswith("\n" * name.startswith("ruler/") + one.question), "so a document can be read alone"
 
 
 SIZES = {name: (1500, 3000) if MADE[name].needs_length else (None, 1500, 3000) for name in ANYWHERE}

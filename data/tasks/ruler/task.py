@@ -79,8 +79,9 @@ class RulerTask(RowMaker):
         """Return the sample of a row. `index` of the row is no row number: RULER writes a character offset there."""
         content, lead, outputs = row.text("input"), row.text("answer_prefix"), row.texts("outputs")
         said = outputs if self.every else outputs[:1]
-        more = {"depths": tuple(row.fields.get("depths", ())), "lead": lead, "span": (0, 0)}
-        return [self.sample_of(row, content, "", "", outputs, reply=", ".join(said), **more)]
+        document, line, question = content.rpartition("\n")  # in all thirteen the last line asks
+        more = {"depths": tuple(row.fields.get("depths", ())), "lead": lead, "question": question}
+        return [self.sample_of(row, "", document + line, question, outputs, reply=", ".join(said), **more)]
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the share of references in the answer, or whether any is there, in any case."""
