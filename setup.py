@@ -9,7 +9,10 @@ from setuptools import find_packages, setup
 from setuptools.command.build_py import build_py
 
 CODE = ("train", "infer", "data")
-FILES = {"recipes": ["*/*.yaml", "*/*.txt"], "checkpoints": ["tiny/*", "tiny-heads/*", "smollm2-heads/*"]}
+FILES = {
+    "recipes": ["*/*.yaml", "*/*.txt"],
+    "checkpoints": ["tiny/*", "tiny-heads/*", "smollm2-heads/*", "qwen2.5-coder-0.5b-heads/*"],
+}
 
 
 class BuildPy(build_py):

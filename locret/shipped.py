@@ -17,9 +17,12 @@ from locret.base.nearest import check_retired
 _INSIDE = Path(__file__).parent
 _ROOT = _INSIDE if (_INSIDE / "train").is_dir() else _INSIDE.parent
 _BACKBONE, _HEADS = PurePath("checkpoints/tiny"), PurePath("checkpoints/tiny-heads")
-_PACKAGED = {"smollm2": PurePath("checkpoints/smollm2-heads")}
-"""Heads of backbones that packages bring, by the short names of those."""
-_EMBEDDED = (_BACKBONE, _HEADS, *_PACKAGED.values())
+_REAL = {
+    "smollm2": PurePath("checkpoints/smollm2-heads"),
+    "Qwen/Qwen2.5-Coder-0.5B-Instruct": PurePath("checkpoints/qwen2.5-coder-0.5b-heads"),
+}
+"""Heads of real backbones, by the short names of those that packages bring, or by Hub ids."""
+_EMBEDDED = (_BACKBONE, _HEADS, *_REAL.values())
 
 
 def find(name: str) -> str:
@@ -56,7 +59,7 @@ def recipes() -> list[str]:
 
 def embedded_heads(backbone: str) -> str | None:
     """Return where shipped heads of a backbone are, by its name or path; None for one that has none."""
-    for name, heads in _PACKAGED.items():
+    for name, heads in _REAL.items():
         if backbone in (name, backbone_names.hub_id(name)) and not os.path.exists(backbone):
             return find(str(heads))
     at = os.path.realpath(find(backbone))

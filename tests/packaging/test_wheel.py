@@ -30,7 +30,7 @@ def test_the_wheel_holds_one_package_with_recipes_and_the_embedded_backbones(whe
     # What is to be pushed to the Hub is copied from the repository.
     recipes = {path for path in (clone / "recipes").rglob("*.*") if "custom_generate" not in path.parts}
     pages = {path for kind in ("html", "css", "js") for path in (clone / "infer" / "serve").rglob(f"*.{kind}")}
-    weights = {path for folder in ("tiny*", "smollm2-heads") for path in (clone / "checkpoints").glob(f"{folder}/*")}
+    weights = {path for folder in ("tiny*", "[qs]*-heads") for path in (clone / "checkpoints").glob(f"{folder}/*")}
     texts = {path for path in (clone / "data" / "real").rglob("*.*") if path.suffix != ".py"}
     shipped = {*recipes, *weights, *tables, *pages, *texts, clone / "infer" / "speed" / "shapes.json"}
     assert {name for name in inside if not name.endswith(".py")} == {
