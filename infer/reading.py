@@ -147,7 +147,7 @@ def ready(
     if named.label == FULL:
         for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
             raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
-    draft = sizing.drafted(policy, chosen, recommended)
+    draft = sizing.drafted(policy, chosen, recommended, named.changes)
     config, dtype = _config(model, named, scorer, device)
     counted = foresee or draft.counts or draft.policy.budget == EVERY_UNIT
     run = sizing.PlannedRun(

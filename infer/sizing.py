@@ -165,14 +165,16 @@ class Draft:
         return budget
 
 
-def drafted(flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any]) -> Draft:
-    """Return the policy as far as it is known before the prompt is; `recommended` are numbers of the heads."""
+def drafted(
+    flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], named: Collection[str] = ()
+) -> Draft:
+    """Return the policy as far as it is known before the prompt is; `recommended` and `named` as for `resolve`."""
     given = [name for name in ("budget", "kv_memory", "keep") if name in chosen]
     if len(given) > 1:
         raise Refusal(given[0], getattr(flags, given[0]), f"and {given[1]} exclude each other; drop one of them")
     _memory(flags)
     open_ = _share(flags, 1) is not None or flags.kv_memory is not None
-    policy = resolve_options(flags, chosen, recommended, _ANY if open_ else None)
+    policy = resolve_options(flags, chosen, recommended, _ANY if open_ else None, named=named)
     if flags.kv_memory is not None and policy.when == "prompt_end":
         rule = "bounds the cache, which grows with the prompt where eviction waits for its end; give keep"
         raise Refusal("kv_memory", flags.kv_memory, rule)

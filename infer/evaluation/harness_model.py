@@ -67,7 +67,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         self.scorer, recommended = load_scorer(scorer)
         check_matches(scorer, self.scorer, config)
         own = {k: v for k, v in settings.items() if k in _POLICY_KEYS}
-        self.policy = resolve(own, recommended)
+        self.policy = resolve(own, recommended, named=scorer.changes)
         check_used(own, [self.policy])
         check_no_turns(own)
         dtype = loading.resolve_dtype(model.dtype, config, self._device)

@@ -105,15 +105,15 @@ def _load(
     device = loading.device_of_source(model)
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
     rates, recommended = load_scorer(scorer)
-    named = scorer.spec.changes if scorer.spec else {}
-    if recommended.get("head_budgets") == "shares" and "head_budgets" not in {*chosen, *named}:
+    if recommended.get("head_budgets") == "shares" and "head_budgets" not in {*chosen, *scorer.changes}:
         warn_user(
             "the heads recommend head_budgets=shares, with which a context is no prefix that requests can share; texts "
             "are read with equal KV heads, and with the default budget, because these need more units"
         )
         recommended = {name: recommended[name] for name in recommended.keys() & {"positions"}}
     config = loading.load_config(model)
-    final = resolve_options(policy, chosen, recommended, positions=describe(config).max_positions)
+    positions = describe(config).max_positions
+    final = resolve_options(policy, chosen, recommended, positions=positions, named=scorer.changes)
     check_matches(scorer, rates, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
     tokenizer, weights = loading.load_tokenizer(model), plan_weights(model, config, device, dtype)

@@ -98,7 +98,7 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     config = loading.load_config(source)
     check_matches(named, scorer, config)
     tokens = options.tokens or suite.text_tokens(config, QUICK_TOKENS if options.quick else TOKENS)
-    policy = resolve_options(flags, chosen, recommended)
+    policy = resolve_options(flags, chosen, recommended, named=named.changes)
     given = {name: getattr(policy, name) for name in chosen & set(RetentionPolicy.__dataclass_fields__)}
     policy = subject.fitted(policy, tokens, given)
     suite.check_text(policy, tokens)

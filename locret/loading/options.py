@@ -219,6 +219,11 @@ class ScorerOptions:
         return None if self.scorer is None else method_spec.parse(self.scorer, "--scorer")
 
     @property
+    def changes(self) -> dict[str, Any]:
+        """What the modifiers of `method` or `scorer` change in the policy."""
+        return {} if self.spec is None else self.spec.changes
+
+    @property
     def label(self) -> str | None:
         """The heads, or the scorer with its options in the spelling of records; None if neither is given."""
         spec = self.spec

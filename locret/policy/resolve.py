@@ -27,7 +27,10 @@ class PolicyFlags(RetentionPolicy):
 
 
 def resolve(
-    own: Mapping[str, Any], recommended: Mapping[str, Any], wanted: Wanted = MappingProxyType({})
+    own: Mapping[str, Any],
+    recommended: Mapping[str, Any],
+    wanted: Wanted = MappingProxyType({}),
+    named: Collection[str] = (),
 ) -> RetentionPolicy:
     """Return the policy: what the user chose, else what is recommended, else the defaults.
 
@@ -40,11 +43,12 @@ def resolve(
             (but a decode_budget of None is a choice: no bound).
         recommended: Numbers of the heads or a preset; may be empty.
         wanted: Numbers that follow from the budget otherwise than by what is recommended.
+        named: Which of the recommended numbers the user chose by modifiers of a method, and which so yield to nothing.
     """
     try:
         return _resolved(own, recommended, wanted)
     except ValueError:
-        if recommended.get("head_budgets") != "shares" or own.get("head_budgets") is not None:
+        if recommended.get("head_budgets") != "shares" or own.get("head_budgets") or "head_budgets" in named:
             raise
     policy = _resolved(own, {name: value for name, value in recommended.items() if name not in _SHARES}, wanted)
     warn_user(
@@ -95,6 +99,7 @@ def resolve_options(
     recommended: Mapping[str, Any],
     budget: int | None = None,
     positions: int | None = None,
+    named: Collection[str] = (),
 ) -> RetentionPolicy:
     """Return the policy of a command's options; of a budget in bytes or shares, or for a backbone's `positions`."""
     own = {field.name: getattr(options, field.name) for field in fields(RetentionPolicy) if field.name in chosen}
@@ -102,6 +107,6 @@ def resolve_options(
         own["budget"] = budget
     elif positions is not None and "budget" not in {*own, *recommended}:
         own["budget"] = usual_budget(positions)
-    policy = resolve(own, recommended)
+    policy = resolve(own, recommended, named=named)
     check_used(own, [policy])
     return policy

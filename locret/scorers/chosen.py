@@ -65,7 +65,7 @@ def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[Retai
     except ValueError as error:
         raise ValueError(f"--heads {options.heads}: {error}") from error
     recommended = heads.config.policy or (MEASURED if sharing else {})
-    return heads, {**recommended, **(spec.changes if spec else {})}
+    return heads, {**recommended, **options.changes}
 
 
 def keeping_all() -> tuple[Scorer, dict[str, Any]]:
