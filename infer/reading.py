@@ -29,6 +29,7 @@ from locret.infer import sizing
 from locret.infer.fetch import fetched, is_address
 from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, PolicyOptions, TextOptions
 from locret.loading.options import ScorerOptions
+from locret.policy.resolve import EQUAL, SHARES
 from locret.scorers import Scorer
 from locret.scorers.chosen import (
     EVERY_UNIT,
@@ -141,12 +142,16 @@ def ready(
         find_store(model.store)
     device = loading.device_of_source(model)
     named = replace(named, heads=chosen_heads(named.heads, model.model))
-    usual = (model.shard, model.store, policy.kv_memory) == (None, None, None) and not protect
+    usual = (model.shard, model.store, policy.kv_memory) == (None, None, None)
     usual &= "head_budgets" not in chosen or policy.head_budgets == "shares"
     scorer, recommended = load_scorer(named, sharing=usual)
     if named.label == FULL:
         for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
             raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
+    shares = recommended.get("head_budgets") == "shares" and "head_budgets" not in {*chosen, *named.changes}
+    if shares and (protect or model.shard == "tp"):
+        recommended = {name: value for name, value in recommended.items() if name not in SHARES}
+        warn_user(EQUAL)
     draft = sizing.drafted(policy, chosen, recommended, named.changes)
     config, dtype = _config(model, named, scorer, device)
     counted = foresee or draft.counts or draft.policy.budget == EVERY_UNIT

@@ -112,8 +112,7 @@ def _load(
         )
         recommended = {name: recommended[name] for name in recommended.keys() & {"positions"}}
     config = loading.load_config(model)
-    positions = describe(config).max_positions
-    final = resolve_options(policy, chosen, recommended, positions=positions, named=scorer.changes)
+    final = resolve_options(policy, chosen, recommended, None, describe(config).max_positions, scorer.changes)
     check_matches(scorer, rates, config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
     tokenizer, weights = loading.load_tokenizer(model), plan_weights(model, config, device, dtype)

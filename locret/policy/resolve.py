@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 from locret.base.warned import warn_user
 from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy, Wanted, usual_budget
 
-_SHARES = ("head_budgets", "head_shares", "layer_shares", "spacing")
+SHARES = ("head_budgets", "head_shares", "layer_shares", "spacing")
 """What is recommended of the sizes of KV heads."""
+EQUAL = "all KV heads get as many units: shares, which hold more of a text, do not go with what else was chosen"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +51,8 @@ def resolve(
     except ValueError:
         if recommended.get("head_budgets") != "shares" or own.get("head_budgets") or "head_budgets" in named:
             raise
-    policy = _resolved(own, {name: value for name, value in recommended.items() if name not in _SHARES}, wanted)
-    warn_user(
-        "all KV heads get as many units: the recommended shares of them, which hold more of a text, do not go with the "
-        "other numbers that were chosen"
-    )
+    policy = _resolved(own, {name: value for name, value in recommended.items() if name not in SHARES}, wanted)
+    warn_user(EQUAL)
     return policy
 
 
