@@ -276,6 +276,7 @@ class RetentionPolicy:
             "min_chunk": (self.decremental, "decremental"),
             "decode_interval": (self.decode_budget is not None, "decode-budget"),
             "pyramid_beta": (self.layer_budgets == "pyramid", "layer-budgets pyramid"),
+            "head_shares": (self.head_budgets == "shares", "head-budgets shares"),
             "layer_shares": (self.head_shares is not None, "head-shares"),
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
             "spacing": (self.head_budgets == "shares" and self.positions == "compact", "head-budgets shares"),
