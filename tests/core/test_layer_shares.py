@@ -108,6 +108,8 @@ def test_shares_that_nobody_gives_are_measured(model: nn.Module) -> None:
     assert float(torch.corrcoef(torch.tensor(both))[0, 1]) > 0.99, "those of the heads are of twelve other texts"
     with pytest.raises(ValueError, match=r"cannot be measured here \(the backbone is in parts, holds too few tokens"):
         LongContextModel(model, lm.tokenizer, "streaming", policy)
+    usual = LongContextModel.from_pretrained("checkpoints/tiny", budget=64)
+    assert (usual.policy.head_budgets, usual.policy.budget, usual.scorer.name) == ("shares", 64, "expected_attention")
 
 
 def test_heads_that_are_looked_at_most_are_counted_with_a_floor_for_all() -> None:

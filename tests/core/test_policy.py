@@ -19,6 +19,7 @@ from locret.policy.growth import adaptive_sizes, memory_sizes, pyramid_budgets
 from locret.policy.policy import usual_budget
 from locret.policy.resolve import resolve
 from locret.policy.schedule import decode_budgets, plan
+from locret.scorers.chosen import MEASURED
 
 SMALLEST = {
     **dict.fromkeys(("budget", "chunk_size", "local_len", "decode_interval", "pyramid_beta", "min_chunk"), 1),
@@ -149,6 +150,9 @@ SMALL = {"budget": 256, "chunk_size": 1024, "stabilizers": 100, "local_len": 32}
         ({"budget": 16, "chunk_size": None}, SMALL, {"chunk_size": 512, "stabilizers": 4, "local_len": 16}),
         ({"decode_budget": None}, {"decode_budget": 1000}, {"decode_budget": None}),
         ({"head_budgets": "uniform"}, {"head_budgets": "adaptive", "host_budget": 9000, "recall": 8}, {"recall": 8}),
+        ({"budget": 1000}, MEASURED, MEASURED),
+        ({"host_budget": "all", "recall": 8}, MEASURED, {"head_budgets": "uniform", "spacing": 1, "recall": 8}),
+        ({"key_bits": 4}, {**MEASURED, "head_shares": [0.5, 1.5]}, {"head_budgets": "uniform", "head_shares": None}),
     ],
 )
 def test_what_nobody_chose_is_recommended_or_follows_a_smaller_budget(

@@ -10,7 +10,8 @@ from locret import shipped
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ["recipes/infer/tiny.yaml", "recipes/infer/pass_key.txt"]
-SHIPPED = [*RECIPES, "checkpoints/tiny", "checkpoints/tiny-heads"]
+SHIPPED = [*RECIPES, *(f"checkpoints/{name}" for name in ("tiny", "tiny-heads", "qwen2.5-coder-0.5b-heads"))]
+OTHERS = ["checkpoints/tiny-hea", "checkpoints/README.md", "recipes/../setup.cfg", "setup.cfg", ""]
 
 
 @pytest.fixture(autouse=True)
@@ -19,17 +20,9 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", SHIPPED)
-def test_what_is_shipped_is_found_from_elsewhere(name: str) -> None:
-    assert Path(shipped.find(name)) == ROOT / name
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["checkpoints/tiny-hea", "checkpoints/README.md", "recipes/../setup.cfg", "setup.cfg", ""],
-)
-def test_other_names_are_left_alone(name: str) -> None:
-    assert shipped.find(name) == name
+@pytest.mark.parametrize("name", [*SHIPPED, *OTHERS])
+def test_what_is_shipped_is_found_from_elsewhere_and_other_names_are_left_alone(name: str) -> None:
+    assert shipped.find(name) == (name if name in OTHERS else str(ROOT / name))
 
 
 def test_the_embedded_backbone_has_its_own_heads(elsewhere: Path) -> None:
