@@ -20,7 +20,7 @@ def names(wheel: Path) -> set[str]:
 
 def test_the_wheel_holds_one_package_with_recipes_and_the_embedded_backbones(wheel: Path, clone: Path) -> None:
     inside = names(wheel)
-    assert wheel.stat().st_size < 25e6
+    assert wheel.stat().st_size < 36e6  # two kinds of heads of real backbones, of 14 MB each
     assert {name.split("/")[0] for name in inside} == {"locret"}
     code = {f"locret/{file.relative_to(clone / 'locret')}" for file in (clone / "locret").rglob("*.py")}
     for folder in ("train", "infer", "data"):
