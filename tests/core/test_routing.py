@@ -1,20 +1,18 @@
-"""What a user of transformers tries first: `model.generate` and `pipeline` with a cache of ours, `custom_generate`."""
+"""What a user of transformers tries first: `model.generate` with a cache of ours."""
 
 from __future__ import annotations
 
 import copy
 import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from families import build, prompt
-from transformers import DynamicCache, dynamic_module_utils
+from transformers import DynamicCache
 
 from locret import RetentionCache, RetentionPolicy, generate
 
-ROOT = Path(__file__).parents[2]
 POLICY = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6)
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 8}
 IDS = prompt(90)
@@ -104,25 +102,9 @@ def test_what_would_not_work_is_refused_and_says_what_does(model: Any) -> None:
     cache = new_cache(model)
     with pytest.raises(ValueError, match=r"filled by locret\.prefill, locret\.generate and the generate method of its"):
         model(IDS, past_key_values=cache)
-    with pytest.raises(ValueError, match="assistant_early_exit has no effect here"):
-        model.generate(IDS, past_key_values=cache, assistant_early_exit=1, **GREEDY)
+    for name, value in {"assistant_early_exit": 1, "custom_generate": "org/name"}.items():
+        with pytest.raises(ValueError, match=f"{name} has no effect here"):
+            model.generate(IDS, past_key_values=cache, **{name: value}, **GREEDY)
     with pytest.raises(ValueError, match="inputs_embeds has no effect here"):
         model.generate(inputs_embeds=torch.ones(1, 5, 32), past_key_values=cache, **GREEDY)
     assert not cache.seen
-
-
-# -- custom_generate --------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    return {"custom_generate": str(ROOT / "recipes" / "custom_generate"), "trust_remote_code": True}
-
-
-def test_custom_generate_answers_in_the_budget_that_is_given(model: Any, recipe: dict[str, Any]) -> None:
-    policy = {"chunk_size": 10, "stabilizers": 5, "local_len": 6}
-    for inputs in ({"inputs": IDS}, {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}):
-        answer = model.generate(**inputs, **recipe, scorer="snapkv", budget=24, policy=policy, **GREEDY)
-        assert torch.equal(answer, generate(model, IDS, cache=new_cache(model), **GREEDY))
-    assert "generate" not in vars(model)

@@ -27,8 +27,7 @@ def test_the_wheel_holds_one_package_with_recipes_and_the_embedded_backbones(whe
         code |= {f"locret/{file.relative_to(clone)}" for file in (clone / folder).rglob("*.py")}
     assert {name for name in inside if name.endswith(".py")} == code
     tables = {path for kind in ("json", "yaml") for path in (clone / "data").rglob(f"*.{kind}")}
-    # What is to be pushed to the Hub is copied from the repository.
-    recipes = {path for path in (clone / "recipes").rglob("*.*") if "custom_generate" not in path.parts}
+    recipes = set((clone / "recipes").rglob("*.*"))
     pages = {path for kind in ("html", "css", "js") for path in (clone / "infer" / "serve").rglob(f"*.{kind}")}
     weights = {path for folder in ("tiny*", "[qs]*-heads") for path in (clone / "checkpoints").glob(f"{folder}/*")}
     texts = {path for path in (clone / "data" / "real").rglob("*.*") if path.suffix != ".py"}
