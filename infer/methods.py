@@ -24,13 +24,11 @@ from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy
 from locret.scorers import Scorer
 from locret.scorers.chosen import EVERY_UNIT, FULL, WITHOUT_EVICTION
 
-ORIGINAL = "streaming-original"
 INFLLM = "infllm"
 _FIELDS = frozenset(field.name for field in fields(RetentionPolicy))
 _ABOUT = {
     "random": "units drawn at random",
     "streaming": "first and most recent tokens (StreamingLLM)",
-    ORIGINAL: "the same, with the positions of the text",
 }
 """Methods that have the positions of the policy, as heads do."""
 
@@ -84,7 +82,7 @@ class Method:
 
 def names() -> list[str]:
     """Return the names that `find` knows: the best known first, then in alphabetical order."""
-    first = (FULL, LOCRET, "random", "streaming", ORIGINAL)
+    first = (FULL, LOCRET, "random", "streaming")
     own = [name for name in lookups.names() if name == INFLLM or lookups.get(name).as_method() is not None]
     return [*first, *own, *(name for name in scorers.names() if name not in (*first, "retaining_heads", "oracle"))]
 
@@ -223,13 +221,11 @@ def _infllm(by: str) -> Method:
 
 
 def _of_scorer(spec: MethodSpec) -> Method:
-    original = spec.name == ORIGINAL
-    scorer = scorers.make(replace(spec, name="streaming") if original else spec)
+    scorer = scorers.make(spec)
     about = _ABOUT.get(spec.name) or (type(scorer).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
     return Method(
         spec.name,
         about[:1].lower() + about[1:],
         scorer,
-        changes={"positions": "original"} if original else {},
         positions=None if spec.name in _ABOUT else scorer.positions,
     )

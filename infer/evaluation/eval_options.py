@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from locret.base import method_spec
-from locret.base.fields import check_threads
 from locret.conversation.protect import TEMPLATES
 from locret.data import tasks
 from locret.data.tasks import Task
@@ -209,15 +208,10 @@ class ReportOptions:
     """Print results.json on standard output instead of the table."""
     dry_run: bool = False
     """Print the resolved options, the number of runs and the planned cache bytes; load and write nothing."""
-    threads: int = 0
-    """CPU threads; 0 leaves them to PyTorch."""
     quiet: bool = False
     """No progress bar and no warnings."""
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ValueError(f"--threads {self.threads} is negative; give 1 or more, or 0 to leave it to PyTorch")
-        check_threads(self.threads)
         if self.resume and self.overwrite:
             raise ValueError("--resume and --overwrite exclude each other; drop one of them")
 

@@ -152,8 +152,6 @@ def prepare(
         evaluation = replace(evaluation, methods=ALL_METHODS.replace("locret,", ""))
     methods = evaluation.chosen_methods()
     _check_choices(evaluation, budgets, methods, chosen)
-    if report.threads:
-        torch.set_num_threads(report.threads)
     device = loading.device_of_source(model)
     # Something has to be chosen; without heads it is not used.
     scorer = ScorerOptions(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import ClassVar
 
 from locret.base import method_spec
-from locret.base.fields import MOST_THREADS
 from locret.loading.options import DTYPES, WeightOptions
 from locret.policy.resolve import PolicyFlags
 
@@ -43,8 +42,6 @@ class BenchOptions(WeightOptions, PolicyFlags):
     """Tokens generated after every prompt."""
     repeats: int = 10
     """Rounds in which everything is measured once."""
-    threads: int | None = None
-    """CPU threads; as many as PyTorch takes if not given."""
     device: str = "auto"
     """cpu, cuda, cuda:N; auto takes the first CUDA device, else the CPU (for the larger shapes: nothing)."""
     dtype: str = "auto"
@@ -54,9 +51,9 @@ class BenchOptions(WeightOptions, PolicyFlags):
     exclusive: ClassVar = (("shape", "model"),)
 
     def __post_init__(self) -> None:
-        for name, most in (("new_tokens", MOST_PASSES), ("repeats", 10**6), ("threads", MOST_THREADS)):
+        for name, most in (("new_tokens", MOST_PASSES), ("repeats", 10**6)):
             value = getattr(self, name)
-            if value is not None and not 1 <= value <= most:
+            if not 1 <= value <= most:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is out of range; give 1 to {most}")
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")

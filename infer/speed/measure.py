@@ -6,8 +6,7 @@ The machine's own rates, of a matrix product and of a copy, are measured in ever
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -98,7 +97,7 @@ def measure(plan: BenchPlan, *, quiet: bool = False) -> Measurements:
     assert device is not None
     cases = [(method, length) for length in plan.lengths for method in plan.methods]
     rounds = range(1 + plan.options.repeats)
-    with settings(plan), tqdm(total=len(rounds) * len(cases), desc="measuring", disable=quiet or None) as bar:
+    with tqdm(total=len(rounds) * len(cases), desc="measuring", disable=quiet or None) as bar:
         try:
             bench = Bench(plan)
         except torch.OutOfMemoryError as error:
@@ -143,14 +142,3 @@ def _timed(device: torch.device, call: Callable[[], object]) -> float:
     for _ in range(runs):
         call()
     return (now(device) - start) / runs
-
-
-@contextmanager
-def settings(plan: BenchPlan) -> Iterator[None]:
-    """Take the plan's threads, for as long as it is measured."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(plan.options.threads or threads)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)

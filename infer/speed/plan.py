@@ -104,7 +104,7 @@ class BenchPlan:
             "model": self.options.model,
             **(self.source.given() if self.source else {}),
             **{name: getattr(self.options, name) for name in same},
-            "threads": self.options.threads or torch.get_num_threads(),
+            "threads": torch.get_num_threads(),
             "hidden_dim": self.hidden_dim,
             "methods": [method.name for method in self.methods],
             "lengths": list(self.lengths),

@@ -139,16 +139,6 @@ def check_sampling(setting: str, value: float, least: float = 1e-3) -> None:
         raise ValueError(f"{setting} {value} makes no usable probabilities; give {least:g} to {1 / least:g}")
 
 
-MOST_THREADS = 4096
-"""CPU threads that may be asked for: OpenMP takes the process down where it cannot make as many."""
-
-
-def check_threads(threads: int) -> None:
-    """Check a number of CPU threads against what no machine has cores for."""
-    if threads > MOST_THREADS:
-        raise ValueError(f"--threads {shown(threads)} is too large; give at most {MOST_THREADS}")
-
-
 def read(value: Any, kind: Any, *, text: bool = False) -> Any:
     """Return a value as its type.
 

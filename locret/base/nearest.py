@@ -69,6 +69,7 @@ _RETIRED = (
 )
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
 _BY_ITSELF = {
+    "option threads": "OMP_NUM_THREADS=N before the command says how many threads there are",
     "option memory_cap": "the peak of each row says what a GPU had allocated; leave it out",
     "option compile": "on CUDA the step of one token is captured and replayed by itself where it can be; leave it out",
     "option scorer_options": "a scorer's options stand behind its name, as in --scorer snapkv:kernel=7",
@@ -84,6 +85,7 @@ _BY_ITSELF = {
     "option reread": "--compare-full answers once more with every unit kept",
     "babilong option length": "--lengths chooses it, and --suite babilong-0k asks the facts alone",
     **dict.fromkeys(("option picture", "option kept"), "locret-context show FILE says and draws what a context kept"),
+    "method streaming-original": "streaming+original has the positions of the text",
     "method oracle_agnostic": "--suite real measures it; oracle knows the answer to one question",
     "option figures": "results.json and samples.jsonl hold the numbers of every picture; leave it out",
     "option create_pr": "hf upload org/name FOLDER . --create-pr opens a pull request",

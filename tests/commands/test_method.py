@@ -101,7 +101,7 @@ def test_what_cannot_rate_units_is_refused(line: str, sentence: str) -> None:
 @pytest.mark.parametrize(
     ("method", "sentence"),
     [
-        ("streaming-original+compact", "streaming-original sets positions itself; drop +compact"),
+        ("streaming-original", "was retired: streaming+original has the positions of the text"),
         ("retaining_heads:heads=x", "is called locret here; write locret, and give --heads"),
         ("quest+original", 'method "quest+original": quest sets positions itself; drop +original'),
         ("quest+recall", "quest sets host_budget itself; drop +recall"),

@@ -24,7 +24,7 @@ from locret.infer.evaluation.records import PART, SAMPLES, SampleLog, key
 
 pytestmark = pytest.mark.slow
 
-SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--threads", 1)
+SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8)
 SMALL = (*SMALL, "--max-new-tokens", 6)
 ONE = ("--methods", "random", "--tasks", "passkey", "--lengths", 500, "--budget", 64, "--samples", 1, *SMALL)
 TWO = ("--tasks", "passkey,twostage/2stage", "--lengths", 600, "--budget", 64, "--samples", 2, *SMALL)
@@ -37,7 +37,7 @@ def evaluate(evaluate_with: Any, heads: Path) -> Callable[..., Any]:
 
 
 def test_every_method_holds_the_same_budget_and_everything_is_on_record(evaluate: Any, tmp_path: Path) -> None:
-    out, methods = tmp_path / "out", "full,locret,random,streaming-original,oracle,streaming+recall"
+    out, methods = tmp_path / "out", "full,locret,random,streaming+original,oracle,streaming+recall"
     code, table, err = evaluate("--methods", methods, *TWO, "--output", out)
     assert code == 0, err
     found = records(out)

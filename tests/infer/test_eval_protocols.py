@@ -29,8 +29,7 @@ from locret.infer.evaluation.records import AGNOSTIC, AWARE
 pytestmark = pytest.mark.slow
 
 POLICY = RetentionPolicy(budget=48, chunk_size=64, stabilizers=8, local_len=8)
-SMALL = ("--chunk-size", 64, "--stabilizers", 8, "--local-len", 8, "--threads", 1)
-SMALL = (*SMALL, "--budget", 48, "--max-new-tokens", 4)
+SMALL = ("--chunk-size", 64, "--stabilizers", 8, "--local-len", 8, "--budget", 48, "--max-new-tokens", 4)
 AMPLE = ("--budget", "2000", "--chunk-size", "64", "--stabilizers", "0", "--local-len", "8")
 BOUNDED = ("--budget", "48", "--chunk-size", "32", "--stabilizers", "8", "--local-len", "8")
 LOOGLE = replace(tasks.get("loogle/longdep_qa"), max_new_tokens=6)
