@@ -27,7 +27,7 @@ from torch import Tensor
 
 from locret.backbone.attention import capped
 from locret.backbone.shape import Backbone
-from locret.base.fields import Range, shown
+from locret.base.fields import Range
 from locret.base.files import read_json
 from locret.prefill_attention.base import ROWS, PrefillAttention, front_gap, largest, on_slots
 
@@ -35,8 +35,6 @@ LAST_QUERIES = 64
 FIRST_COLUMNS, NEAREST_DIAGONALS = 30, 100
 """Always among the chosen ones."""
 LEAST_VERTICAL, LEAST_SLASH = 30, 50
-_MOST = 2**31
-"""No pattern of a file is larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +143,7 @@ class MInference(VerticalSlash):
         found = []
         for layer, named in enumerate(layers):
             heads = backbone.shape(layer).num_heads
-            if beyond := [head for head in named if head >= heads]:
+            if beyond := [head for head in named if not 0 <= head < heads]:
                 self.refuse(
                     f"{self.patterns} has a head {beyond[0]} in layer {layer}, but the backbone has {heads} heads; "
                     "give the patterns that were searched for it"
@@ -169,30 +167,16 @@ def read_patterns(file: str) -> list[dict[int, PrefillAttention]]:
     """
     if not Path(file).is_file():
         raise ValueError(f"prefill_attention minference: there is no file {file}; give one that MInference publishes")
-    layers = read_json(Path(file), "a file of patterns, as MInference publishes it")
-    if not isinstance(layers, list) or not layers:
-        raise ValueError(f"{file} is not a list of layers; give a file of patterns")
-    found = []
-    for nth, heads in enumerate(layers):
-        where = f"layer {nth} of {file}"
-        if not isinstance(heads, Mapping):
-            raise ValueError(f"{where} is {shown(heads)}, not a mapping of heads; give a file of patterns")
-        if wrong := [name for name in heads if not (name.isascii() and name.isdigit() and len(name) < 6)]:
-            raise ValueError(f"{where} has a head {shown(wrong[0])}, which is no number; give a file of patterns")
-        found.append({int(name): _read_entry(given, f"head {name} in {where}") for name, given in heads.items()})
-    return found
-
-
-def _read_entry(given: Any, where: str) -> PrefillAttention:
-    if not isinstance(given, list) or len(given) not in (3, 4) or given[0] not in [*PUBLISHED]:
-        raise ValueError(f"{where} is {shown(given)}; it must be [{' or '.join(PUBLISHED)}, COLUMNS, DIAGONALS, SCORE]")
-    sizes = given[1:3]
-    if not all(type(size) is int and 0 <= size < _MOST for size in sizes):
-        raise ValueError(f"{where} has sizes {shown(sizes)}, which are not whole numbers of 0 or more")
+    layers, found = read_json(Path(file), "a file of patterns, as MInference publishes it"), list[dict[int, Any]]()
     try:
-        return PUBLISHED[given[0]](*sizes)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
+        for heads in layers:
+            found.append({int(head): PUBLISHED[name](*sizes[:2]) for head, (name, *sizes) in heads.items()})
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{file} is no list of layers with [{' or '.join(PUBLISHED)}, COLUMNS, DIAGONALS, SCORE] by head (layer "
+            f"{len(found)}: {error}); give a file of patterns"
+        ) from None
+    return found
 
 
 def _last_attention(query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:

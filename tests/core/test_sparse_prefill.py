@@ -127,10 +127,10 @@ def test_patterns_of_a_file_serve_the_heads_that_it_names(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("text", "about"),
     [
-        ("[]", "is not a list of layers"),
-        ('[{"a": []}]', "has a head 'a', which is no number"),
-        ('[{"0": ["strem_llm", 1, 1, 0]}]', "head 0 in layer 0 of .* must be"),
-        ('[{"0": ["stream_llm", 1.5, 1, 0]}]', "has sizes"),
+        ("[]", "has 0 layers, but the backbone has 3"),
+        ('[{"a": ["stream_llm", 1, 1, 0]}]', "is no list of layers with .* by head .layer 0: invalid literal"),
+        ('[{}, {"0": ["strem_llm", 1, 1, 0]}]', "is no list of layers with .stream_llm or .* .layer 1: 'strem_llm'"),
+        ('[{"0": ["stream_llm", 1.5, 1, 0]}]', "sinks=1.5 is not a whole number"),
         ('[{"0": ["stream_llm", 1, 1, 0], "0": ["stream_llm", 1, 1, 0]}]', "twice"),
         ("[{}]", "has 1 layers, but the backbone has 3"),
         ('[{}, {}, {"4": ["stream_llm", 1, 1, 0]}]', "has a head 4 in layer 2, but the backbone has 4 heads"),
