@@ -21,8 +21,8 @@ __all__ = ["Report", "Row", "verify"]
 __getattr__ = on_demand(__name__, {"verify": "locret.infer.verify.suite"})
 
 OK, FAILED, SKIPPED, REFUSED = "ok", "FAILED", "skipped", "refused"
-TOKENS, QUICK_TOKENS, LEAST_TOKENS = 1024, 256, 64
-"""Tokens of a text: usually, with --quick, and at least, so that there are chunks to cut."""
+TOKENS, LEAST_TOKENS = 1024, 64
+"""Tokens of a text: usually, and at least, so that there are chunks to cut."""
 
 
 class NotHere(Exception):

@@ -14,7 +14,7 @@ from typing import Any
 from locret.base.nearest import check_retired
 from locret.cli.command import FAILURE, parse_options, print_json, run, warnings_as_lines
 from locret.infer.infer_options import ModelOptions, ReportOptions
-from locret.infer.verify import LEAST_TOKENS, QUICK_TOKENS, TOKENS
+from locret.infer.verify import LEAST_TOKENS
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import PolicyFlags
 
@@ -26,11 +26,9 @@ class VerifyOptions:
     """What is read, and which checks run."""
 
     tokens: int | None = None
-    """Tokens of the text; by default 1,024, with --quick 256, and no more than the backbone's positions."""
+    """Tokens of the text, such as 256 for a quick look; by default 1,024, and no more than the backbone's positions."""
     seed: int = 0
     """Seed of the token ids, and of rounding noise."""
-    quick: bool = False
-    """A shorter text."""
     only: Names | None = None
     """Checks to run, such as full-budget,eviction; by default all (see --list)."""
     list: bool = False
@@ -97,7 +95,7 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     scorer, recommended = load_scorer(named)
     config = loading.load_config(source)
     check_matches(named, scorer, config)
-    tokens = options.tokens or suite.text_tokens(config, QUICK_TOKENS if options.quick else TOKENS)
+    tokens = options.tokens or suite.text_tokens(config)
     policy = resolve_options(flags, chosen, recommended, named=named.changes)
     given = {name: getattr(policy, name) for name in chosen & set(RetentionPolicy.__dataclass_fields__)}
     policy = subject.fitted(policy, tokens, given)

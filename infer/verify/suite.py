@@ -55,7 +55,7 @@ def verify(
     chosen = chosen_checks(only)
     scorer = scorers.get(heads or FALLBACK) if isinstance(heads, str | None) else heads
     if ids is None:
-        ids = _drawn_ids(model, tokens or text_tokens(model, TOKENS), seed)
+        ids = _drawn_ids(model, tokens or text_tokens(model), seed)
     ids = ids.reshape(1, -1).cpu().long()
     wanted = policy_of(policy)
     if wanted is None:
@@ -102,9 +102,9 @@ def check_text(policy: RetentionPolicy, tokens: int) -> None:
         )
 
 
-def text_tokens(model_or_config: Any, wanted: int) -> int:
-    """Return how long a text may be: as wanted, or as long as the backbone has positions for."""
-    return min(wanted, describe(model_or_config).max_positions - 2 * NEW_TOKENS)
+def text_tokens(model_or_config: Any) -> int:
+    """Return how long a text is: as usual, or as long as the backbone has positions for."""
+    return min(TOKENS, describe(model_or_config).max_positions - 2 * NEW_TOKENS)
 
 
 def _drawn_ids(model: nn.Module, tokens: int, seed: int) -> Tensor:

@@ -70,6 +70,7 @@ _RETIRED = (
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
 _BY_ITSELF = {
     "option threads": "OMP_NUM_THREADS=N before the command says how many threads there are",
+    "option quick": "--tokens 256 is a quick look",
     "option memory_cap": "the peak of each row says what a GPU had allocated; leave it out",
     "option compile": "on CUDA the step of one token is captured and replayed by itself where it can be; leave it out",
     "option scorer_options": "a scorer's options stand behind its name, as in --scorer snapkv:kernel=7",

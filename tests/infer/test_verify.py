@@ -189,7 +189,7 @@ def test_no_policy_raises_a_false_alarm(changes: dict[str, Any]) -> None:
 
 
 def test_the_embedded_pair_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.command([*TINY, "--quick", "--quiet", "--json"]) == 0
+    assert command.command([*TINY, "--tokens", "256", "--quiet", "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["ok"]
     assert {row["check"] for row in shown["rows"]} == set(CHECKS)
