@@ -167,14 +167,10 @@ def modified(method: Method, spec: MethodSpec, where: str) -> Method:
         plain=False,
         keeps_all=True,
         scorer=scorers.get("streaming"),
-        adapt=_everything,
+        # Where nothing leaves, a unit's rank is its position, and original positions need no second rotation.
+        adapt=lambda policy: _instead(policy, {"budget": EVERY_UNIT, "positions": "original"}),
         sets=_FIELDS - {*WITHOUT_EVICTION, "chunk_size"},
     )
-
-
-def _everything(policy: RetentionPolicy) -> RetentionPolicy:
-    # Where nothing leaves, a unit's rank is its position, and original positions need no second rotation.
-    return _instead(policy, {"budget": EVERY_UNIT, "positions": "original"})
 
 
 def _instead(policy: RetentionPolicy, changes: Mapping[str, Any]) -> RetentionPolicy:

@@ -42,7 +42,11 @@ def execute(job: Job) -> None:
         raise
     if processes.is_main:
         log.merge(report.order_of(job.cases, job.runs))
-        _report(job, log, settings)
+        results = report.write_results(Path(job.report.output), log, settings, job)
+        if job.report.json:
+            print_json(results)
+        else:
+            sys.stdout.write(report.as_markdown(results))
 
 
 def _keep(job: Job, log: SampleLog, settings: dict[str, Any]) -> None:
@@ -115,12 +119,3 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
                 f"{job.own_device} is out of memory; use --resume with a smaller --dtype, or start anew with shorter "
                 "--lengths or a smaller --chunk-size"
             ) from error
-
-
-def _report(job: Job, log: SampleLog, settings: dict[str, Any]) -> None:
-    """Write results, and print them."""
-    results = report.write_results(Path(job.report.output), log, settings, job)
-    if job.report.json:
-        print_json(results)
-        return
-    sys.stdout.write(report.as_markdown(results))

@@ -132,7 +132,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
             tokenizer=self.tokenizer,
             max_new_tokens=most,
             stop_strings=stops or None,
-            pad_token_id=self._pad(),
+            pad_token_id=self.eot_token_id if (pad := self.tokenizer.pad_token_id) is None else int(pad),
             num_beams=1,
             repetition_penalty=1.0,
             **_sampling(arguments),
@@ -199,10 +199,6 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], device=self._device)
-
-    def _pad(self) -> int:
-        own = self.tokenizer.pad_token_id
-        return self.eot_token_id if own is None else int(own)
 
 
 def _rejoined(settings: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -32,7 +33,6 @@ from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import closed
 
 if TYPE_CHECKING:
-    from locret import RetentionCache
     from locret.conversation.model import LongContextModel
 
 _log = logging.getLogger(__name__)
@@ -268,7 +268,8 @@ class Library:
         try:
             wanted = self.plan.reader if start is None else self._reading_bytes(start, len(ids) - done)
             with self.room.taken(wanted, check):
-                cache = self.lm.new_cache() if start is None else self._index.load(start, self._cache)
+                load = partial(load_cache, model=self.lm.model, scorer=self.lm.scorer)
+                cache = self.lm.new_cache() if start is None else self._index.load(start, load)
                 if base is not None and any(one.end is None for spans in cache.protected for one in spans):
                     cache.protect(*closed(cache.protected, self._index.text_end(base)))
                 with self.turns.turn(check) as turn:
@@ -328,9 +329,6 @@ class Library:
                 yield self.prefix(entry)
 
         return Stored(entry.key.encode(), entry.units, load)
-
-    def _cache(self, path: Path) -> RetentionCache:
-        return load_cache(path, self.lm.model, self.lm.scorer)
 
     def _reading_bytes(self, entry: Entry, tokens: int) -> int:
         """Return what a copy of a context needs to read on: its file says by which policy, and may hold more units."""

@@ -488,9 +488,5 @@ def locret_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _no_mask(*_args: Any, **_kwargs: Any) -> None:
-    """Build no (tokens x slots) mask: `attend` needs none."""
-
-
 AttentionInterface.register(NAME, locret_attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, lambda *_, **__: None)  # `attend` needs no (tokens x slots) mask

@@ -70,8 +70,10 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
                 shutil.rmtree(staging, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             kind = type(error) if isinstance(error, OSError) else OSError
-            failed = kind(f"cannot write {target}: {_reason(error)}; choose another folder or make room")
-            failed.errno = _number(error)  # what is done about it may depend on whether the disk is full
+            number = _number(error)
+            why = getattr(error, "strerror", None) or (os.strerror(number) if number else error)
+            failed = kind(f"cannot write {target}: {why}; choose another folder or make room")
+            failed.errno = number  # what is done about it may depend on whether the disk is full
             raise failed from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -133,11 +135,6 @@ def _finish(file: Path, mode: int) -> None:
     with open(file, "rb+") as handle:
         os.fsync(handle.fileno())
     file.chmod(mode)
-
-
-def _reason(error: Exception) -> str:
-    number = _number(error)
-    return getattr(error, "strerror", None) or (os.strerror(number) if number else str(error))
 
 
 def _number(error: Exception) -> int | None:

@@ -232,11 +232,6 @@ def _value(text: str) -> Any:
 
 
 def _spelling(name: str, options: Mapping[str, Any]) -> str:
-    written = ",".join(f"{option}={_text(value)}" for option, value in options.items())
+    texts = (str(value).lower() if isinstance(value, bool | None) else str(value) for value in options.values())
+    written = ",".join(map("=".join, zip(options, texts, strict=True)))
     return f"{name}{',' if '=' in name else ':'}{written}" if written else name
-
-
-def _text(value: Any) -> str:
-    return (
-        {True: "true", False: "false", None: "none"}[value] if value is None or isinstance(value, bool) else str(value)
-    )

@@ -14,7 +14,8 @@ Columns = Mapping[str, Callable[[Row], str]]
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]], *, numbers: bool = True) -> list[str]:
     """Return the lines of a table; all columns but the first are aligned right if they hold `numbers`."""
     marks = ["---", *["---:" if numbers else "---"] * (len(heads) - 1)]
-    return ["| " + " | ".join(map(_cell, cells)) + " |" for cells in (heads, marks, *rows)]
+    written = ([str(one).replace("|", "\\|").replace("\n", " ") for one in cells] for cells in (heads, marks, *rows))
+    return [f"| {' | '.join(cells)} |" for cells in written]
 
 
 def of_rows(columns: Columns, rows: Iterable[Row]) -> list[str]:
@@ -32,7 +33,3 @@ def number(path: str, form: str, unit: float = 1) -> Callable[[Row], str]:
         return UNKNOWN if value is None else format(value if unit == 1 else value / unit, form)
 
     return write
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")

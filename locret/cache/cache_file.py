@@ -271,7 +271,8 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
 
 def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: bool) -> None:
     saved, here = _recorded_scorer(state), _identity(cache)
-    if not _same_scorer(saved, here) and not allow_other:
+    options = {**here["options"], **saved.get("options", {})}  # one that is newer than the file had its default
+    if (saved["name"], options) != (here["name"], here["options"]) and not allow_other:
         raise ValueError(
             f"it was made with the scorer {_described(saved)}, here it is {_described(here)}; give that scorer, or "
             f"{OTHER_SCORER}"
@@ -284,12 +285,6 @@ def _recorded_scorer(state: Mapping[str, Any]) -> dict[str, Any]:
         return {"name": saved}
     usual, options = _RETIRED_OPTIONS.get(saved["name"], {}), saved.get("options", {})
     return {**saved, "options": {name: one for name, one in options.items() if name not in usual or one != usual[name]}}
-
-
-def _same_scorer(saved: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    # An option that is newer than the file had its default.
-    options = {**here["options"], **saved.get("options", {})}
-    return bool(saved["name"] == here["name"] and options == here["options"])
 
 
 def _identity(cache: RetentionCache) -> dict[str, Any]:
@@ -361,7 +356,9 @@ class SavedCache:
             check_prefix(policy, backbone, {counters["fill"] for counters in state["layers"]}, state["rotary"])
             check_one_row(len(self.tensors["layers.0.keys"]))
             units = [_prefix_of(nth, self.tensors, state, policy, backbone) for nth in range(backbone.num_layers)]
-        keys, values = (tuple(_copied(states[nth][0].transpose(0, 1)) for states in units) for nth in range(2))
+        # Of a single KV head `contiguous` would copy nothing, and the file may be replaced while its units are read.
+        parts = (tuple(states[nth][0].transpose(0, 1) for states in units) for nth in range(2))
+        keys, values = (tuple(one.clone(memory_format=contiguous_format) for one in part) for part in parts)
         return keys, values
 
 
@@ -373,21 +370,11 @@ def read_saved(path: str | Path) -> SavedCache:
     """
     state, notes = _header(path, CONTEXT_WRITERS)
     with _named(path):
-        policy, backbone = _described_alone(state)
+        if any(state.get(name) is None for name in ("vocab_size", "columns", "rotary", "backbone")):
+            raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
+        policy, backbone = _policy(state), _saved_backbone(state)
         tensors = _checked_units(path, state, backbone, policy, state["columns"])
     return SavedCache(path, state, notes, backbone, policy, tensors)
-
-
-def _copied(states: Tensor) -> Tensor:
-    # Of a single KV head `contiguous` would copy nothing, and the file may be replaced while its units are read.
-    return states.clone(memory_format=contiguous_format)
-
-
-def _described_alone(state: Mapping[str, Any]) -> tuple[RetentionPolicy, Backbone]:
-    """Return policy and backbone of a file that is read without its backbone."""
-    if any(state.get(name) is None for name in ("vocab_size", "columns", "rotary", "backbone")):
-        raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
-    return _policy(state), _saved_backbone(state)
 
 
 def _prefix_of(

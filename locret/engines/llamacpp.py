@@ -85,12 +85,13 @@ def export(
         raise ValueError(f"{slot} is to be the slot file, and the record beside it ends in .json; choose book.bin")
     _check_replaceable(slot, record)
     prefix, question = _prefix(source), _question(source)
-    parts = _state(prefix, cache_type)
+    _check(prefix, cache_type)
     with written_whole(slot.parent, last=record.name) as fresh:
         fresh.mkdir(exist_ok=True)
         with (fresh / slot.name).open("wb") as file:
-            file.write(_file_head(prefix))
-            file.writelines(parts)
+            file.write(struct.pack("<III", _FILE_MAGIC, STATE_VERSION, prefix.units))
+            file.write(np.asarray(prefix.placeholders, "<i4").tobytes())
+            file.writelines(_parts(prefix, cache_type))
             size = file.tell()
         facts = {
             **_record(prefix, cache_type, slot.name, size),
@@ -166,17 +167,6 @@ def _record(prefix: Prefix, cache_type: str, name: str, size: int) -> dict[str, 
     }
 
 
-def _file_head(prefix: Prefix) -> bytes:
-    head = struct.pack("<III", _FILE_MAGIC, STATE_VERSION, prefix.units)
-    return head + np.asarray(prefix.placeholders, "<i4").tobytes()
-
-
-def _state(prefix: Prefix, cache_type: str) -> Iterator[bytes]:
-    """Check that llama.cpp can hold a prefix, and return the bytes of its cache layer by layer."""
-    _check(prefix, cache_type)
-    return _parts(prefix, cache_type)
-
-
 def _check(prefix: Prefix, cache_type: str) -> None:
     """Refuse what llama.cpp could not hold, or of which it is not known how it would."""
     rope, kind = prefix.rotary, prefix.model_type
@@ -192,6 +182,7 @@ def _check(prefix: Prefix, cache_type: str) -> None:
 
 
 def _parts(prefix: Prefix, cache_type: str) -> Iterator[bytes]:
+    """Yield the bytes of a prefix in llama.cpp's cache, layer by layer."""
     yield struct.pack("<II", 1, prefix.units)
     yield np.array([[place, 1, 0] for place in range(prefix.units)], "<i4").tobytes()
     yield struct.pack("<II", False, len(prefix.keys))

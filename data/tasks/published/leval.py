@@ -109,11 +109,6 @@ def rouge_parts(prediction: str, reference: str) -> Parts:
     return rouge_1_2_l(prediction, [reference])
 
 
-def _own_mean(prediction: str, reference: str) -> float:
-    """Return the geometric mean of the answer's own three figures, which tells answers apart; see `summarise`."""
-    return geometric_mean([rouge_parts(prediction, reference)])
-
-
 def _exam(several: bool) -> Callable[[str, str], float]:
     return lambda said, right: exact_match(chosen_letters(said, several), expected_letters(right))
 
@@ -189,7 +184,8 @@ class LEvalTask(PublishedTask):
 
 
 _F1 = "token F1", over(word_f1)
-_ROUGE = "geometric mean of ROUGE-1, -2 and -L", first(_own_mean)
+# Of one answer its own three figures, which tells answers apart; see `summarise`.
+_ROUGE = "geometric mean of ROUGE-1, -2 and -L", first(lambda said, right: geometric_mean([rouge_parts(said, right)]))
 _EXACT = "exact match"
 # Questions, metric; the six of the Locret paper come first, in its order.
 _TASKS = {
