@@ -38,10 +38,6 @@ OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, PromptOption
 DESCRIPTION = "Read a text of any length in a fixed amount of memory, and answer questions about it."
 
 
-_MOST_QUESTIONS = 1 << 24
-"""Characters of a file of questions, which is held as a whole."""
-
-
 @dataclass(frozen=True)
 class Options:
     """All options of the command, and the names that the user set."""
@@ -101,7 +97,7 @@ def execute(options: Options, ranks: Ranks) -> None:
     from locret.infer.reading import counted, opened, ready, warn_of_growth
     from locret.policy.resolve import check_no_turns
 
-    output, prompt, asked = options.output, options.prompt, questions_of(options.prompt)
+    output, prompt, asked = options.output, options.prompt, options.prompt.question
     _check_together(options, asked, ranks)
     document = None if output.dry_run else opened(prompt)
     with ranks.together():
@@ -154,7 +150,7 @@ def _check_together(options: Options, asked: Sequence[str], ranks: Ranks) -> Non
     prompt, output = options.prompt, options.output
     check_evidence(prompt, options.generation)
     if prompt.evidence and not asked and not output.dry_run:
-        raise ValueError("--evidence is about an answer, but nothing is asked; give --question or --questions")
+        raise ValueError("--evidence is about an answer, but nothing is asked; give --question")
     if output.compare_full and ranks.size > 1:
         raise ValueError("--compare-full compares answers in one process; leave it, or start one")
     if output.compare_full and not prompt.again:
@@ -175,7 +171,7 @@ def _read_and_ask(
     from locret.conversation.chat import input_device, now
 
     output, prompt, generation = options.output, options.prompt, options.generation
-    alone = len(asked) < 2 and prompt.questions is None and not prompt.evidence
+    alone = len(asked) < 2 and not prompt.evidence
     device, question = input_device(lm.model), asked[0] if asked else None
     start, cache = now(device), lm.new_cache()
     how: dict[str, Any] = {"system": prompt.system, "progress": not output.quiet, "protect": prompt.protect}
@@ -210,7 +206,7 @@ def answered(chat: Chat, question: str | None, generation: GenerationOptions, *,
     settings = chat.lm.settings(
         **{"options": (given := generation.given()), "max_new_tokens": given.pop("max_new_tokens")}
     )
-    result = chat.measured(question, settings, write=None if json else _print, **read)
+    result = chat.measured(question, settings, write=None if json else partial(print, end="", flush=True), **read)
     if not json:
         print(flush=True)
     return result
@@ -280,11 +276,6 @@ def _answer_in_full(
     return asdict(result)
 
 
-def _print(part: str) -> None:
-    sys.stdout.write(part)
-    sys.stdout.flush()
-
-
 def _evidence_line(found: Any) -> str:
     """Return what is known about the evidence for an answer, and the passages that it looked at most."""
     verdict = "evidence may be gone" if found.flagged else "not flagged"
@@ -293,24 +284,6 @@ def _evidence_line(found: Any) -> str:
         said = "" if one.text is None else f": {shorten(one.text, 160, placeholder=' ...')}"
         lines.append(f"  looked at tokens {one.start:,}-{one.end:,} ({one.attention:.0%}){said}")
     return "\n".join(lines)
-
-
-def questions_of(prompt: QuestionOptions) -> list[str]:
-    """Return the questions of the command line or of a file."""
-    if prompt.questions is None:
-        return list(prompt.question)
-    from locret.conversation.document import read_text
-
-    text = ""
-    for block in read_text(prompt.questions, setting="--questions "):
-        text += block
-        if len(text) > _MOST_QUESTIONS:
-            rule = f"has more than {_MOST_QUESTIONS:,} characters; write one question per line, and fewer of them"
-            raise Refusal("questions", prompt.questions, rule)
-    found = [line.strip() for line in text.splitlines() if line.strip()]
-    if not found:
-        raise Refusal("questions", prompt.questions, "holds no questions; write one per line")
-    return found
 
 
 def _summary(result: Measured) -> str:

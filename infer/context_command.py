@@ -117,7 +117,7 @@ def ask(
     from locret.cache.cache_file import CONTEXT_WRITERS, read_scorer
     from locret.conversation.saved import find_context
 
-    asked, records = infer.questions_of(about), list[dict[str, Any]]()
+    records = list[dict[str, Any]]()
     infer.check_evidence(about, generation)
     # An answer needs nothing to rate units, unless it evicts some.
     unnamed = scorer.heads is None and scorer.spec is None
@@ -130,7 +130,7 @@ def ask(
             held = context.cache.policy
             if unnamed and (held.decode_budget is not None or held.turns == "text"):
                 raise ValueError(f"{path} lets units go while it is asked; give the --heads or --scorer that read it")
-            answers = infer.answer_each(context, asked, about, generation, json=output.json)
+            answers = infer.answer_each(context, about.question, about, generation, json=output.json)
             reading = {"context": path, "prompt_tokens": context.cache.seen, **context.memory().to_dict()}
             how_read = {"scorer": read_scorer(find_context(path), CONTEXT_WRITERS), "policy": held.to_dict()}
             records.append({"reading": reading, "answers": answers, **plan.record(), **how_read})

@@ -79,8 +79,8 @@ class AskOptions(QuestionOptions, SeveralContexts):
     def __post_init__(self) -> None:
         QuestionOptions.__post_init__(self)
         SeveralContexts.__post_init__(self)
-        if not self.question and self.questions is None:
-            raise ValueError(f"--context {' '.join(self.context)} waits for a question; give --question or --questions")
+        if not self.question:
+            raise ValueError(f"--context {' '.join(self.context)} waits for a question; give --question")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -105,21 +105,17 @@ class TextOptions:
 class QuestionOptions:
     """What to ask."""
 
-    usual: ClassVar[tuple[str, ...]] = ("question", "questions")
+    usual: ClassVar[tuple[str, ...]] = ("question",)
 
     question: list[str] = field(default_factory=list)
     """What to ask; of several, --question TEXT for each, each is answered from its own copy of what was read. Without
     one a text that is read is the whole message."""
-    questions: str | None = None
-    """File with questions, one per line."""
     evidence: bool = False
     """Say of each answer how sure it is, and where in the text it looked: an unsure one may lack what was evicted."""
 
     def __post_init__(self) -> None:
         if any(not question.strip() for question in self.question):
             raise ValueError("--question is empty; leave it out if the text itself says what to do")
-        if self.question and self.questions is not None:
-            raise ValueError(f"--question and --questions {self.questions} exclude each other; drop one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,7 +41,7 @@ _RETIRED = (
     *("option --ledger", "policy field ledger", "rounding rotated", "layer_budgets shares"),
     *("merge d2o", "merge kvmerger", "option --refit", "policy field refit"),
     *("option --host-by", "policy field host_by"),
-    *(f"scorer option nacl:{option}" for option in ("group", "proxy_mask")),
+    *(f"scorer option nacl:{option}" for option in ("group", "proxy_mask", "sampling", "draws")),
     *(f"scorer option expected_attention:{option}" for option in ("covariance", "value_norm", "epsilon")),
     *("method random_answer", "scorer random_answer", "method untrained"),
     *("scorer option sirllm:definition", "scorer option h2o:normalise"),
@@ -70,6 +70,7 @@ _RETIRED = (
 """What could be chosen until then, as kind and name; a name that ends with a slash stands for all that begin so."""
 _BY_ITSELF = {
     "option threads": "OMP_NUM_THREADS=N before the command says how many threads there are",
+    "option questions": "give --question TEXT once for each, or a recipe's list, question: [TEXT, ...]",
     "option quick": "--tokens 256 is a quick look",
     "option memory_cap": "the peak of each row says what a GPU had allocated; leave it out",
     "option compile": "on CUDA the step of one token is captured and replayed by itself where it can be; leave it out",

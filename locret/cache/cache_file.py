@@ -43,7 +43,7 @@ _ODD = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowErr
 
 
 _RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
-    "nacl": {"group": "sum", "proxy_mask": "causal"},
+    "nacl": {"group": "sum", "proxy_mask": "causal", "sampling": "attention", "draws": "by_head"},
     "sirllm": {"definition": "paper"},
     "h2o": {"normalise": False},
     "expected_attention": {"covariance": True, "value_norm": True, "epsilon": 0.0},

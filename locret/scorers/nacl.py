@@ -43,8 +43,6 @@ class NACLScorer(Scorer):
         "most_proxies": Range(1),
         "most_sinks": Range(0),
         "seed": SEED,
-        "draws": ("by_head", "shared"),
-        "sampling": ("attention", "uniform"),
     }
 
     proxy_share: float = 0.1
@@ -55,11 +53,6 @@ class NACLScorer(Scorer):
     """Share of the budget for the first and the newest units (Table 4: 0.05 to 0.1), half of it at most for sinks."""
     random_share: float = 0.7
     """Share of the budget that is drawn by lot (the paper: 0.7 is best; its code: 0.35)."""
-    sampling: str = "attention"
-    """Draw with the odds of their "attention", or with "uniform" ones (an ablation of the paper)."""
-    draws: str = "by_head"
-    """Every KV head of every layer draws on its own ("by_head"); or the heads of a layer have one "shared" draw, so
-    that with uniform odds they draw alike (an ablation of the paper)."""
     most_sinks: int = 256
     """Most first units that stay by right, out of the protected share (the paper's code: 256)."""
     seed: int = 0
@@ -68,7 +61,7 @@ class NACLScorer(Scorer):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.random_share == 0:
-            self.check_effect("a random_share above 0", "sampling", "draws", "seed")
+            self.check_effect("a random_share above 0", "seed")
 
     @property
     def lookback(self) -> int:
@@ -77,13 +70,10 @@ class NACLScorer(Scorer):
 
     def recent(self, budget: int) -> int:
         """Return the newest units that stay: what the sinks leave of the protected share, at least one."""
-        return max(1, int(budget * self.protect_share) - self._sinks(budget))
+        return max(1, int(budget * self.protect_share) - self.sink_tokens(budget, 0))
 
     def sink_tokens(self, budget: int, recent: int) -> int:
         """Return the sinks: half of the protected share at most."""
-        return self._sinks(budget)
-
-    def _sinks(self, budget: int) -> int:
         return min(self.most_sinks, int(budget * self.protect_share) // 2)
 
     def _proxies(self, chunk: Chunk) -> int:
@@ -119,13 +109,8 @@ class NACLScorer(Scorer):
         by_lot = places.clamp_max(round(self.random_share * own))
         best = free & (_ranks(sums_BKS.masked_fill(~free, -torch.inf)) < places - by_lot)
         first = (chunk.prepared or 0) * positions.shape[1]
-        draw = uniform_draw(
-            positions, self.seed, chunk.layer_idx, positions.shape[1], self.draws == "shared", first=first
-        )
-        draw = draw.clamp_min(2.0**-32)
-        luck = -torch.log(-torch.log(draw))
-        if self.sampling == "attention":
-            luck = luck + sums_BKS
+        draw = uniform_draw(positions, self.seed, chunk.layer_idx, positions.shape[1], first).clamp_min(2.0**-32)
+        luck = sums_BKS - torch.log(-torch.log(draw))
         drawn = free & ~best & (_ranks(luck.masked_fill(~free | best, -torch.inf)) < by_lot)
         above_all = sums_BKS.amax(-1, keepdim=True) + 1
         scores = torch.where(best | drawn, sums_BKS + above_all, sums_BKS)

@@ -44,18 +44,16 @@ class RandomScorer(Scorer):
         """Return scores (B, K, L)."""
         batch, kv_heads = chunk.key.shape[:2]
         first = (chunk.prepared or 0) * kv_heads
-        draw = uniform_draw(chunk.positions, self.seed, chunk.layer_idx, kv_heads, first=first)
+        draw = uniform_draw(chunk.positions, self.seed, chunk.layer_idx, kv_heads, first)
         return draw.float().expand(batch, -1, -1)
 
 
-def uniform_draw(
-    positions: Tensor, seed: int, layer_idx: int, kv_heads: int, shared: bool = False, first: int = 0
-) -> Tensor:
+def uniform_draw(positions: Tensor, seed: int, layer_idx: int, kv_heads: int, first: int = 0) -> Tensor:
     """Draw (B, K, S) float64 numbers from [0, 1): a function of seed, layer, KV head and original position alone.
 
-    `shared` heads have the draw of the first; the first of these is the layer's KV head number `first`.
+    The first of these heads is the layer's KV head number `first`.
     """
-    heads = torch.arange(first, first + kv_heads, device=positions.device)[:, None] * (not shared)
+    heads = torch.arange(first, first + kv_heads, device=positions.device)[:, None]
     # Two rounds of a multiplicative integer hash in 31 bits; products stay below 2**62.
     state = positions.long() * 2 + seed * 7919 + layer_idx * 104729 + heads * 1299709
     for multiplier in (0x2C1B3C6D, 0x297A2D39):

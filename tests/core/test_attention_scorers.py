@@ -135,7 +135,7 @@ def selections(
 
 
 @pytest.mark.parametrize("when", ["chunk", "prompt_end"])
-@pytest.mark.parametrize("options", [{}, {"sampling": "uniform", "random_share": 0.2, "protect_share": 0.25}])
+@pytest.mark.parametrize("options", [{}, {"random_share": 0.2, "protect_share": 0.25}])
 def test_nacl_keeps_what_the_slow_version_keeps(
     monkeypatch: pytest.MonkeyPatch, when: str, options: dict[str, Any]
 ) -> None:
@@ -154,9 +154,7 @@ def test_nacl_keeps_what_the_slow_version_keeps(
             positions = chunk.unit_positions[0, head]
             chance = uniform_draw(chunk.unit_positions, 0, chunk.layer_idx, 2)[0, head].tolist()
             numbers = (budget, chunk.recent, min(256, protect // 2), by_lot)
-            expected = reference.nacl_kept(
-                sums[head].tolist(), chance, positions.tolist(), numbers, scorer.sampling == "attention"
-            )
+            expected = reference.nacl_kept(sums[head].tolist(), chance, positions.tolist(), numbers)
             assert set(kept[0, head].tolist()) == expected
 
 

@@ -162,7 +162,7 @@ def test_a_context_is_exported_without_its_backbone(context: Run, file: Path, tm
         ("show {file} --context {file}", "and --context set the same; drop one of them"),
         ("show {file} --text t --model m --plot no/such/a.html", "--plot no/such/a.html: there is no folder"),
         ("show {file} --text t --model m --plot a.png", "--plot a.png is to be a page; give a name that ends in .html"),
-        ("ask {file} --model m", "waits for a question; give --question or --questions"),
+        ("ask {file} --model m", "waits for a question; give --question"),
         ("read {text} {pair}", "--output is missing: "),
         ("read {text} {pair} --output {text}", "is there already and is not a saved cache"),
         ("read {text} {pair} --output no/such/a.ctx", "--output no/such/a.ctx: there is no folder"),

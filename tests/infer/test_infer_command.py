@@ -99,11 +99,10 @@ def test_each_question_is_answered_as_if_it_were_the_only_one(
 ) -> None:
     asked = [QUESTION, "Who, then: you?"]
     alone = [json.loads(infer(*usual, "--question", one, "--json").out)["answer"] for one in asked]
-    lines, recipe = tmp_path / "asked.txt", tmp_path / "asked.yaml"
-    lines.write_text("\n".join(["", *asked, " "]))
+    recipe = tmp_path / "asked.yaml"
     recipe.write_text(f"question: [{json.dumps(asked[0])}, {json.dumps(asked[1])}]\n")
-    ways = (["--questions", lines], ["--config", recipe])
-    for way in (["--question", asked[0], "--question", asked[1]], *ways):
+    ways = (["--question", asked[0], "--question", asked[1]], ["--config", recipe])
+    for way in ways:
         record = json.loads(infer(*usual, *way, "--json").out)
         assert [(one["question"], one["answer"]) for one in record["answers"]] == list(zip(asked, alone, strict=True))
     printed = infer(*usual, *ways[0]).out
@@ -203,7 +202,7 @@ REFUSED = {
     "--adapter no/such/adapter": "--adapter no/such/adapter cannot be put on",
     "--question a --question b --protocol aware": "--protocol aware reads the text with its question",
     "--question a --turns text --protocol aware": "--turns text changes nothing here",
-    "--questions {empty}": "holds no questions",
+    "--questions a.txt": "was retired: give --question TEXT once for each",
     "--evidence": "--evidence is about an answer, but nothing is asked",
     "--question a --evidence --num-beams 2": "--evidence watches one answer",
     "--question a --evidence --reread a.txt": "was retired: --compare-full answers once more with every unit kept",
@@ -234,14 +233,13 @@ def test_refusals_are_one_sentence_with_setting_value_and_way_out(
     if line not in WITH_WEIGHTS:
         monkeypatch.setattr("locret.loading.load_model", lambda *_: pytest.fail("weights were loaded"))
     usual = usual if not line.startswith("--scorer") or line.count("--") == 1 else (*usual[:2], *usual[4:])
-    files = {"empty": tmp_path / "empty.txt", "recipe": tmp_path / "recipe.yaml"}
-    for file, content in zip(files.values(), (" \n", "budgett: 3\n"), strict=True):
-        file.write_text(content)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("budgett: 3\n")
     if "{other}" in line:
         config = AutoConfig.from_pretrained(backbone)
         config.num_hidden_layers = 3
         RetainingHeads.for_model(config, hidden_dim=8).save_pretrained(tmp_path / "other")
-    words = line.format(**files, backbone=backbone, other=tmp_path / "other", blank="{blank}").split()
+    words = line.format(recipe=recipe, backbone=backbone, other=tmp_path / "other", blank="{blank}").split()
     outcome = infer(*usual, *(" " if word == "{blank}" else word for word in words))
     assert (outcome.code, outcome.out) == (2, ""), outcome
     assert len(outcome.err.strip().splitlines()) == 1, outcome.err

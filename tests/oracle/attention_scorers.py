@@ -107,7 +107,6 @@ def nacl_kept(
     draws_S: list[float],
     positions_S: list[int],
     numbers: tuple[int, int, int, int],
-    attention_odds: bool = True,
 ) -> set[int]:
     """Return the slots of one head that stay.
 
@@ -116,7 +115,6 @@ def nacl_kept(
         draws_S: U(0, 1), one per slot.
         positions_S: Original positions.
         numbers: budget, newest units that stay, sinks, units drawn by lot.
-        attention_odds: Draw with P proportional to exp(score), else all alike.
     """
     budget, newest, sinks, by_lot = numbers
     slots = range(len(scores_S))
@@ -126,9 +124,7 @@ def nacl_kept(
         kept.add(max((s for s in slots if s not in kept), key=lambda s: (scores_S[s], s)))
     while len(kept) < budget:
         # The first to arrive of independent exponential waiting times with these rates is drawn with these odds.
-        waits = {
-            s: -math.log(draws_S[s]) / math.exp(scores_S[s] if attention_odds else 0.0) for s in slots if s not in kept
-        }
+        waits = {s: -math.log(draws_S[s]) / math.exp(scores_S[s]) for s in slots if s not in kept}
         kept.add(min(waits, key=lambda s: waits[s]))
     return kept
 
