@@ -113,7 +113,10 @@ def read_prompt(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Wa
     elif apart:
         logits = _read_rows(model, prompt, cache, way)
     else:
-        logits = _read(model, stream, cache, way)
+        if not stream.available(1):
+            raise ValueError("input_ids is empty; a prompt needs at least one token")
+        with reading(model, cache, stream.planned_length(), way.new_tokens) as reader:
+            logits = _read_all(model, reader, stream, way)
     if stream.length is None:
         cache.check_inside([0])
     return logits
@@ -140,14 +143,6 @@ def _add_turn(model: nn.Module, stream: Stream, cache: RetentionCache, way: Way)
             run_decoder(model, fed, cache)
     cache.last_tokens = None if way.hold_last else tokens[:, -1:].clone()
     return True
-
-
-def _read(model: nn.Module, stream: Stream, cache: RetentionCache, way: Way) -> Tensor | None:
-    """Read a text, evicting after each chunk."""
-    if not stream.available(1):
-        raise ValueError("input_ids is empty; a prompt needs at least one token")
-    with reading(model, cache, stream.planned_length(), way.new_tokens) as reader:
-        return _read_all(model, reader, stream, way)
 
 
 def _read_all(model: nn.Module, reader: Reader, stream: Stream, way: Way) -> Tensor | None:

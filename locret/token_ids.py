@@ -52,7 +52,8 @@ def checked_prompt(model: nn.Module, input_ids: Any, attention_mask: Any = None,
         raise ValueError(
             f"input_ids is a {type(input_ids).__name__}; give token ids, such as tokenizer(text).input_ids"
         )
-    if isinstance(input_ids, Iterable) and not _is_array(input_ids):
+    # An iterator hands out its items once; what has a shape, and lists, can be looked at first.
+    if isinstance(input_ids, Iterable) and not (hasattr(input_ids, "shape") or isinstance(input_ids, list | tuple)):
         if attention_mask is not None:
             raise ValueError("attention_mask belongs to a tensor of ids; leave it out where ids come from an iterator")
         return Prompt(iter(input_ids), None)
@@ -93,11 +94,6 @@ def _tokenized(given: Mapping[str, Any], attention_mask: Any) -> tuple[Any, Any]
     if attention_mask is not None and "attention_mask" in given:
         raise ValueError("attention_mask is given twice, in input_ids and on its own; leave one of them out")
     return given["input_ids"], given.get("attention_mask", attention_mask)
-
-
-def _is_array(given: Any) -> bool:
-    # An iterator hands out its items once; what has a shape, and lists, can be looked at first.
-    return hasattr(given, "shape") or isinstance(given, list | tuple)
 
 
 def _tensor(given: Any, name: str, way_out: str) -> Tensor:

@@ -21,7 +21,7 @@ from locret.heads import checkpoint
 from locret.heads.heads import RetainingHeads
 from locret.train.resumed import AUTO, STATE
 
-_NAME = re.compile(r"checkpoint-(\d+)")
+_NAME = re.compile(r"checkpoint-\d+")
 
 
 def save(folder: Path, step: int, heads: RetainingHeads, state: Mapping[str, Any], keep: int) -> None:
@@ -43,7 +43,7 @@ def save(folder: Path, step: int, heads: RetainingHeads, state: Mapping[str, Any
 def complete(folder: Path) -> list[Path]:
     """Return the folder's checkpoints, oldest first. A checkpoint appears under its name only when it is whole."""
     found = [path for path in folder.glob("checkpoint-*") if _NAME.fullmatch(path.name) and (path / STATE).is_file()]
-    return sorted(found, key=_step)
+    return sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")))
 
 
 def find(resume: str, folder: Path) -> Path | None:
@@ -105,8 +105,3 @@ def check_same(stored: Mapping[str, Any], current: Mapping[str, Any], path: Path
             f"--resume {path}: {'; '.join(differences)}; use the options of that run, or start a new one "
             "(--init-from takes the heads alone)"
         )
-
-
-def _step(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found else 0

@@ -61,21 +61,16 @@ def fit_and_smoothness(scores: Tensor, labels: Tensor, loss: Loss) -> tuple[Tens
     _check_shapes(scores, labels)
     scores_LKT, labels_LKT = _with_layers(scores), _with_layers(labels)
     if loss.objective == "ranking":
-        fit = _listwise(scores_LKT, labels_LKT)
+        # The mean over layers and KV heads of KL(softmax(labels) || softmax(scores)). Both as logarithms: a label far
+        # below the best underflows to a weight of exactly 0, never to 0 * inf.
+        target_LKT, predicted_LKT = (F.log_softmax(one.float(), dim=-1) for one in (labels_LKT, scores_LKT))
+        fit = F.kl_div(predicted_LKT, target_LKT, reduction="none", log_target=True).sum(dim=-1).mean()
     else:
         fit = F.smooth_l1_loss(scores_LKT, labels_LKT, beta=1.0)
     smoothness = scores_LKT.new_zeros(())
     if scores_LKT.shape[-1] > 1:
         smoothness = scores_LKT.diff(dim=-1).square().mean(dim=(1, 2)).sum()
     return fit, smoothness
-
-
-def _listwise(scores_LKT: Tensor, labels_LKT: Tensor) -> Tensor:
-    """Return the mean over layers and KV heads of KL(softmax(labels) || softmax(scores))."""
-    # Both as logarithms: a label far below the best underflows to a weight of exactly 0, never to 0 * inf.
-    target_LKT = F.log_softmax(labels_LKT.float(), dim=-1)
-    predicted_LKT = F.log_softmax(scores_LKT.float(), dim=-1)
-    return F.kl_div(predicted_LKT, target_LKT, reduction="none", log_target=True).sum(dim=-1).mean()
 
 
 @torch.no_grad()

@@ -130,15 +130,11 @@ def read_record(folder: Path, known: set[str]) -> dict[str, Any]:
     return {"config": options, "chosen": chosen}
 
 
-def _name(argument: str) -> str | None:
-    return argument[2:].partition("=")[0].replace("-", "_") if argument.startswith("--") else None
-
-
 def _value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
     """Return the last value that an option was given on the command line."""
     found = None
     for index, argument in enumerate(arguments):
-        if _name(argument) in names:
-            _, equals, value = argument.partition("=")
+        name, equals, value = argument.partition("=")
+        if name.startswith("--") and name[2:].replace("-", "_") in names:
             found = value if equals else arguments[index + 1] if index + 1 < len(arguments) else None
     return found

@@ -201,7 +201,12 @@ class TrainingRun:
             begun = None if self.run.resume is None else self._checkpoint(self.run.resume, fixed)
         model = load_model(self.backbone, self.config, self.device, self.dtype)
         self._check_head_shares(model)
-        heads = self._new_heads(model)
+        if self.backbone.init_from is None:
+            heads = RetainingHeads.for_model(model, self.backbone.hidden_dim, seed=self.optimizer.seed)
+        else:
+            heads = RetainingHeads.from_pretrained(self.backbone.init_from)
+            heads.check_matches(model)
+        heads.requires_grad_(True)
         with own.together():
             own.agree({"the weights of --init-from": weight_fingerprint(heads)}, "give all processes the same heads")
         heads = heads.follow(model) if self.backbone.shard is None else heads.to(self.device)
@@ -278,14 +283,6 @@ class TrainingRun:
         run_folder.write_json(self.folder / run_folder.DROPPED, values)
         if report.counts:
             logger.warning("rows left out of %d read: %s (see %s)", report.read, report, run_folder.DROPPED)
-
-    def _new_heads(self, model: torch.nn.Module) -> RetainingHeads:
-        if self.backbone.init_from is None:
-            heads = RetainingHeads.for_model(model, self.backbone.hidden_dim, seed=self.optimizer.seed)
-        else:
-            heads = RetainingHeads.from_pretrained(self.backbone.init_from)
-            heads.check_matches(model)
-        return heads.requires_grad_(True)
 
     def _measures_shares(self, model: torch.nn.Module) -> bool:
         return self.backbone.shard is None and measurable(model, self.stream.tokenizer)

@@ -26,7 +26,6 @@ from locret.infer.reading import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.loading.options import ScorerOptions
 from locret.loading.weights import plan_weights
-from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import check_no_turns, check_used
 from locret.scorers.chosen import EVERY_UNIT, check_matches, chosen_heads, load_scorer
 from locret.scorers.retaining_heads import as_scorer
@@ -182,7 +181,9 @@ def prepare(
         if run.policy is not None:
             check_named(run.policy)
             try:
-                _check_limits(run.method, run.policy, heads, config)
+                # A scorer that is made of each prompt keeps nothing of its own by right.
+                rates = as_scorer(heads) if run.method.needs_heads else run.method.scorer
+                Limits.of(describe(config), rates or scorers.get(BLOCK_SCORER), run.policy)
             except ValueError as error:
                 raise ValueError(f"method {run.method.name}: {error}") from error
     job = Job(
@@ -200,14 +201,6 @@ def prepare(
     return job
 
 
-def _check_limits(method: Method, policy: RetentionPolicy, heads: Any, config: Any) -> None:
-    """Refuse a method and numbers that do not go together, as far as that is known before scores are."""
-    scorer = as_scorer(heads) if method.needs_heads else method.scorer
-    if scorer is None:  # it is made of each prompt, and keeps nothing of its own by right
-        scorer = scorers.get(BLOCK_SCORER)
-    Limits.of(describe(config), scorer, policy)
-
-
 def _notes(job: Job, headless: bool) -> list[str]:
     """Return what the user may not have expected, in sentences."""
     notes = ["--methods without locret, as trained heads are needed for that; give --heads"] if headless else []
@@ -220,18 +213,13 @@ def _notes(job: Job, headless: bool) -> list[str]:
             "other only; give --data-dir with the essays, and the task option words=wonderwords"
         )
     bounded = [run for run in job.runs if run.policy is not None]
-    if bounded and all(_holds(run, tokens) for run in bounded for _, tokens in sets):
+    reads = [(run.policy_of(tokens) if tokens else None, tokens) for run in bounded for _, tokens in sets]
+    if reads and all(policy is not None and policy.budget + policy.local_len >= tokens for policy, tokens in reads):
         notes.append(
             "no prompt is longer than the budget and --local-len together, so nothing is evicted and all methods read "
             "alike; lower --budget, or raise --lengths"
         )
     return notes
-
-
-def _holds(run: Run, tokens: int) -> bool:
-    """Return whether a run keeps a prompt of at most so many tokens whole; 0 tokens are a prompt without a limit."""
-    policy = run.policy_of(tokens) if tokens else None
-    return policy is not None and policy.budget + policy.local_len >= tokens
 
 
 def _selected(

@@ -303,15 +303,6 @@ def _cell_text(rows: Sequence[dict[str, Any]], row: dict[str, Any] | None) -> st
     return f"{row['nats']:.2f} ± {row['error']:.2f}" + ("" if won is None else f" ({won:.0f} %)")
 
 
-def _check_method(method: str, heads: str | None) -> None:
-    """Refuse a method that cannot be, before a model is loaded and the output folder is this run's."""
-    spec = method_spec.parse(method, "--methods")
-    if spec.name == HEADS and heads is None:
-        raise ValueError(f"--methods {method} needs trained heads; give --heads, or leave it out")
-    if spec.name not in (FULL, NOTHING, HEADS, ORACLE):
-        scorers.make(spec, {})
-
-
 def command(argv: Sequence[str]) -> int:
     """Run the suite and return its exit code."""
     (options, model, scorer), _ = parse_options(
@@ -322,7 +313,12 @@ def command(argv: Sequence[str]) -> int:
     )
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
     for method in words(options.methods, "--methods"):
-        _check_method(method, scorer.heads)
+        # What cannot be is refused before a model is loaded and the output folder is this run's.
+        spec = method_spec.parse(method, "--methods")
+        if spec.name == HEADS and scorer.heads is None:
+            raise ValueError(f"--methods {method} needs trained heads; give --heads, or leave it out")
+        if spec.name not in (FULL, NOTHING, HEADS, ORACLE):
+            scorers.make(spec, {})
     folder = Path(os.path.expanduser(options.output))
     with locked(folder, f"--output {options.output}"):
         with warnings_as_lines("locret-eval", quiet=options.quiet):

@@ -81,7 +81,10 @@ class AnswerText:
         self.count += 1
         finish, ids = step.finish, list[int]()
         if not (finish == "stop" and step.token in self.end_ids):
-            top = tuple((self._spelled(one), logprob) for one, logprob in step.top)
+            # What each would add to the text; its own text where that is nothing.
+            top = tuple(
+                (self._text.added(one) or str(self.tokenizer.decode([one])), logprob) for one, logprob in step.top
+            )
             self._tokens.append(Token(self._length, step.logprob, top))
             ids.append(step.token)
         if new := self._text.add(ids, last=finish is not None):
@@ -107,10 +110,6 @@ class AnswerText:
             ready = [one for one in self._tokens if one.begins < end and one.begins + len(one.text) <= end]
         self._tokens = self._tokens[len(ready) :]
         return Piece(choice, text, tuple(ready), self.count, finish)
-
-    def _spelled(self, token: int) -> str:
-        """Return what a token would add to the text; its own text where that is nothing."""
-        return self._text.added(token) or str(self.tokenizer.decode([token]))
 
     def _open_stop(self) -> int:
         """Return how many characters at the end may be the beginning of a stop text."""

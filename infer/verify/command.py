@@ -13,6 +13,7 @@ from typing import Any
 
 from locret.base.nearest import check_retired
 from locret.cli.command import FAILURE, parse_options, print_json, run, warnings_as_lines
+from locret.infer.evaluation.eval_options import words
 from locret.infer.infer_options import ModelOptions, ReportOptions
 from locret.infer.verify import LEAST_TOKENS
 from locret.loading.options import ScorerOptions
@@ -40,11 +41,7 @@ class VerifyOptions:
 
     def checks(self) -> tuple[str, ...]:
         """Return the names of the checks that were asked for; none: all."""
-        parts = self.only.split(",") if isinstance(self.only, str) else self.only or ()
-        found = tuple(dict.fromkeys(part.strip() for part in parts if part.strip()))
-        if self.only is not None and not found:
-            raise ValueError("--only is empty; name at least one check (--list shows what there is)")
-        return found
+        return () if self.only is None else tuple(words(self.only, "--only"))
 
 
 @dataclass(frozen=True, kw_only=True)

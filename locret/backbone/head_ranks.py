@@ -109,8 +109,8 @@ def find(base: nn.Module, modules: list[nn.Module]) -> HeadRanks | None:
         )
     names = {module: name for name, module in base.named_modules()}
     split = [
-        mesh is not None and _style(plan, f"{names[module]}.q_proj") == SPLIT
-        for module, mesh in zip(modules, found, strict=True)
+        mesh is not None and plan.get(name, plan.get(re.sub(r"\d+", "*", name))) == SPLIT
+        for name, mesh in zip((f"{names[module]}.q_proj" for module in modules), found, strict=True)
     ]
     if not any(split):
         return None
@@ -150,7 +150,3 @@ def _mesh_of(module: nn.Module) -> Any:
     if not isinstance(weight, DTensor) or weight.placements != (Shard(0),) or weight.device_mesh.size() == 1:
         return None
     return weight.device_mesh
-
-
-def _style(plan: dict[str, str], name: str) -> str | None:
-    return plan.get(name, plan.get(re.sub(r"\d+", "*", name)))

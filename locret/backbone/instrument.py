@@ -336,7 +336,9 @@ def recorders(
             projections = find()
             if projections is not None:
                 output = output if factor is None else output * factor
-                projections.parts[name] = _token_major(output, inputs[0], heads) if output.ndim == 4 else output
+                if output.ndim == 4:  # a norm runs before or after heads are moved in front of tokens
+                    output = (output.transpose(1, 2) if _head_major(output, inputs[0], heads) else output).flatten(2)
+                projections.parts[name] = output
 
         return hook
 
@@ -407,11 +409,6 @@ def _latent_recorders(
         (getattr(module, DOWN), record("k", lambda _input, output: latent.raw_key(output))),
         (getattr(module, UP), record("v", lambda given, _output: given.flatten(1, -2))),
     ]
-
-
-def _token_major(output: Tensor, source: Tensor, heads: int) -> Tensor:
-    """Bring a norm's output to (B, L, heads * D): it may run before or after heads are moved in front of tokens."""
-    return (output.transpose(1, 2) if _head_major(output, source, heads) else output).flatten(2)
 
 
 def _head_major(output: Tensor, source: Tensor, heads: int) -> bool:

@@ -46,7 +46,10 @@ def load(text: str) -> Any:
     try:
         found = yaml.load(text, _loader())  # noqa: S506 - a SafeLoader
     except yaml.YAMLError as error:
-        raise ValueError(_problem(error)) from None
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        problem = problem or str(error).splitlines()[0]
+        where = f"it is not YAML ({problem})" if mark is None else f"line {mark.line + 1}: {problem}"
+        raise ValueError(where) from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return {} if found is None else found
@@ -103,9 +106,3 @@ def _read_numbers_as_json(kind: Any) -> None:
     }
     kind.add_implicit_resolver(_PLAIN_SCALARS[1], re.compile(rf"^(?:{_INT.pattern})$"), list("-+0123456789"))
     kind.add_implicit_resolver(_PLAIN_SCALARS[0], re.compile(rf"^(?:{_FLOAT.pattern})$"), list("-+0123456789."))
-
-
-def _problem(error: Any) -> str:
-    mark = getattr(error, "problem_mark", None)
-    problem = getattr(error, "problem", None) or str(error).splitlines()[0]
-    return f"line {mark.line + 1}: {problem}" if mark is not None else f"it is not YAML ({problem})"

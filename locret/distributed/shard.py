@@ -9,7 +9,6 @@ tp       every process holds some heads of every layer, and all work on the same
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -44,21 +43,16 @@ def load_sharded(
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--shard {options.shard} works on cpu and cuda, not on {device.type}; give --device cpu")
     ranks.join()
-    _agree_on_files(str(read.args[0]))
+    folder = Path(read.args[0])
+    if folder.is_dir():  # whatever disk each process has, all are to load the same weights
+        files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
+        facts = {path.name: _digest(path) for path in files}
+        ranks.Ranks(*ranks.launched()).agree(facts, "give all processes the same --model")
     if options.shard == "fsdp":
         return _load_fsdp(device, read, offload=options.shard_offload == "cpu")
     if options.shard == "zero3":
         return _load_zero3(dtype, read, options.shard_offload, options.shard_offload_dir)
     return load_split(config, read)
-
-
-def _agree_on_files(folder: str) -> None:
-    """Make sure that all processes load the same weights from whatever disk each has."""
-    if os.path.isdir(folder):
-        rank, size, local_rank = ranks.launched()
-        files = sorted(path for path in Path(folder).iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
-        facts = {path.name: _digest(path) for path in files}
-        ranks.Ranks(rank, size, local_rank).agree(facts, "give all processes the same --model")
 
 
 def _digest(path: Path) -> str:

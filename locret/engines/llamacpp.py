@@ -124,17 +124,13 @@ def _check_replaceable(slot: Path, record: Path) -> None:
     for path, begins, what in ((slot, struct.pack("<I", _FILE_MAGIC), "slot file"), (record, b"{", "record")):
         if path.is_dir():
             raise ValueError(f"{path} is a folder; choose the name of a file, such as {path.name}.bin")
-        head = _head(path)
+        if not path.is_file():
+            continue
+        with path.open("rb") as file:
+            head = file.read(200)
         ours = head.startswith(begins) and (path == slot or FORMAT.encode() in head)
         if head and not ours:
             raise ValueError(f"{path} is there already and is no {what}; choose another file, or remove it first")
-
-
-def _head(path: Path) -> bytes:
-    if not path.is_file():
-        return b""
-    with path.open("rb") as file:
-        return file.read(200)
 
 
 def _record(prefix: Prefix, cache_type: str, name: str, size: int) -> dict[str, Any]:
@@ -187,7 +183,9 @@ def _parts(prefix: Prefix, cache_type: str) -> Iterator[bytes]:
     yield np.array([[place, 1, 0] for place in range(prefix.units)], "<i4").tobytes()
     yield struct.pack("<II", False, len(prefix.keys))
     for keys in prefix.keys:
-        yield from _rows(_interleaved(keys) if INTERLEAVED[prefix.model_type] else keys, cache_type)
+        if INTERLEAVED[prefix.model_type]:  # element i of a head's first half is to stand beside that of the second
+            keys = torch.stack(keys.chunk(2, dim=-1), dim=-1).flatten(-2)
+        yield from _rows(keys, cache_type)
     for values in prefix.values:
         yield from _rows(values, cache_type)
 
@@ -203,8 +201,3 @@ def _rows(states: Tensor, kind: str) -> Iterator[bytes]:
         raise ValueError(f"some units are beyond the range of {name}; give cache_type={wider}")
     yield struct.pack("<iQ", CACHE_TYPES[kind], rows.shape[1] * rows.itemsize)
     yield rows.view(torch.uint8).numpy().tobytes()
-
-
-def _interleaved(keys: Tensor) -> Tensor:
-    """Make neighbours of the element i of the first half of a head and the element i of the second."""
-    return torch.stack(keys.chunk(2, dim=-1), dim=-1).flatten(-2)

@@ -278,7 +278,8 @@ class LocretConnector(KVConnectorBase_V1):
                 self._bad_blocks.update(load.blocks[first:end])
 
     def _write(self, load: Load, layers: dict[str, Any]) -> None:
-        attention = {_index(name): layer for name, layer in layers.items() if _has_cache(layer)}
+        caches = ((_index(name), layer, getattr(layer, "kv_cache", None)) for name, layer in layers.items())
+        attention = {nth: layer for nth, layer, cache in caches if cache is not None and cache.numel() > 0}
         units = self._units(load.path, load.stamp, next(iter(attention.values())).impl.num_kv_heads)
         at = torch.arange(load.start, load.stop)
         slots = torch.tensor(load.blocks)[at // self._block_size] * self._block_size + at % self._block_size
@@ -388,11 +389,6 @@ def _check_request(request: Any, listed: Listed) -> None:
     }
     for why in (why for why, so in wrong.items() if so):
         raise ValueError(why)
-
-
-def _has_cache(layer: Any) -> bool:
-    cache = getattr(layer, "kv_cache", None)
-    return cache is not None and cache.numel() > 0
 
 
 def _index(layer_name: str) -> int:

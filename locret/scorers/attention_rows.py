@@ -45,7 +45,8 @@ def attention_sums(chunk: Chunk, first: int = 0, *, weigh: Weigh | None = None, 
     kv_heads, slots = chunk.key.shape[1:3]
     total = torch.zeros(batch, kv_heads, heads // kv_heads, slots, device=chunk.key.device)
     sinks = by_kv_head(chunk.learned_sinks, kv_heads)
-    step = rows or _rows_of_a_block(chunk)
+    most = _LOGITS_GPU if chunk.query.is_cuda else _LOGITS_CPU
+    step = rows or max(_LEAST_ROWS, most // (batch * heads * slots))
     for start in range(first, new, step):
         end = min(start + step, new)
         weights = attention_weights(_logits(chunk, start, end), sinks)
@@ -69,12 +70,6 @@ def reduce_group(scores_BNS: Tensor, kv_heads: int, how: str) -> Tensor:
     if how == "max":
         return grouped.amax(2)
     return grouped.mean(2) if how == "mean" else grouped.sum(2)
-
-
-def _rows_of_a_block(chunk: Chunk) -> int:
-    batch, heads = chunk.query.shape[:2]
-    most = _LOGITS_GPU if chunk.query.is_cuda else _LOGITS_CPU
-    return max(_LEAST_ROWS, most // (batch * heads * chunk.key.shape[2]))
 
 
 def _logits(chunk: Chunk, start: int, end: int) -> Tensor:
