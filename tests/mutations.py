@@ -102,9 +102,8 @@ def tensors_of(draw: st.DrawFn, tensors: dict[str, Tensor]) -> dict[str, Tensor]
         changed[name] = tensor.to(draw(st.sampled_from(_DTYPES)))
     elif kind == "value":
         flat = tensor.clone().flatten()
-        odd = (
-            (float("nan"), float("inf"), -float("inf"), -1.0, 1e30) if flat.is_floating_point() else (-1, 2**31 - 1, 0)
-        )
+        strange = (float("nan"), float("inf"), -float("inf"), -1.0, 1e30)
+        odd = strange if flat.is_floating_point() else (-1, 2**31 - 1, 0)
         if len(flat):
             flat[draw(st.integers(0, len(flat) - 1))] = draw(st.sampled_from(odd))
         changed[name] = flat.reshape(tensor.shape)

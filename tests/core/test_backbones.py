@@ -37,11 +37,7 @@ def random_model(model_type: str, **changes: Any) -> Any:
 @pytest.mark.parametrize(
     ("model_type", "changes", "message"),
     [
-        (
-            "mistral",
-            {"sliding_window": 24},
-            "every layer of mistral slides over a window of 24 .* govern nothing",
-        ),
+        ("mistral", {"sliding_window": 24}, "every layer of mistral slides over a window of 24 .* govern nothing"),
         ("mamba", {}, "no layer of mamba has softmax attention, so there is nothing to evict"),
         ("deepseek_v4", {}, "the layers of deepseek_v4 choose by an indexer of their own what they attend to"),
         ("llama4_text", {"head_dim": 8}, "llama4_text has layers of chunked_attention"),

@@ -26,11 +26,6 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "eos_token_id
 INTERRUPTED = "an earlier read of this cache was interrupted; start again with cache.fresh()"
 
 
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return build("llama")
-
-
 def new_cache(model: Any, policy: RetentionPolicy = SMALL, **changes: Any) -> RetentionCache:
     heads = RetainingHeads.for_model(model, hidden_dim=16, seed=3)
     return RetentionCache(model, heads, RetentionPolicy(**{**policy.to_dict(), **changes}))

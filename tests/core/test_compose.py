@@ -27,11 +27,6 @@ SECOND = "The sky is blue. " * 30 + "The river runs to the sea. " * 20
 
 
 @pytest.fixture(scope="module")
-def lm() -> LongContextModel:
-    return LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY)
-
-
-@pytest.fixture(scope="module")
 def both(lm: LongContextModel) -> list[Context]:
     return lm.read([FIRST, SECOND])
 

@@ -26,13 +26,6 @@ TURNS = "{% for one in messages %}[{{ one.role }}] {{ one.content }}\n{% endfor 
 
 
 @pytest.fixture(scope="module")
-def lm() -> LongContextModel:
-    pair = {"model": "checkpoints/tiny", "heads": "checkpoints/tiny-heads"}
-    loaded = LongContextModel.from_pretrained(**pair, policy=POLICY, device="cpu", dtype="float32")
-    return loaded
-
-
-@pytest.fixture(scope="module")
 def context(lm: LongContextModel) -> Context:
     return lm.read(TEXT, name="text")
 

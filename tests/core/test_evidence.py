@@ -17,11 +17,6 @@ QUESTION = "What is the pass key?"
 
 
 @pytest.fixture(scope="module")
-def lm() -> LongContextModel:
-    return LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY)
-
-
-@pytest.fixture(scope="module")
 def context(lm: LongContextModel) -> Context:
     return lm.read(TEXT, name="text")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -226,22 +226,14 @@ def test_pinned_tokens_count_for_the_share_they_are_in() -> None:
 @pytest.mark.parametrize(
     ("spans", "changes", "message"),
     [
-        (
-            [Span(0, 20, name="system"), Span(30, 50)],
-            {},
-            "need 40 units .* for system .tokens 0 to 20.*32",
-        ),
+        ([Span(0, 20, name="system"), Span(30, 50)], {}, "need 40 units .* for system .tokens 0 to 20.*32"),
         ([Span(0, 30)], {}, r"need 30 units .* stabilizers \(6\) included; lower those, or protect less"),
         ([Span(0, 40, 0.2), Span(39, 99, 0.2)], {}, "have tokens in common, and a share each"),
         ([Span(0, 40, 0.01)], {}, "is less than one unit; give 0.032 or more"),
         ([Span(0, 9)], {"memory": "adaptive"}, 'memory="adaptive" lets layers share'),
         ([Span(0, 4)], BLOCKS, "by a rule of its own.*set init in recall_by"),
         ([Span(0, 24)], {"decode_budget": 34, "decode_interval": 8}, "decode_budget=34 holds 20 beside local_len"),
-        (
-            [Span(0, 24)],
-            {"layer_budgets": "pyramid"},
-            'in full-attention layer 2; raise budget, use layer_budgets="unif',
-        ),
+        ([Span(0, 24)], {"layer_budgets": "pyramid"}, 'full-attention layer 2; raise budget, use layer_budgets="unif'),
     ],
 )
 def test_what_the_budget_cannot_hold_is_refused_before_anything_is_read(
@@ -260,18 +252,26 @@ def test_stabilizers_that_nobody_gave_make_room() -> None:
     check_guaranteed(cache, [Span(0, 30)])
 
 
-def test_growing_memory_refuses_what_an_early_step_cannot_hold() -> None:
-    cache = by_lot(policy(memory="square", stabilizers=0))
-    cache.protect([Span(0, 12)])
-    with pytest.raises(ValueError, match=r'after chunk 1 memory holds \d.*use memory="fixed"'):
-        prefill(cache.model, prompt(TOKENS, seed=1), cache)
+OUTSIDE = "the question .tokens 58 to 61. cannot be protected, for the text has 60 tok"
+OPEN = Span(10, None, name="the log")
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_spans_outside_of_the_text_are_refused(streamed: bool) -> None:
-    cache, ids = by_lot(policy()), prompt(60, seed=1)
-    cache.protect([Span(58, 61, name="the question")])
-    with pytest.raises(ValueError, match="the question .tokens 58 to 61. cannot be protected, for the text has 60 tok"):
+@pytest.mark.parametrize(
+    ("span", "tokens", "streamed", "changes", "message"),
+    [
+        (Span(0, 12), TOKENS, False, {"memory": "square", "stabilizers": 0}, 'chunk 1 memory holds .*memory="fixed"'),
+        (Span(58, 61, name="the question"), 60, False, {}, OUTSIDE),
+        (Span(58, 61, name="the question"), 60, True, {}, OUTSIDE),
+        (OPEN, TOKENS, False, {}, r"need 41 units .* the log .tokens 10 to the end., .* chunk 3 .* 32; raise bud"),
+        (OPEN, TOKENS, True, {}, "need 41 units .* but 32 units may stay here; raise budget"),
+    ],
+)
+def test_what_a_text_has_no_room_for_is_refused_while_it_is_read(
+    span: Span, tokens: int, streamed: bool, changes: dict[str, Any], message: str
+) -> None:
+    cache, ids = by_lot(policy(**changes)), prompt(tokens, seed=1)
+    cache.protect([span])
+    with pytest.raises(ValueError, match=message):
         prefill(cache.model, iter(ids[0].tolist()) if streamed else ids, cache)
 
 
@@ -287,37 +287,23 @@ def test_what_is_gone_cannot_be_pinned_and_what_is_held_can() -> None:
     assert cache.protected == ()
 
 
-def test_an_open_end_that_overflows_says_so() -> None:
-    cache, streamed = by_lot(policy()), by_lot(policy())
-    cache.protect([Span(10, None, name="the log")])
-    streamed.protect([Span(10, None, name="the log")])
-    with pytest.raises(
-        ValueError, match=r"need 41 units .* the log .tokens 10 to the end., .* chunk 3 .* 32; raise bud"
-    ):
-        prefill(cache.model, prompt(TOKENS, seed=1), cache)
-    with pytest.raises(ValueError, match=r"need 41 units .* but 32 units may stay here; raise budget"):
-        prefill(streamed.model, iter(prompt(TOKENS, seed=1)[0].tolist()), streamed)
-
-
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("protect", "message"),
     [
-        ((5, 5), "holds no token"),
-        ((0, 5.0), "whole numbers"),
-        ((0, 5, float("nan")), "give more than 0 and at most 1"),
+        (lambda _: Span(5, 5), "holds no token"),
+        (lambda _: Span(0, 5.0), "whole numbers"),  # type: ignore[arg-type]
+        (lambda _: Span(0, 5, float("nan")), "give more than 0 and at most 1"),
+        (lambda cache: cache.protect([(0, 5)]), r"\(0, 5\) is no span of a text; give locret.Span"),
+        (lambda cache: cache.protect(Span(0, 3)), r"is no list of spans; give one for all rows, as \[locret.Span"),
     ],
 )
-def test_a_span_is_tokens_and_a_share(arguments: tuple[Any, ...], message: str) -> None:
+def test_a_span_is_tokens_and_a_share_in_a_list(protect: Callable[[RetentionCache], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Span(*arguments)
+        protect(by_lot(policy()))
 
 
-def test_spans_of_other_rows_than_there_are_and_other_things_are_refused() -> None:
+def test_spans_of_other_rows_than_there_are_are_refused() -> None:
     cache = by_lot(policy())
-    with pytest.raises(ValueError, match=r"\(0, 5\) is no span of a text; give locret.Span"):
-        cache.protect([(0, 5)])  # type: ignore[list-item]
-    with pytest.raises(ValueError, match=r"is no list of spans; give one for all rows, as \[locret.Span"):
-        cache.protect(Span(0, 3))  # type: ignore[arg-type]
     cache.protect([Span(0, 3)], [Span(0, 4)])
     with pytest.raises(ValueError, match="spans of 2 rows are protected, but there are 1"):
         prefill(cache.model, prompt(40, seed=1), cache)

@@ -17,13 +17,6 @@ POLICY = RetentionPolicy(budget=32, chunk_size=32, stabilizers=8, local_len=8)
 
 
 @pytest.fixture(scope="module")
-def lm() -> LongContextModel:
-    return LongContextModel.from_pretrained(
-        "checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY, device="cpu", dtype="float32"
-    )
-
-
-@pytest.fixture(scope="module")
 def read(lm: LongContextModel) -> Any:
     return lm.read(TEXT, name="oslo", progress=False)
 

@@ -8,7 +8,7 @@ from typing import Any
 import oracle as reference
 import pytest
 import torch
-from families import build, prompt
+from families import prompt
 
 from locret import RetentionCache, RetentionPolicy, generate, prefill, scorers
 from locret.policy.selectors import select_over_heads
@@ -16,11 +16,6 @@ from locret.policy.selectors import select_over_heads
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6}
 LOGITS: dict[str, Any] = {"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None}
 REFUSED = [scorer.name for scorer in scorers._SCORERS if not scorer.causal and not scorer.by_head]
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return build("llama")
 
 
 def policy(**changes: Any) -> RetentionPolicy:

@@ -11,16 +11,7 @@ from families import build
 from safetensors.torch import save_file
 from test_damaged_files import content
 
-from locret import (
-    LongContextModel,
-    RetentionCache,
-    RetentionPolicy,
-    compose,
-    generate,
-    load_cache,
-    prefill,
-    save_cache,
-)
+from locret import LongContextModel, RetentionCache, RetentionPolicy, compose, generate, load_cache, prefill, save_cache
 from locret.cache.schema import checksum
 from locret.engines.prefix import Prefix
 

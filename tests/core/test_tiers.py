@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, prompt
+from families import prompt
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
 
@@ -17,11 +17,6 @@ EVERYTHING = {"when": "prompt_end", "host_budget": "all", "recall": 500}
 UNIT = 2 * 8 * 4 + 8
 """Bytes of key, value, score and position."""
 both_positions = pytest.mark.parametrize("positions", ["compact", "original"])
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return build("llama")
 
 
 def new_cache(model: Any, **changes: Any) -> RetentionCache:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import build, prompt
+from families import prompt
 from transformers import DynamicCache
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
@@ -16,11 +16,6 @@ from locret.scorers import Chunk, KeyNormScorer
 POLICY = RetentionPolicy(budget=24, chunk_size=10, stabilizers=5, local_len=6)
 GREEDY = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 5}
 IDS = prompt(45)
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return build("llama")
 
 
 def new_cache(model: Any, scorer: Any = "snapkv", **changes: Any) -> RetentionCache:

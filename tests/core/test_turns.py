@@ -18,11 +18,6 @@ POLICY = RetentionPolicy(budget=64, chunk_size=96, stabilizers=16, local_len=16)
 
 
 @pytest.fixture(scope="module")
-def lm() -> LongContextModel:
-    return LongContextModel.from_pretrained("checkpoints/tiny", heads="checkpoints/tiny-heads", policy=POLICY)
-
-
-@pytest.fixture(scope="module")
 def plain() -> torch.nn.Module:
     """The backbone as any other code has it, never seen by a cache of ours."""
     return AutoModelForCausalLM.from_pretrained("checkpoints/tiny").eval()

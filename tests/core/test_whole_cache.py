@@ -266,12 +266,10 @@ def test_every_chunk_keeps_as_many_units_as_are_planned_in_the_order_of_the_text
             counts = (units >= 0).sum(2)
             if not schedule.shared and not local:
                 assert counts.float().mean() == most
-            newest = run.numbers[3] if local else 0 if schedule.shared else guarded
-            assert counts.min() >= min(newest, read)
+            newest = min(read, run.numbers[3] if local else 0 if schedule.shared else guarded)
+            assert counts.min() >= newest
             assert (units.diff(dim=2) > 0).logical_or(units[..., :-1] < 0).all()
-            assert (
-                units[..., units.shape[2] - min(newest, read) :] == torch.arange(read)[read - min(newest, read) :]
-            ).all()
+            assert (units[..., units.shape[2] - newest :] == torch.arange(read - newest, read)).all()
 
 
 # -- what is kept, and what is said -----------------------------------------------------------------------------------

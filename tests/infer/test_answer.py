@@ -44,9 +44,8 @@ def test_a_question_read_with_its_text_is_the_chat_template_around_both(lm: Long
     messages = [{"role": "user", "content": "The tower \n waits.\n\nWhere?"}]
     ids = lm.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     assert chat.cache.seen == ids.shape[1]
-    out = generate(
-        lm.model, ids, cache=chat.cache.copy(), max_new_tokens=4, do_sample=False
-    )  # refuses a cache of other ids
+    # This refuses a cache of other ids.
+    out = generate(lm.model, ids, cache=chat.cache.copy(), max_new_tokens=4, do_sample=False)
     assert chat.say("Where?", max_new_tokens=4) == decode(lm.tokenizer, out[0, ids.shape[1] :].tolist())
 
 

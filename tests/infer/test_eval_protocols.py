@@ -134,11 +134,7 @@ def test_a_document_is_read_once_for_all_questions_but_for_the_oracle(
     wanted = Wanted(tokenizer=lambda: None, lengths=[], folders=[str(published(tmp_path))], max_new_tokens=2)
     places, _ = settled(plan_cases([tasks.get("loogle/longdep_qa").select(wanted)], 0), setup.tokenizer)
     assert [case.question for case in places] == [0, 1, 2]
-    for name, protocol, times in (
-        ("random", AGNOSTIC, 1),
-        ("oracle", AGNOSTIC, 3),
-        ("random", AWARE, 3),
-    ):
+    for name, protocol, times in (("random", AGNOSTIC, 1), ("oracle", AGNOSTIC, 3), ("random", AWARE, 3)):
         reads.clear()
         runs = plan_runs([methods.get(name)], [Allotment(POLICY.to_dict())], protocols=[protocol])
         assert len(list(runner.evaluate(setup, places, runs, set()))) == 3

@@ -94,10 +94,8 @@ def test_tasks_ask_and_score_as_locret_eval_does(backbone: Path, tmp_path: Path,
 @NEEDED
 @torch.no_grad()
 def test_answers_and_scores_with_ample_budget_are_the_plain_models(backbone: Path) -> None:
-    lm, text = (
-        locret_lm(backbone, budget=1000, chunk_size=64, stabilizers=0, local_len=8),
-        "The pass key is 48213 . " * 12,
-    )
+    lm = locret_lm(backbone, budget=1000, chunk_size=64, stabilizers=0, local_len=8)
+    text = "The pass key is 48213 . " * 12
     model: Any = AutoModelForCausalLM.from_pretrained(backbone, dtype=torch.float32).eval()
     ids = torch.tensor([lm.tok_encode(text)])
     out = model.generate(ids, max_new_tokens=12, do_sample=False, temperature=None, top_p=None)

@@ -115,10 +115,9 @@ def test_the_largest_budget_that_suits_the_free_memory_is_taken(
 ) -> None:
     record = ask("--kv-memory", "auto")
     assert record["policy"]["budget"] >= record["kept_units"] - 8 > 1000
-    monkeypatch.setattr(
-        sizing.PlannedRun, "bytes_beside_weights", lambda self, policy: policy.budget * policy.chunk_size
-    )
-    monkeypatch.setattr(sizing.PlannedRun, "weight_bytes", property(lambda self: 1000))
+    run = sizing.PlannedRun
+    monkeypatch.setattr(run, "bytes_beside_weights", lambda self, policy: policy.budget * policy.chunk_size)
+    monkeypatch.setattr(run, "weight_bytes", property(lambda self: 1000))
     monkeypatch.setattr(sizing, "free_bytes", lambda device: int((1000 + 32 * 100) / sizing.SHARE) + 1)
     assert ask("--kv-memory", "auto", "--dry-run")["policy"]["budget"] == 100
     monkeypatch.setattr(sizing, "free_bytes", lambda device: 1000)

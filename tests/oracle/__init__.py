@@ -27,13 +27,7 @@ from oracle.recall import answer_with_recall, best_units
 from oracle.retaining import attend, labels, loss, ranking_loss, read_prompt, rotate, select_kept
 from oracle.rounding import packed, rounded_by_channel, rounded_by_token
 from oracle.sparse_reading import read_by_choice
-from oracle.token_and_key_scorers import (
-    expected_attention,
-    key_difference,
-    key_norm,
-    mean_rotation,
-    surprisal,
-)
+from oracle.token_and_key_scorers import expected_attention, key_difference, key_norm, mean_rotation, surprisal
 
 __all__ = [
     "adaptive_sizes", "answer_with_recall", "attend", "attention", "best_units", "decremental_chunks",

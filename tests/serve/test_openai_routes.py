@@ -74,12 +74,10 @@ def test_a_model_names_a_context_for_clients_that_can_name_nothing_else(client: 
     assert [one.id for one in client.models.list()] == ["tiny", "tiny:book", "tiny:other"]
     assert client.models.retrieve("tiny:book").id == "tiny:book"
     for name, key in KEYS.items():
-        answer = client.chat.completions.create(model=f"tiny:{name}", messages=[user(QUESTION)])
+        about: dict[str, Any] = {"model": f"tiny:{name}", "messages": [user(QUESTION)]}
+        answer = client.chat.completions.create(**about)
         assert str(key) in text_of(answer)
-        same = client.chat.completions.create(
-            model=f"tiny:{name}", messages=[user(QUESTION)], extra_body={"context": name}
-        )
-        assert text_of(same) == text_of(answer)
+        assert text_of(client.chat.completions.create(**about, extra_body={"context": name})) == text_of(answer)
     other = {"extra_body": {"context": "other"}, "messages": [user(QUESTION)]}
     with pytest.raises(openai.BadRequestError, match="names another context than"):
         client.chat.completions.create(model="tiny:book", **other)
@@ -115,9 +113,8 @@ def test_a_question_about_a_context_is_answered_token_by_token_as_by_ask(
     ids, ends = new[0, -24:].tolist(), set(lm.end_ids)
     written = [one.token for one in answer.choices[0].logprobs.content]
     texts = [decode(lm.tokenizer, ids[:count]) for count in range(len(ids) + 1)]
-    assert (
-        written == [now[len(before) :] for before, now in itertools.pairwise(texts)][: -1 if ids[-1] in ends else None]
-    )
+    added = [now[len(before) :] for before, now in itertools.pairwise(texts)]
+    assert written == (added[:-1] if ids[-1] in ends else added)
     assert "".join(written) == text_of(answer)
     assert answer.choices[0].finish_reason == ("stop" if ids[-1] in ends else "length")
     usage, details = answer.usage, answer.usage.prompt_tokens_details
@@ -204,20 +201,12 @@ def test_responses_are_the_answers_of_chats_whole_and_as_events(client: openai.O
     expected = ask(client, QUESTION)
     whole = client.responses.create(model="tiny", input=QUESTION, **about)
     assert (whole.output_text, whole.status) == (text_of(expected), "completed")
-    assert (whole.usage.input_tokens, whole.usage.total_tokens) == (
-        expected.usage.prompt_tokens,
-        expected.usage.total_tokens,
-    )
+    assert whole.usage.input_tokens == expected.usage.prompt_tokens
+    assert whole.usage.total_tokens == expected.usage.total_tokens
     turns = [user(QUESTION), *[one.to_dict() for one in whole.output], user("Is the grass green?")]
     again = client.responses.create(model="tiny:book", input=turns, instructions="Be kind.", max_output_tokens=3)  # type: ignore[arg-type]
-    chat = ask(
-        client,
-        {"role": "system", "content": "Be kind."},
-        turns[0],
-        {"role": "assistant", "content": whole.output_text},
-        turns[2],
-    )
-    assert text_of(chat).startswith(again.output_text)
+    kind, said = {"role": "system", "content": "Be kind."}, {"role": "assistant", "content": whole.output_text}
+    assert text_of(ask(client, kind, turns[0], said, turns[2])).startswith(again.output_text)
     assert (again.status, again.incomplete_details.reason) == ("incomplete", "max_output_tokens")  # type: ignore[union-attr]
     with client.responses.stream(model="tiny", input=QUESTION, **about) as stream:
         events = list(stream)
@@ -255,10 +244,8 @@ def test_calls_of_tools_come_back_as_calls(
     server: Running, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the model writes is put in its place: the embedded backbone calls nothing."""
-    tokenizer, given = (
-        server.state.lm.tokenizer,
-        server.state.lm.tokenizer(f"Look.\n{CALL}", add_special_tokens=False)["input_ids"],
-    )
+    tokenizer = server.state.lm.tokenizer
+    given = tokenizer(f"Look.\n{CALL}", add_special_tokens=False)["input_ids"]
     monkeypatch.setattr(tokenizer, "chat_template", TEMPLATE)
 
     def submit(ids: Any, prefix: Any, *, on_token: Any, end_ids: Any, **_: Any) -> Any:
@@ -342,11 +329,7 @@ MANY = 10_000
 FIELDS: list[tuple[dict[str, Any], int, str]] = [  # beside a message, status, sentence
     ({"messages": [{"role": "user", "contents": "x"}]}, 400, "messages.0: contents is not a field here; did you mean"),
     ({"messages": [{"role": "user", "content": IMAGE}]}, 400, "messages.0.content"),
-    (
-        {"messages": [user(FILE)]},
-        400,
-        "messages.0.content.0: file {'file_id': 'x'} has no effect here; upload it (POST",
-    ),
+    ({"messages": [user(FILE)]}, 400, "messages.0.content.0: file {'file_id': 'x'} has no effect here; upload it ("),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "the tokenizer's chat template refuses these messages ("),
     ({f"k{nth}": 1 for nth in range(MANY)}, 400, "k0 is not a field here; "),
     ({"temperature": 3}, 400, "temperature 3: input should be less than or equal to 2; change it"),

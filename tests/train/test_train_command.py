@@ -10,16 +10,7 @@ import pytest
 import torch
 import yaml
 from embedded import tiny_tokenizer
-from training_cases import (
-    equal,
-    records,
-    refused,
-    train,
-    train_arguments,
-    weights,
-    write_backbone,
-    write_rows,
-)
+from training_cases import equal, records, refused, train, train_arguments, weights, write_backbone, write_rows
 from transformers import Phi3Config
 
 from locret import RetainingHeads
