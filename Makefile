@@ -26,7 +26,7 @@ gpu: $(VENV)/installed
 	$(BIN)/locret-bench --config recipes/bench/llama_3.1_8b_128k.yaml --new-tokens 128 --overwrite --output build/gpu/llama
 	$(BIN)/locret-bench --config recipes/bench/phi_3_mini_128k.yaml --overwrite --output build/gpu/phi
 	$(BIN)/locret-bench --shape cpu-512 --lengths 16K,64K --device cuda --dtype bfloat16 --overwrite --output build/gpu/small
-	$(BIN)/python -m pytest -q tests/gpu tests/core/test_label_kernel.py
+	$(BIN)/python -m pytest -q tests/gpu
 
 # The heads of checkpoints/smollm2-heads, from TEXTS (a folder) and QUESTIONS (files); an interrupted run goes on.
 heads: $(VENV)/installed
