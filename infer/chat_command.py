@@ -10,8 +10,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -119,9 +120,7 @@ class Conversation:
         """Print the answer as it is written."""
         chat = self._current()
         try:
-            with closing(chat.stream(text, **self.generation.given())) as parts:  # type: ignore[type-var]
-                for part in parts:
-                    print(part, end="", flush=True)
+            chat.say(text, write=partial(print, end="", flush=True), **self.generation.given())
         finally:
             print(flush=True)
 

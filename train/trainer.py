@@ -9,13 +9,9 @@ processes with one row each do what one process does with k accumulated.
 from __future__ import annotations
 
 import math
-import signal
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +20,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_linear_schedule_with_warmup
 
 from locret.backbone.passes import in_step
+from locret.base import interrupts
 from locret.distributed.ranks import Ranks
 from locret.heads.heads import RetainingHeads
 from locret.train import checkpointing
@@ -45,29 +42,6 @@ def head_optimizer(heads: nn.Module, o: OptimizerOptions) -> tuple[torch.optim.A
     fused = parameters[0].device.type in ("cuda", "cpu") or None
     adamw = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=fused)
     return adamw, get_linear_schedule_with_warmup(adamw, o.warmup, o.steps)
-
-
-@contextmanager
-def noted_signals() -> Iterator[list[int]]:
-    """Inside the block, the first SIGINT or SIGTERM is put on the list; a second one acts as it did before."""
-    received: list[int] = []
-    before: dict[int, Any] = {}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        restore()
-
-    if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, note)
-    try:
-        yield received
-    finally:
-        restore()
 
 
 @dataclass(eq=False)
@@ -144,7 +118,7 @@ class Trainer:
         """
         steps = self.options.steps
         with (
-            noted_signals() as received,
+            interrupts.noted(*interrupts.SIGNALS) as received,
             RunLog(self.folder, self.step, steps, self.heads.layers, self.accelerator) as log,
         ):
             if not self.step and self.held_out:

@@ -118,3 +118,27 @@ def _handle(number: int, frame: FrameType | None) -> None:
         with suppress(OSError):
             os.write(2, f"{start}{_State.prog}: interrupted\n".encode())
     os._exit(128 + number)
+
+
+@contextmanager
+def noted(*numbers: int) -> Iterator[list[int]]:
+    """Inside the block, the first of these signals is put on the list; a second one acts as it did before."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
+
+    def restore() -> None:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        restore()
+
+    if threading.current_thread() is threading.main_thread():
+        for number in numbers:
+            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not Python's
+                before[number] = signal.signal(number, note)
+    try:
+        yield received
+    finally:
+        restore()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from locret.backbone.adapters import input_device, unwrap
+from locret.base import interrupts
 from locret.base.fields import Refusal, check_sampling, shown
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
@@ -164,12 +166,12 @@ class _Behind(LogitsProcessor):
 class _Stop(StoppingCriteria):
     """Ends an answer after the token that is being written, so that the cache stays whole."""
 
-    def __init__(self) -> None:
-        self.asked = threading.Event()
+    def __init__(self, stopped: Callable[[], bool]) -> None:
+        self.stopped = stopped
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
         """Return (B,) whether each row is done."""
-        return torch.full((input_ids.shape[0],), self.asked.is_set(), device=input_ids.device)
+        return torch.full((input_ids.shape[0],), self.stopped(), device=input_ids.device)
 
 
 class Reading:
@@ -245,20 +247,32 @@ class Chat(Reading):
         self.asked: str | None = None
         """A turn that has been read and not answered: its options failed, or it was read with the document."""
 
-    def say(self, text: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> str:
+    def say(
+        self,
+        text: str,
+        *,
+        max_new_tokens: int = LONGEST_ANSWER,
+        write: Callable[[str], object] | None = None,
+        **options: Any,
+    ) -> str:
         """Say something and return the answer. Ctrl-C ends the answer there, and the conversation can go on.
 
         Args:
             text: The user's turn.
             max_new_tokens: Longest answer in tokens.
+            write: Takes the answer as it is written.
             **options: Whatever `model.generate` takes: temperature, top_p, num_beams, stop_strings, ... An answer is
                 greedy unless they ask for sampling.
 
         Raises:
             ValueError: For an empty text, an option that does not exist, or a conversation that broke off.
         """
-        for _ in self.stream(text, max_new_tokens=max_new_tokens, **options):
-            pass
+        settings = self._ready(text, max_new_tokens, options)
+        with interrupts.noted(signal.SIGINT) as received:
+            # Not in another thread, for which OpenMP would make more threads than there are cores.
+            self._write(text, settings, write, lambda: bool(received))
+        if received:
+            raise KeyboardInterrupt
         return self.talk.transcript.turns[-1].content
 
     def stream(self, text: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> Iterator[str]:
@@ -267,11 +281,15 @@ class Chat(Reading):
         Raises:
             ValueError: As `say`, at once.
         """
+        return self._streamed(text, self._ready(text, max_new_tokens, options))
+
+    def _ready(self, text: str, max_new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of an answer, after all checks that need no reading."""
         settings = self.lm.settings(max_new_tokens, options)
         self._looking_back(dict(settings))
         self._check(text)
         check_question(text)
-        return self._streamed(text, settings)
+        return settings
 
     def _looking_back(self, settings: dict[str, Any]) -> list[LogitsProcessor]:
         """Take options that look back out of settings, and return what does it with all that was read."""
@@ -286,18 +304,11 @@ class Chat(Reading):
         return found
 
     def _streamed(self, text: str, settings: dict[str, Any]) -> Iterator[str]:
-        stop, parts, failed = _Stop(), SimpleQueue[str | None](), list[BaseException]()
-        settings["stopping_criteria"] = StoppingCriteriaList([*(settings.get("stopping_criteria") or ()), stop])
+        stop, parts, failed = threading.Event(), SimpleQueue[str | None](), list[BaseException]()
 
         def write() -> None:
             try:
-                if not self._speaking.acquire(blocking=False):
-                    raise ValueError(_SPEAKING)
-                try:
-                    self.read_turn(text, settings["max_new_tokens"])
-                    self.write_answer(settings, parts.put)
-                finally:
-                    self._speaking.release()
+                self._write(text, settings, parts.put, stop.is_set)
             except BaseException as error:
                 failed.append(error)
             finally:
@@ -309,10 +320,29 @@ class Chat(Reading):
             while (part := parts.get()) is not None:
                 yield part
         finally:
-            stop.asked.set()
+            stop.set()
             writer.join()
         if failed:
             raise failed[0]
+
+    def _write(
+        self,
+        text: str,
+        settings: dict[str, Any],
+        write: Callable[[str], object] | None,
+        stopped: Callable[[], bool],
+    ) -> None:
+        """Read a turn and write the answer, until there is a reason to stop."""
+        settings["stopping_criteria"] = StoppingCriteriaList(
+            [*(settings.get("stopping_criteria") or ()), _Stop(stopped)]
+        )
+        if not self._speaking.acquire(blocking=False):
+            raise ValueError(_SPEAKING)
+        try:
+            self.read_turn(text, settings["max_new_tokens"])
+            self.write_answer(settings, write)
+        finally:
+            self._speaking.release()
 
     def measured(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -104,6 +105,9 @@ def test_options_that_make_no_sense_are_refused_before_anything_is_read(
 
 def test_a_stream_is_the_answer_as_it_is_written(context: Context) -> None:
     parts = list(context.stream(QUESTION))
+    taken = list[str]()
+    assert context.chat().say(QUESTION, write=taken.append) == ANSWER
+    assert taken == parts
     assert parts[:4] == ["The", " pass", " key", " is"]
     assert "".join(parts) == ANSWER
     assert "".join(context.stream(QUESTION, num_beams=2)) == context.ask(QUESTION, num_beams=2)
@@ -116,6 +120,17 @@ def test_leaving_a_stream_ends_the_answer_there_and_the_chat_goes_on(context: Co
     said = chat.messages[-1]["content"]
     assert len(said.split()) < 100
     assert chat.cache.reader is None
+    shown = list[str]()
+
+    def interrupt(part: str) -> None:
+        shown.append(part)
+        if len(shown) == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        chat.say(QUESTION, min_new_tokens=200, max_new_tokens=200, write=interrupt)
+    assert "".join(shown) == chat.messages[-1]["content"]
+    assert len(shown) < 9
     assert chat.say(QUESTION) == ANSWER
 
 
