@@ -235,6 +235,10 @@ class Reader(Observer):
             if due is not None:
                 self._rate(nth, due)
             return
+        if self.answering and not self.scorer.rates_answers:  # no scores choose anything before a text is read again
+            kv_heads = layer.projections.shape.num_kv_heads
+            held.rate(layer.query.new_zeros(len(layer.query), kv_heads, layer.new_tokens, dtype=torch.float32))
+            return
         stay, base = self._stay_now(nth), self.cache.next_position + layer.new_tokens
         for part in held.parts(cast(View, view), layer.new_tokens, self.scorer.causal):
             held.rate(*self._rated(self._chunk(nth, layer, part, stay)), part.where)

@@ -41,7 +41,8 @@ class Scorer(Chosen):
     positions: ClassVar[str] = "compact"
     """Position mode of the method's own paper or code, which methods are compared with."""
     rates_answers: ClassVar[bool] = True
-    """Whether the method is defined for generated tokens, so that a cache may evict while it generates."""
+    """Whether the method is defined for generated tokens, so that a cache may evict while it generates; else they get
+    zeros."""
     causal: ClassVar[bool] = True
     """Whether a unit is rated once, by what came before it, so that its score depends neither on chunks nor on time."""
     by_head: ClassVar[bool] = False

@@ -60,7 +60,7 @@ class ExpectedAttentionScorer(Scorer):
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S); (B, K, L) zeros where nothing is selected by them."""
         batch, kv_heads = chunk.key.shape[:2]
-        if chunk.generating or not (chunk.selects or chunk.last):
+        if not (chunk.selects or chunk.last):
             return torch.zeros(batch, kv_heads, chunk.new_tokens, device=chunk.key.device)
         # While a prompt is read no slot is empty.
         sinks_BKS, least = chunk.unit_positions < self.sinks, torch.finfo(torch.float32).min  # of a text of sinks alone

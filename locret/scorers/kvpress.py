@@ -62,8 +62,6 @@ class PressScorer(Scorer):
         """Return scores (B, K, S), or (B, K, L) from a press that rates tokens by their hidden states alone."""
         batch, kv_heads, units = chunk.key.shape[:3]
         new, prepared = chunk.new_tokens, chunk.prepared
-        if chunk.generating:
-            return torch.zeros(batch, kv_heads, new, device=chunk.key.device)
         press = prepared.press
         if getattr(press, _WINDOW, 0) >= new:
             if new == 1:

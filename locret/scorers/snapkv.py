@@ -76,7 +76,7 @@ class SnapKVScorer(Scorer):
         """Return scores (B, K, S); (B, K, L) zeros where nothing is selected by them."""
         batch, kv_heads, slots = chunk.key.shape[:3]
         new = chunk.new_tokens
-        if chunk.generating or not (chunk.selects or chunk.last):
+        if not (chunk.selects or chunk.last):
             return torch.zeros(batch, kv_heads, new, device=chunk.key.device)
         if self.queries == "chunk":
             sums_BNS = self._pooled(attention_sums(chunk))
