@@ -24,6 +24,7 @@ from locret.base.warned import warn_user
 from locret.distributed.shard import load_sharded
 from locret.heads.fingerprint import sample_sharded
 from locret.loading import gguf, weights
+from locret.loading.eight_bits import pack
 from locret.loading.options import ADAPTER_CONFIG, CONFIG, BackboneSource
 
 _MOST = {"num_hidden_layers": 1000, "num_attention_heads": 2**14, "num_key_value_heads": 2**14, "head_dim": 2**16}
@@ -163,7 +164,7 @@ def load_config(options: BackboneSource) -> Any:
             f"--model {source.model} has a config.json that says too little ({' '.join(str(error).split())[:200]}); "
             "give the folder of a backbone with full attention"
         ) from error
-    weights.check_quantisation(options, config)
+    weights.check_quantisation(options, config, device_of_source(options))
     return config
 
 
@@ -277,6 +278,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             f"--adapter {source.adapter} changes weights that --shard tp splits; merge it into the backbone, or use "
             "--shard fsdp"
         )
+    if source.adapter and weights.packs(options, device):
+        raise ValueError(f"--load-in-8bit rounds what --adapter {source.adapter} changes; merge it into the backbone")
     where = _where(source, options, config, device, dtype)
     with _one_sentence(f"--model {options.model} cannot be loaded"):
         model: nn.Module
@@ -304,6 +307,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             f"{foreign[0]}"
         )
     _name(model.config, options)
+    if weights.packs(options, device):
+        pack(model)
     if source.adapter:
         model = _with_adapter(model, source)
     if options.shard is not None:
@@ -323,7 +328,7 @@ def _where(
             sketch = weights.sketch_of(config, dtype, trust_remote_code=options.trust_remote_code)
             _check_weights(folder, sketch, options.gguf)
     where: dict[str, Any] = _gguf(options)
-    quantised = weights.quantisation_of(options, dtype)
+    quantised = weights.quantisation_of(options, dtype, device)
     if quantised is not None:
         where["quantization_config"] = quantised
     elif where:

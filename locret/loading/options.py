@@ -35,7 +35,8 @@ class WeightOptions:
     """Quantise the weights to four bits while they are loaded (bitsandbytes: NF4, double quantisation, products in
     --dtype)."""
     load_in_8bit: bool = False
-    """Quantise the weights to eight bits while they are loaded (bitsandbytes: LLM.int8)."""
+    """Quantise the weights to eight bits while they are loaded (bitsandbytes: LLM.int8; on a CPU torch's own products,
+    which write an answer faster)."""
     quantization_config: str | dict[str, Any] | None = None
     """Quantise the weights in another way of transformers (torchao, quanto, hqq, ...): a JSON file, or JSON, with
     quant_method and the method's own settings."""
@@ -50,11 +51,6 @@ class WeightOptions:
         given, device = self.quantising(), str(getattr(self, "device", "auto"))
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} exclude each other; drop one of them")
-        if given and self.gguf is not None:
-            raise ValueError(
-                f"{given[0]}: {self.gguf} is quantised already, or not, as it was written; drop it, or load the "
-                "backbone that the file was made from"
-            )
         if self.device_map is not None and device != "auto":
             raise ValueError(f"--device {device} and --device-map exclude each other; drop one of them")
         if self.max_memory is not None and self.device_map not in MAPS:

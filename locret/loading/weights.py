@@ -23,9 +23,11 @@ from locret.backbone.adapters import find_decoder
 from locret.base.fields import shown
 from locret.base.files import read_json
 from locret.base.nearest import check_retired
+from locret.loading.eight_bits import pack
 from locret.loading.options import MAPS, BackboneSource, WeightOptions
 
 DISK, HOST = "disk", "cpu"
+EIGHT_BITS = "torch 8 bits"
 _PROCESSES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 _PACKAGES = {
     **{name: name for name in ("bitsandbytes", "torchao", "hqq", "vptq", "auto-round")},
@@ -98,7 +100,9 @@ def plan_weights(
         sketch = sketch_of(config, dtype, trust_remote_code=getattr(source, "trust_remote_code", False))
     if (shard := getattr(source, "shard", None)) is not None:
         return _sharded(sketch, dtype.itemsize, shard, getattr(source, "shard_offload", None), device)
-    wanted = quantisation_of(source, dtype)
+    wanted = quantisation_of(source, dtype, device)
+    if packs(source, device):
+        pack(sketch)
     quantiser = _quantiser(sketch, config, wanted, dtype, device_map_of(source))
     device_map = _resolved(sketch, source, quantiser)
     main = device if device_map is None else main_device(device_map) or device
@@ -110,6 +114,7 @@ def plan_weights(
         if device_map is not None and place in (HOST, DISK) and place != name_of(main):
             leaves[name.rpartition(".")[0]] += count
     label = label_of(config) if wanted is None else label_of_way(wanted)
+    label = EIGHT_BITS if packs(source, device) else label
     return WeightPlan(dict(places), max(leaves.values(), default=0), device_map, label)
 
 
@@ -246,13 +251,21 @@ def _place_of(weight: str, device_map: Mapping[str, int | str]) -> int | str | N
 # -- quantisation -----------------------------------------------------------------------------------------------------
 
 
-def quantisation_of(source: WeightOptions, dtype: torch.dtype | None = None) -> Any:
-    """Return transformers' quantisation config of what is asked for; None if the weights are taken as they are.
+def packs(source: WeightOptions, device: torch.device) -> bool:
+    """Return whether weights are rounded to eight bits here, once they are loaded, instead of by transformers."""
+    return source.load_in_8bit and device.type == "cpu" and source.device_map is None
+
+
+def quantisation_of(source: WeightOptions, dtype: torch.dtype | None, device: torch.device) -> Any:
+    """Return transformers' quantisation config of what is asked for; None if it is to take the weights as they are.
 
     Args:
         source: The options.
         dtype: What products are computed in.
+        device: Where the backbone runs.
     """
+    if packs(source, device):
+        return None
     if source.load_in_8bit or source.load_in_4bit:
         from transformers import BitsAndBytesConfig
 
@@ -306,19 +319,26 @@ def _settings(given: Any) -> Mapping[str, Any]:
     return given
 
 
-def check_quantisation(source: BackboneSource, config: Any) -> None:
-    """Refuse what transformers could not load, as far as the backbone's config tells, before weights are touched."""
-    stored, wanted = _stored(config), quantisation_of(source)
+def check_quantisation(source: BackboneSource, config: Any, device: torch.device) -> None:
+    """Refuse what could not be loaded, as far as the backbone's config tells, before weights are touched."""
+    stored, wanted = _stored(config), quantisation_of(source, None, device)
     flag = next(iter(source.quantising()), "")
     if stored is not None:
         _require(method_of(stored), f"--model {source.model}")
-    if wanted is None:
+    label = EIGHT_BITS if packs(source, device) else None if wanted is None else label_of_way(wanted)
+    if label is None:
         return
-    _require(method_of(wanted), flag)
-    if stored is not None and label_of_way(stored) != label_of_way(wanted):
+    if wanted is not None:
+        _require(method_of(wanted), flag)
+        if source.gguf is not None:
+            raise ValueError(
+                f"{flag}: {source.gguf} is quantised already, or not, as it was written; drop it, or load the "
+                "backbone that the file was made from"
+            )
+    if stored is not None and label_of_way(stored) != label:
         raise ValueError(
             f"{flag}: --model {source.model} is quantised already ({label_of_way(stored)}), and cannot be quantised "
-            f"again ({label_of_way(wanted)}); drop {flag}, or give the backbone that it was made from"
+            f"again ({label}); drop {flag}, or give the backbone that it was made from"
         )
 
 

@@ -1,0 +1,51 @@
+"""Weights of eight bits on a CPU: a token that is written reads half of bfloat16's bytes, a chunk multiplies as before.
+
+Each row of a matrix has one scale. torch's product of few rows with such weights, which inductor uses for models that
+torchao quantised, keeps them packed; of more rows, converting the codes once is faster. bitsandbytes does the like on
+CUDA; on a CPU its products, torchao's eager ones and optimum-quanto's were 2 to 20 times slower for one row.
+"""
+
+# N output features, K input features
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+_FEW = 8
+"""Rows up to which the packed product is the faster one."""
+_STEP = 16
+"""Input features that it takes at once: it reads beyond the end of a row that is no multiple of them."""
+
+
+class EightBitLinear(nn.Module):
+    """A linear layer, rounded: codes (N, K) int8 with scales (N,) bfloat16, such that weights are codes * scales."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scale = (weight.abs().amax(1) / 127).bfloat16()
+        divisor = scale.float().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        codes = (weight / divisor).round_().clamp_(-127, 127).to(torch.int8)
+        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.scale = nn.Parameter(scale, requires_grad=False)
+        self.bias = linear.bias
+        self.out_features, self.in_features = codes.shape
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the products (..., N) of states (..., K), in their dtype; few rows are multiplied in bfloat16."""
+        rows = states.reshape(-1, self.in_features)
+        if len(rows) <= _FEW:
+            products = torch._weight_int8pack_mm(rows.bfloat16(), self.weight, self.scale).to(states.dtype)
+        else:
+            products = (rows @ self.weight.to(states.dtype).T) * self.scale.to(states.dtype)
+        products = products if self.bias is None else products + self.bias
+        return products.view(*states.shape[:-1], self.out_features)
+
+
+def pack(model: nn.Module) -> None:
+    """Replace the linear layers of a backbone, its head included, one after another; also on the meta device."""
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and child.in_features % _STEP == 0:
+                setattr(module, name, EightBitLinear(child))
