@@ -29,9 +29,9 @@ class BenchOptions(WeightOptions, PolicyFlags):
     heads: str | None = None
     """Trained retaining heads, a folder or a Hub id; fresh ones, which cost the same, if none."""
     methods: str | list[str] = "full,floor,locret"
-    """Methods to compare: full (transformers' own cache), floor (the same chunks without scores and eviction), locret
-    (retaining heads) or any scorer, with options and modifiers as in locret-eval: snapkv:kernel=7,pooling=max+pyramid,
-    package.module:Class."""
+    """Methods to compare: full (transformers' own cache), floor (the same chunks without scores and eviction), llamacpp
+    (llama.cpp, of the same GGUF file), locret (retaining heads) or any scorer, with options and modifiers as in
+    locret-eval: snapkv:kernel=7,pooling=max+pyramid, package.module:Class."""
     lengths: int | str | list[int | str] | None = None
     """Prompt tokens, such as 8192,16384 or 8K,16K (K is 1024); the shape's if not given."""
     budget: int | None = None  # type: ignore[assignment]

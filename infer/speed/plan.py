@@ -141,7 +141,8 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     device = _device(options, shape, source)
     given = {one.name: getattr(options, one.name) for one in fields(RetentionPolicy)}
     own = {name: value for name, value in given.items() if name in chosen or value != getattr(BenchOptions, name)}
-    methods = tuple(ways.get(name, own) for name in options.method_names())
+    gguf = source.found if source is not None and source.gguf_file is None and source.gguf else None
+    methods = tuple(ways.get(name, own, gguf) for name in options.method_names())
     trained = _trained(heads, shape.config)
     if trained is not None and not any(method.has_heads for method in methods):
         raise ValueError(f"--heads {options.heads}: no method of --methods uses them; add locret, or drop them")

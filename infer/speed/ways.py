@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +22,7 @@ from locret.infer.speed.floor import generate_plainly, read_static, write_static
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
-FLOOR = "floor"
+FLOOR, LLAMACPP = "floor", "llamacpp"
 
 
 class Pass(NamedTuple):
@@ -164,20 +167,73 @@ class Floor(Full):
         return write_static(given.model, cache, first, given.new_tokens)
 
 
-def get(method: str, chosen: Collection[str] = ()) -> Way:
+@dataclass(frozen=True)
+class LlamaCpp(Full):
+    """llama.cpp, of the GGUF file that the backbone is loaded from: every unit stays, in float16."""
+
+    file: str = ""
+
+    def planned(self, backbone: Backbone, policy: RetentionPolicy, size: int, length: int, new_tokens: int) -> Held:
+        return super().planned(backbone, policy, 2, length, new_tokens)
+
+    def read(self, given: Given) -> tuple[Any, Tensor]:
+        engine = _llamacpp(self.file, given.ids.shape[1] + given.new_tokens, given.policy.chunk_size)
+        engine.reset()
+        engine.eval(given.ids[0].tolist())
+        return engine, self._logits(engine)
+
+    def write(self, given: Given, cache: Any, first: Tensor) -> Tensor:
+        new = [int(first)]
+        for _ in range(given.new_tokens):
+            cache.eval(new[-1:])
+            new.append(int(self._logits(cache).argmax()))
+        return torch.tensor([new[1:]])
+
+    def held(self, cache: Any) -> Held:
+        from llama_cpp import llama_state_seq_get_size  # an extra
+
+        return Held(llama_state_seq_get_size(cache.ctx, 0))
+
+    @staticmethod
+    def _logits(engine: Any) -> Tensor:
+        pointer = engine._ctx.get_logits()
+        return torch.tensor([pointer[: engine.n_vocab()]])
+
+
+@lru_cache(maxsize=4)
+def _llamacpp(file: str, tokens: int, batch: int) -> Any:
+    """Return llama.cpp with room for so many tokens, made once for all rounds."""
+    import llama_cpp  # an extra
+
+    threads = torch.get_num_threads()
+    same = {"n_threads": threads, "n_threads_batch": threads, "n_batch": batch, "n_ubatch": batch, "verbose": False}
+    engine = llama_cpp.Llama(file, n_ctx=tokens, **same)
+    atexit.register(engine.close)  # before the modules that it needs for that are gone
+    return engine
+
+
+def get(method: str, chosen: Collection[str] = (), gguf: str | None = None) -> Way:
     """Return the way that a text names, such as `snapkv:kernel=7+pyramid`.
 
     Args:
         method: What somebody wrote.
         chosen: Names of the numbers of the policy that the user set.
+        gguf: The file that the backbone is loaded from, if it is one.
 
     Raises:
         ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
     """
     spec = method_spec.parse(method, "--methods")
-    if spec.name == FLOOR:
+    if spec.name in (FLOOR, LLAMACPP):
         if unfit := [*spec.options, *(f"+{modifier.name}" for modifier in spec.modifiers)]:
-            raise ValueError(f'--methods "{spec}": {FLOOR} neither scores nor evicts; drop {unfit[0]}')
-        return Floor(Method(FLOOR, "the same chunks, without scores and eviction", plain=True))
-    found = find(spec, "--methods", [FLOOR, *names()])
+            raise ValueError(f'--methods "{spec}": {spec.name} neither scores nor evicts; drop {unfit[0]}')
+        if spec.name == FLOOR:
+            return Floor(Method(FLOOR, "the same chunks, without scores and eviction", plain=True))
+        if gguf is None or find_spec("llama_cpp") is None:
+            raise ValueError(
+                f"--methods {LLAMACPP} reads the GGUF file that --model names, with the package llama-cpp-python; give "
+                "such a model, and run pip install 'locret[llamacpp]'"
+            )
+        return LlamaCpp(Method(LLAMACPP, "llama.cpp", plain=True), file=gguf)
+    found = find(spec, "--methods", [FLOOR, LLAMACPP, *names()])
     return Full(found) if found.plain else Way(found, frozenset(chosen))

@@ -16,6 +16,7 @@ from locret.infer.speed.measure import Bench, Measurements, Sample
 from locret.infer.speed.plan import BenchPlan, make_plan
 from locret.infer.speed.report import make_record, page
 from locret.infer.speed.ways import Given, Held
+from tests.tiny_gguf import write_gguf
 
 pytestmark = pytest.mark.slow
 
@@ -73,6 +74,18 @@ def test_methods_of_other_papers_are_planned_and_counted_alike(name: str) -> Non
     assert (planned["host"] > 0) == (sample.written.moved > 0) == (name[0] in "qoi" or "+recall" in name)
 
 
+@pytest.mark.engine
+def test_llamacpp_reads_and_writes_what_full_attention_does(tmp_path: Path) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (extra locret[llamacpp])")
+    write_gguf("checkpoints/tiny", tmp_path / "tiny.gguf")
+    plan = plan_of("full,llamacpp", shape=None, model=str(tmp_path / "tiny.gguf"), dtype="float32")
+    bench, written = Bench(plan), []
+    for method in plan.methods:
+        cache, logits = method.read(given_to(bench))
+        written.append(method.write(given_to(bench), cache, logits.argmax(-1, keepdim=True)).tolist())
+    assert written[0] == written[1]
+
+
 def test_shapes_are_those_of_the_published_backbones() -> None:
     plans = {name: plan_of("full", shape=name, dtype="bfloat16") for name in ("llama-3.1-8b", "phi-3-mini-128k")}
     assert [round(plan.weight_bytes / 2e9, 2) for plan in plans.values()] == [8.03, 3.82]
@@ -120,6 +133,7 @@ def test_a_dry_run_prints_the_resolved_plan_and_its_bytes(
         ({"budget": 10**15, "methods": "floor"}, "--methods floor at 150 tokens needs"),
         ({"model": "/nowhere"}, "--model /nowhere and --shape tiny exclude each other; drop one of them"),
         ({"heads": "checkpoints/tiny-heads"}, "--heads checkpoints/tiny-heads: no method of --methods uses them"),
+        ({"methods": "llamacpp"}, "--methods llamacpp reads the GGUF file that --model names, with the package"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_sentence(changes: dict[str, Any], message: str) -> None:
