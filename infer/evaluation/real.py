@@ -31,6 +31,7 @@ from tqdm import tqdm
 
 from locret import LongContextModel, scorers
 from locret.base import method_spec
+from locret.base.fields import Refusal
 from locret.base.files import locked, write_text
 from locret.base.tables import markdown
 from locret.cli.command import parse_options, print_json, warnings_as_lines
@@ -48,6 +49,8 @@ from locret.scorers.oracle import OracleScorer
 from locret.scorers.retaining_heads import recommended_shares
 
 HEADS, FULL, NOTHING, ORACLE = "locret", "full", "nothing", "oracle_agnostic"
+_WHERE = ("revision", "dtype", "device", "adapter", "trust_remote_code", "attn_implementation")
+"""How the backbone is loaded, besides what its weights become."""
 METHODS = (
     f"{FULL},{NOTHING},{HEADS}+head_shares+spaced,expected_attention+head_shares+spaced,"
     f"key_difference+head_shares+spaced,random:sinks=4+head_shares+spaced,{HEADS},{HEADS}+recall,random:sinks=4,random,"
@@ -136,7 +139,7 @@ def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptio
     waiting = [cell for cell in options.cells() if cell not in done]
     if not waiting:
         return records
-    where: dict[str, Any] = {name: getattr(model, name) for name in ("revision", "dtype", "device", "gguf_file")}
+    where: dict[str, Any] = {name: getattr(model, name) for name in _WHERE} | model.given()
     reading = _Reading(LongContextModel.from_pretrained(model.model, scorer="random", **where), options, scorer)
     with tqdm(total=len(waiting), unit="cell", disable=True if options.quiet else None) as bar:
         for cell in waiting:
@@ -153,7 +156,9 @@ def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptio
 
 
 def _source(model: PlacedModelOptions, scorer: ScorerOptions) -> dict[str, Any]:
-    return {"model": model.model, "revision": model.revision, "dtype": model.dtype, "heads": scorer.heads}
+    how = {"adapter": model.adapter} if model.adapter else {}
+    plain = {"model": model.model, "revision": model.revision, "dtype": model.dtype, "heads": scorer.heads}
+    return plain | how | model.given()
 
 
 def _cell_of(record: dict[str, Any]) -> Cell:
@@ -311,6 +316,10 @@ def command(argv: Sequence[str]) -> int:
         [RealOptions, PlacedModelOptions, ScorerOptions],
         argv,
     )
+    unheard = {"shard": model.shard, "store": model.store, "scorer": scorer.scorer, "method": scorer.method}
+    for name, value in (unheard | ({"attn": "math"} if model.attn == "math" else {})).items():
+        if value is not None:
+            raise Refusal(name, value, "is not for --suite real, which reads in one process by --methods; leave it out")
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
     for method in words(options.methods, "--methods"):
         # What cannot be is refused before a model is loaded and the output folder is this run's.

@@ -62,6 +62,9 @@ def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, cap
         run(tmp_path / "run", "--methods", "nothing", "--pieces", "2")
     with pytest.raises(ValueError, match="no piece of 64 tokens answers a question of its set; give more --tokens"):
         run(tmp_path / "short", "--tokens", "64")
+    assert run(tmp_path / "rounded", "--methods", "full", "--load-in-8bit") == 0
+    assert {one["nats"] for one in record(tmp_path / "rounded")} != {n["nats"] for n in found if n["method"] == "full"}
+    assert json.loads((tmp_path / "rounded" / "configuration.json").read_text())["load_in_8bit"]
 
 
 @pytest.mark.parametrize(
@@ -72,6 +75,7 @@ def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, cap
         (["--pieces", "0"], "--pieces 0 is too small; give 1 or more"),
         (["--tokens", "8"], "--tokens 8 is too short for a piece of a text; give 64 or more"),
         (["--methods", "snapkw"], "snapkv"),
+        (["--store", "own.py:Store"], "store=own.py:Store is not for --suite real, which reads"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, more: list[str], message: str) -> None:
