@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -141,7 +142,8 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     device = _device(options, shape, source)
     given = {one.name: getattr(options, one.name) for one in fields(RetentionPolicy)}
     own = {name: value for name, value in given.items() if name in chosen or value != getattr(BenchOptions, name)}
-    gguf = source.found if source is not None and source.gguf_file is None and source.gguf else None
+    file = Path(source.place, source.gguf) if source is not None and source.gguf else None
+    gguf = str(file) if file is not None and file.is_file() else None
     methods = tuple(ways.get(name, own, gguf) for name in options.method_names())
     trained = _trained(heads, shape.config)
     if trained is not None and not any(method.has_heads for method in methods):

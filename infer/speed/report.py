@@ -13,6 +13,7 @@ from locret.base.tables import UNKNOWN, Columns, number, of_rows
 from locret.environment import versions
 from locret.infer.speed.measure import Measurements
 from locret.infer.speed.plan import BenchPlan
+from locret.infer.speed.ways import LLAMACPP
 
 _MIB = 2**20
 
@@ -55,10 +56,13 @@ def _result(plan: BenchPlan, found: Measurements, row: dict[str, Any], at: int) 
     row["error"], row["bytes"] = None, {**written._asdict(), "moved_per_token": moved, "peak": runs[0].peak}
     for index, (part, tokens) in enumerate({"prefill": length, "decode": plan.options.new_tokens}.items()):
         seconds, best = [run[:2][index] for run in runs], [rates[index] for rates in found.rates]
+        # How many bytes other weights than those of --dtype have is not counted.
+        rounded = name == LLAMACPP or bool(plan.source and plan.source.quantising())
+        counted = [] if rounded and part == "decode" else [work[part] / one for one in seconds]
         row[part] = {
             "seconds": quantiles(seconds),
             "tokens_per_second": quantiles([tokens / one for one in seconds]),
-            "share": quantiles([work[part] / one / rate for one, rate in zip(seconds, best, strict=True)]),
+            "share": quantiles([one / rate for one, rate in zip(counted, best, strict=False)]),
         }
         for other in ("full", "floor"):
             theirs = [run[:2][index] for run in found.samples.get((other, length), [])]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 from collections.abc import Collection
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
@@ -200,7 +200,7 @@ class LlamaCpp(Full):
         return torch.tensor([pointer[: engine.n_vocab()]])
 
 
-@lru_cache(maxsize=4)
+@cache
 def _llamacpp(file: str, tokens: int, batch: int) -> Any:
     """Return llama.cpp with room for so many tokens, made once for all rounds."""
     import llama_cpp  # an extra
@@ -229,11 +229,10 @@ def get(method: str, chosen: Collection[str] = (), gguf: str | None = None) -> W
             raise ValueError(f'--methods "{spec}": {spec.name} neither scores nor evicts; drop {unfit[0]}')
         if spec.name == FLOOR:
             return Floor(Method(FLOOR, "the same chunks, without scores and eviction", plain=True))
-        if gguf is None or find_spec("llama_cpp") is None:
-            raise ValueError(
-                f"--methods {LLAMACPP} reads the GGUF file that --model names, with the package llama-cpp-python; give "
-                "such a model, and run pip install 'locret[llamacpp]'"
-            )
+        if gguf is None:
+            raise ValueError(f"--methods {LLAMACPP} reads a GGUF file on this machine, which --model is to name")
+        if find_spec("llama_cpp") is None:
+            raise ValueError(f"--methods {LLAMACPP} needs llama-cpp-python; run pip install 'locret[llamacpp]'")
         return LlamaCpp(Method(LLAMACPP, "llama.cpp", plain=True), file=gguf)
     found = find(spec, "--methods", [FLOOR, LLAMACPP, *names()])
     return Full(found) if found.plain else Way(found, frozenset(chosen))

@@ -122,13 +122,17 @@ def _handle(number: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def noted(*numbers: int) -> Iterator[list[int]]:
-    """Inside the block, the first of these signals is put on the list; a second one acts as it did before."""
+    """Inside the block, the first of these signals is put on the list; a second one acts as it did before.
+
+    A handler that the user has set stays, and is called.
+    """
     received: list[int] = []
     before: dict[int, Any] = {}
 
     def restore() -> None:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is note:
+                signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
@@ -136,7 +140,8 @@ def noted(*numbers: int) -> Iterator[list[int]]:
 
     if threading.current_thread() is threading.main_thread():
         for number in numbers:
-            if signal.getsignal(number) not in (signal.SIG_IGN, None):  # None: not Python's
+            usual = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            if signal.getsignal(number) in (usual, _handle):
                 before[number] = signal.signal(number, note)
     try:
         yield received

@@ -235,7 +235,9 @@ class Reader(Observer):
             if due is not None:
                 self._rate(nth, due)
             return
-        if self.answering and not self.scorer.rates_answers:  # no scores choose anything before a text is read again
+        if self.answering and not (
+            self.scorer.rates_answers or self.scorer.columns
+        ):  # no scores choose anything before a text is read again
             kv_heads = layer.projections.shape.num_kv_heads
             held.rate(layer.query.new_zeros(len(layer.query), kv_heads, layer.new_tokens, dtype=torch.float32))
             return

@@ -267,12 +267,16 @@ class Chat(Reading):
         Raises:
             ValueError: For an empty text, an option that does not exist, or a conversation that broke off.
         """
+        if write is not None and not callable(write):
+            raise Refusal("write", shown(write), "cannot be called; give a function of one text, such as print")
         settings = self._ready(text, max_new_tokens, options)
         with interrupts.noted(signal.SIGINT) as received:
-            # Not in another thread, for which OpenMP would make more threads than there are cores.
-            self._write(text, settings, write, lambda: bool(received))
-        if received:
-            raise KeyboardInterrupt
+            try:
+                # Not in another thread, for which OpenMP would make more threads than there are cores.
+                self._write(text, settings, write, lambda: bool(received))
+            finally:
+                if received:
+                    raise KeyboardInterrupt
         return self.talk.transcript.turns[-1].content
 
     def stream(self, text: str, *, max_new_tokens: int = LONGEST_ANSWER, **options: Any) -> Iterator[str]:

@@ -22,7 +22,7 @@ from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.head import RetainingHead
-from locret.loading.weights import label_of
+from locret.loading.weights import EIGHT_BITS, label_of
 
 _COMPARED: WeakKeyDictionary[RetainingHeads, WeakSet[nn.Module]] = WeakKeyDictionary()
 """Backbones whose weights have been compared with those that heads were trained on."""
@@ -165,8 +165,8 @@ class RetainingHeads(nn.Module):
         precision = (self.config.training or {}).get("precision")
         recorded = re.fullmatch(r"backbone \w+(?:, (.+))?, autocast \w+", precision or "")
         label = label_of(unwrap(model_or_config))
-        # Half precisions round so little that scores order the same units; quantised numbers do not.
-        if recorded is not None and recorded[1] != label:
+        # Half precisions and eight bits per row round so little that scores order the same units; other numbers do not.
+        if recorded is not None and recorded[1] != label and not {recorded[1], label} <= {None, EIGHT_BITS}:
             warn_user(
                 f"the retaining heads were trained on a backbone that was {_numbers(recorded[1])}, and this one is "
                 f"{_numbers(label)}; some of the units that stay will be others (of NF4 about one in ten), so load it "

@@ -280,6 +280,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
         )
     if source.adapter and weights.packs(options, device):
         raise ValueError(f"--load-in-8bit rounds what --adapter {source.adapter} changes; merge it into the backbone")
+    if dtype == torch.float16 and weights.packs(options, device):
+        raise ValueError("--load-in-8bit: a CPU adds up codes, whose sums float16 does not hold; drop --dtype float16")
     where = _where(source, options, config, device, dtype)
     with _one_sentence(f"--model {options.model} cannot be loaded"):
         model: nn.Module

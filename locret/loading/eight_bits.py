@@ -16,6 +16,8 @@ _FEW = 8
 """Rows up to which the packed product is the faster one."""
 _STEP = 16
 """Input features that it takes at once: it reads beyond the end of a row that is no multiple of them."""
+_LEFT = ("dt_proj", "kv_b_proj")
+"""Layers of Mamba and of latent attention with whose weights others multiply."""
 
 
 class EightBitLinear(nn.Module):
@@ -27,7 +29,7 @@ class EightBitLinear(nn.Module):
         scale = (weight.abs().amax(1) / 127).bfloat16()
         divisor = scale.float().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         codes = (weight / divisor).round_().clamp_(-127, 127).to(torch.int8)
-        self.weight = nn.Parameter(codes, requires_grad=False)
+        self.codes = nn.Parameter(codes, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.bias = linear.bias
         self.out_features, self.in_features = codes.shape
@@ -36,9 +38,11 @@ class EightBitLinear(nn.Module):
         """Return the products (..., N) of states (..., K), in their dtype; few rows are multiplied in bfloat16."""
         rows = states.reshape(-1, self.in_features)
         if len(rows) <= _FEW:
-            products = torch._weight_int8pack_mm(rows.bfloat16(), self.weight, self.scale).to(states.dtype)
+            # A copy: it wants rows back to back, at an address that is a multiple of 32 bytes.
+            rows = rows.to(torch.bfloat16).clone(memory_format=torch.contiguous_format)
+            products = torch._weight_int8pack_mm(rows, self.codes, self.scale).to(states.dtype)
         else:
-            products = (rows @ self.weight.to(states.dtype).T) * self.scale.to(states.dtype)
+            products = (rows @ self.codes.to(states.dtype).T) * self.scale.to(states.dtype)
         products = products if self.bias is None else products + self.bias
         return products.view(*states.shape[:-1], self.out_features)
 
@@ -47,5 +51,5 @@ def pack(model: nn.Module) -> None:
     """Replace the linear layers of a backbone, its head included, one after another; also on the meta device."""
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child.in_features % _STEP == 0:
+            if type(child) is nn.Linear and child.in_features % _STEP == 0 and name not in _LEFT:
                 setattr(module, name, EightBitLinear(child))

@@ -23,7 +23,7 @@ from locret.backbone.adapters import find_decoder
 from locret.base.fields import shown
 from locret.base.files import read_json
 from locret.base.nearest import check_retired
-from locret.loading.eight_bits import pack
+from locret.loading.eight_bits import EightBitLinear, pack
 from locret.loading.options import MAPS, BackboneSource, WeightOptions
 
 DISK, HOST = "disk", "cpu"
@@ -399,6 +399,8 @@ def label_of(model_or_config: Any) -> str | None:
 
     Weights that were made whole again while they were loaded count as not quantised.
     """
+    if isinstance(model_or_config, nn.Module) and any(isinstance(m, EightBitLinear) for m in model_or_config.modules()):
+        return EIGHT_BITS
     stored = _stored(getattr(model_or_config, "config", model_or_config))
     if stored is None or getattr(stored, "dequantize", False):
         return None

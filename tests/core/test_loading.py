@@ -98,7 +98,7 @@ def test_eight_bits_on_a_cpu_compute_what_the_rounded_weights_do(tmp_path: Path)
     assert (planned.label, planned.total) == ("torch 8 bits", sum(weight.nbytes for weight in packed.parameters()))
     for name, linear in packed.named_modules():
         if type(linear).__name__ == "EightBitLinear":
-            rounded = linear.weight.float() * linear.scale.float()[:, None]
+            rounded = linear.codes.float() * linear.scale.float()[:, None]
             given = whole.get_submodule(name)
             assert ((rounded - given.weight).abs() <= given.weight.abs().amax(1)[:, None] / 200).all()
             given.weight = torch.nn.Parameter(rounded)  # untied: embeddings stay as they are
@@ -107,8 +107,15 @@ def test_eight_bits_on_a_cpu_compute_what_the_rounded_weights_do(tmp_path: Path)
         torch.testing.assert_close(packed(ids).logits, whole(ids).logits, atol=1e-4, rtol=1e-4)
         found, expected = (model(ids[:, :8]).logits for model in (packed, whole))  # few rows: in bfloat16
     assert 0 < (found - expected).abs().max() < 0.03 * expected.abs().max()
+    width = packed.lm_head.in_features
+    states = torch.randn(2, 2 * width).bfloat16()[:, 1 : 1 + width]  # neither back to back nor aligned
+    assert torch.equal(packed.lm_head(states), packed.lm_head(states.clone()))
+    assert label_of(packed) == planned.label
     with pytest.raises(ValueError, match=f"rounds what --adapter {tmp_path} changes; merge it"):
         load(load_in_8bit=True, adapter=str(tmp_path))
+    source = ModelOptions(model=TINY, load_in_8bit=True)
+    with pytest.raises(ValueError, match="whose sums float16 does not hold; drop --dtype float16"):
+        loading.load_model(source, loading.load_config(source), CPU, torch.float16)
 
 
 def test_a_backbone_that_was_quantised_otherwise_is_not_quantised_again(

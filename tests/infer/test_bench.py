@@ -133,7 +133,7 @@ def test_a_dry_run_prints_the_resolved_plan_and_its_bytes(
         ({"budget": 10**15, "methods": "floor"}, "--methods floor at 150 tokens needs"),
         ({"model": "/nowhere"}, "--model /nowhere and --shape tiny exclude each other; drop one of them"),
         ({"heads": "checkpoints/tiny-heads"}, "--heads checkpoints/tiny-heads: no method of --methods uses them"),
-        ({"methods": "llamacpp"}, "--methods llamacpp reads the GGUF file that --model names, with the package"),
+        ({"methods": "llamacpp"}, "--methods llamacpp reads a GGUF file on this machine, which --model is to name"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_sentence(changes: dict[str, Any], message: str) -> None:
