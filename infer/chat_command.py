@@ -148,7 +148,7 @@ class Conversation:
         """/save FILE: write the conversation to a file."""
         path = _path(given, "/save")
         self._current().save(path)
-        self._tell(f"saved; go on with /load {path}, or with --context {path}")
+        self._tell(f"saved; go on with /load {path}, or with --context {path} and the same --model and --heads")
 
     def _do_memory(self, _: str) -> None:
         """/memory: say what the cache holds and takes."""

@@ -66,6 +66,11 @@ def embedded_heads(backbone: str) -> str | None:
     return find(str(_HEADS)) if at == os.path.realpath(find(str(_BACKBONE))) else None
 
 
+def named_heads() -> str:
+    """Return the names of shipped heads of real backbones, as a message lists them."""
+    return " or ".join(map(str, _REAL.values()))
+
+
 class _CheckoutFinder:
     """Finds the packages that a checkout holds next to locret/; on locret's path, all of its folders would be some."""
 

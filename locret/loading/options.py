@@ -27,7 +27,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 class WeightOptions:
     """How a backbone's weights are loaded: in which numbers, and where."""
 
-    usual: ClassVar[tuple[str, ...]] = ("load_in_4bit",)
+    usual: ClassVar[tuple[str, ...]] = ("load_in_4bit", "load_in_8bit")
 
     gguf_file: str | None = None
     """GGUF file in the folder or repository of --model, which transformers reads; or give a local one as --model."""

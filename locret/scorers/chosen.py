@@ -30,8 +30,9 @@ def chosen_heads(heads: str | None, model: str | None) -> str | None:
     found = shipped.embedded_heads(model)
     if found is None:
         raise ValueError(
-            f"--heads auto: no heads are shipped for {model}; name some, train them with locret-train, or leave "
-            f"--heads out for a training-free scorer{backbone_names.hint(model)}"
+            f"--heads auto: no heads are shipped for {model}; name some ({shipped.named_heads()}, if that is their "
+            "backbone under another name), train them with locret-train, or leave --heads out for a training-free "
+            f"scorer{backbone_names.hint(model)}"
         )
     warn_user(f"auto takes the heads {found}, which are shipped with this toolkit")
     return found
