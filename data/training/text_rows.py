@@ -22,7 +22,6 @@ from typing import Any
 
 from locret import shipped
 from locret.base.files import write_text
-from locret.data.training.entries import with_entries
 
 CUES = (
     'What does the text say about "{}"?',
@@ -39,8 +38,6 @@ _LONG = 7000
 once: an answer costs a pass through the text."""
 _LEAST = 200
 """Characters of a file that is read."""
-_WORD, _WORDS = re.compile(r"\b[a-z]{4,10}\b"), 50
-"""What keys of entries are made of, and how many different ones a file has to have."""
 _MOST_ASKED = 6
 """Questions of people in a row."""
 _MARKS = re.compile(r":\w+:`[~!]?([^`<]*?)(?:\s*<[^`]*>)?`|``([^`]*)``|\*")
@@ -65,8 +62,6 @@ class TextRowsOptions:
     """Rows to write."""
     characters: str = "1600-7000"
     """Least and most characters of a piece, drawn evenly on a logarithmic scale."""
-    entries: float = 0.0
-    """Share of the rows whose piece has entries that look alike, keys with values, which are asked for."""
     seed: int = 0
     """Same seed and texts, same rows."""
 
@@ -75,8 +70,6 @@ class TextRowsOptions:
             raise ValueError(f"--rows {self.rows} is too small; give 1 or more")
         if not 0 < self.until <= 1:
             raise ValueError(f"--until {self.until} is not a share of a file; give more than 0, up to 1")
-        if not 0 <= self.entries <= 1:
-            raise ValueError(f"--entries {self.entries} is not a share of the rows; give 0 to 1")
         if not Path(shipped.find(self.texts)).is_dir():
             raise ValueError(f"--texts {self.texts} is not a folder; give one with .txt, .md or .rst files")
         self.lengths()
@@ -176,12 +169,6 @@ def text_rows(options: TextRowsOptions) -> Iterator[dict[str, Any]]:
         size = round(math.exp(draw.uniform(math.log(least), math.log(most))))
         start = draw.randint(0, max(0, len(text) - size))
         piece = text[start : start + size].strip()
-        if options.entries and draw.random() < options.entries:
-            words = sorted(set(_WORD.findall(text)))
-            if len(words) >= _WORDS and piece:
-                piece, groups = with_entries(piece, words, draw)
-                yield {"document": piece, "questions": [_asked_at_once(group) for group in groups]}
-                continue
         if index % 3 == 2:
             piece = piece[:_LONG]
         people = people_asked(piece, questions.get(name, ()))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 
 from locret.conversation.head_shares import REQUEST
 from locret.data.training import text_rows
-from locret.data.training.entries import with_entries
 from locret.data.training.rows import detect_schema, read_row
 
 TEXT = (
@@ -57,22 +54,6 @@ def test_rows_ask_for_sentences_for_peoples_answers_and_for_the_whole_piece(fold
     assert made(folder, "--rows", "4", "--seed", "3") == made(folder, "--rows", "4", "--seed", "3")
 
 
-def test_entries_stand_in_their_text_and_are_asked_for_with_all_their_values() -> None:
-    piece, words = "It rains. " * 60, [f"word{chr(97 + n // 26)}{chr(97 + n % 26)}" for n in range(400)]
-    alone = 0
-    for seed in range(40):
-        document, groups = with_entries(piece, words, random.Random(seed))
-        assert (document, groups) == with_entries(piece, words, random.Random(seed))
-        alone += "It rains." not in document
-        assert sum(len(group) for group in groups) <= 17
-        for one in (one for group in groups for one in group):
-            (key,) = [key for key in re.findall(r"[\w-]+(?: [A-Z]\w+)?", one["question"]) if key in document][-1:]
-            values = [line for line in re.split(r"\n|(?<=[.!?]) ", document) if key in line]
-            assert values
-            assert key in one["answer"]
-    assert 5 < alone < 25
-
-
 def test_what_is_for_evaluation_is_never_in_a_row(folder: Path) -> None:
     rows = made(folder, "--questions", str(folder / "asked.jsonl"), "--rows", "60", "--until", "0.5")
     whole = (folder / "texts" / "manuals" / "one.txt").read_text()
@@ -87,7 +68,6 @@ def test_what_is_for_evaluation_is_never_in_a_row(folder: Path) -> None:
         (["--leave-out", "novels/tset.txt"], "--leave-out novels/tset.txt is not a file of --texts"),
         (["--characters", "many"], "--characters many is not a range of 200 or more; give such as 1600-7000"),
         (["--texts", "nowhere"], "--texts nowhere is not a folder"),
-        (["--entries", "2"], "--entries 2.0 is not a share of the rows"),
         (["--questions", "bad.jsonl"], "bad.jsonl:1 is not an object with context, question and answer"),
     ],
 )
