@@ -232,7 +232,7 @@ def get(method: str, chosen: Collection[str] = (), gguf: str | None = None) -> W
         if gguf is None:
             raise ValueError(f"--methods {LLAMACPP} reads a GGUF file on this machine, which --model is to name")
         if find_spec("llama_cpp") is None:
-            raise ValueError(f"--methods {LLAMACPP} needs llama-cpp-python; run pip install 'locret[llamacpp]'")
+            raise ValueError(f"--methods {LLAMACPP} needs llama-cpp-python; run pip install llama-cpp-python")
         return LlamaCpp(Method(LLAMACPP, "llama.cpp", plain=True), file=gguf)
     found = find(spec, "--methods", [FLOOR, LLAMACPP, *names()])
     return Full(found) if found.plain else Way(found, frozenset(chosen))

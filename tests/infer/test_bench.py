@@ -76,7 +76,7 @@ def test_methods_of_other_papers_are_planned_and_counted_alike(name: str) -> Non
 
 @pytest.mark.engine
 def test_llamacpp_reads_and_writes_what_full_attention_does(tmp_path: Path) -> None:
-    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed (extra locret[llamacpp])")
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     write_gguf("checkpoints/tiny", tmp_path / "tiny.gguf")
     plan = plan_of("full,llamacpp", shape=None, model=str(tmp_path / "tiny.gguf"), dtype="float32")
     bench, written = Bench(plan), []

@@ -15,7 +15,7 @@ NAMES = {"yaml": "pyyaml", "flash_attn": "flash-attn"}
 WITH = {"numpy": "transformers", "tokenizers": "transformers", "pydantic": "fastapi"}
 WITH |= {"starlette": "fastapi"}
 """Modules that a requirement brings, and cannot do without."""
-COMPARED = {"kvpress"}
+COMPARED = {"kvpress", "llama_cpp"}
 """Peers that are compared with where somebody has installed them."""
 
 
