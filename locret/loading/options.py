@@ -51,10 +51,20 @@ class WeightOptions:
         given, device = self.quantising(), str(getattr(self, "device", "auto"))
         if len(given) > 1:
             raise ValueError(f"{given[0]} and {given[1]} exclude each other; drop one of them")
+        if given and not self.load_in_8bit:
+            self.check_no_gguf(given[0])
         if self.device_map is not None and device != "auto":
             raise ValueError(f"--device {device} and --device-map exclude each other; drop one of them")
         if self.max_memory is not None and self.device_map not in MAPS:
             raise ValueError(f"--max-memory is for a --device-map that is made here; add one of {', '.join(MAPS)}")
+
+    def check_no_gguf(self, flag: str) -> None:
+        """Refuse to quantise the weights of a GGUF file by transformers."""
+        if self.gguf is not None:
+            raise ValueError(
+                f"{flag}: {self.gguf} is quantised already, or not, as it was written; drop it, or load the backbone "
+                "that the file was made from"
+            )
 
     def quantising(self) -> list[str]:
         """Return the flags that were given and quantise weights."""

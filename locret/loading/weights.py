@@ -330,11 +330,7 @@ def check_quantisation(source: BackboneSource, config: Any, device: torch.device
         return
     if wanted is not None:
         _require(method_of(wanted), flag)
-        if source.gguf is not None:
-            raise ValueError(
-                f"{flag}: {source.gguf} is quantised already, or not, as it was written; drop it, or load the "
-                "backbone that the file was made from"
-            )
+        source.check_no_gguf(flag)
     if stored is not None and label_of_way(stored) != label:
         raise ValueError(
             f"{flag}: --model {source.model} is quantised already ({label_of_way(stored)}), and cannot be quantised "
