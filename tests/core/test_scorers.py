@@ -71,6 +71,7 @@ def test_scores_are_float32_one_per_unit_and_no_worse_than_finite(
     held = cache.kept_scores(1)
     assert not held.isnan().any()
     assert held.isfinite().sum() >= 2 * 24
+    assert scorer.rates_answers or not held[..., -2:].any(), "tokens of an answer get zeros"
 
 
 @pytest.mark.parametrize("when", MOMENTS)
