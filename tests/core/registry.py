@@ -295,15 +295,18 @@ _TITLES = {
 }
 
 
-def row(outcome: Outcome) -> str:
-    """Return a family's line of the page."""
+def said(outcome: Outcome) -> str:
+    """Return what the page says of a family: an example and its layers; or why not, in words that families share."""
     why = re.split("[;|]|, so | and does not rotate|, which is not", outcome.reason[:200])[0].rstrip(",")
-    if outcome.kind != "right":
-        return f"| {outcome.family} | {why} |"
+    if outcome.kind == "not run":
+        return why
+    if outcome.kind == "refused":
+        named = rf"\b({re.escape(outcome.family)}\w*|[A-Z]\w+(ForCausalLM|LMHeadModel|Decoder|Attention))\b"
+        return re.sub(named, "the model", re.sub(r" \(.*?\)+", "", why))
     documented = re.findall(r"huggingface\.co/([\w.\-]+/[\w.\-]+)", CONFIG_MAPPING[outcome.family].__doc__ or "")
     example = next((name for name in documented if not name.startswith("papers/")), "")
     alone = f"; {outcome.positions[0]} positions alone: {why}" if len(outcome.positions) == 1 else ""
-    return f"| {outcome.family} | {example} | {outcome.layers}{alone} |".replace("|  |", "| |")
+    return f"{example} | {outcome.layers}{alone}".strip()
 
 
 def tables(outcomes: Iterable[Outcome]) -> str:
@@ -311,23 +314,31 @@ def tables(outcomes: Iterable[Outcome]) -> str:
     outcomes = list(outcomes)
     lines = [_BEGIN.format(version=transformers.__version__)]
     for kind, (title, columns) in _TITLES.items():
-        rows = [row(outcome) for outcome in outcomes if outcome.kind == kind]
+        alike: dict[str, list[str]] = {}
+        for outcome in outcomes:
+            if outcome.kind == kind:
+                alike.setdefault(f"{outcome.family} " * (kind == "right") + said(outcome), []).append(outcome.family)
         lines += [
             "",
-            f"### {len(rows)} {title}",
+            f"### {sum(map(len, alike.values()))} {title}",
             "",
             f"| {' | '.join(columns)} |",
             "| --- " * len(columns) + "|",
-            *rows,
+            *(f"| {', '.join(names)} | {text.removeprefix(f'{names[0]} ')} |" for text, names in alike.items()),
         ]
     return "\n".join([*lines, "", _END])
 
 
-def documented(page: str) -> tuple[str, list[str]]:
-    """Return the version of transformers that a page's tables are of, and their lines."""
+def documented(page: str) -> tuple[str, dict[str, str]]:
+    """Return the version of transformers that a page's tables are of, and what they say of each family."""
     version = re.search(_BEGIN.format(version=r"(\S+)"), page)
     assert version is not None
-    return version[1], page[version.end() : page.index(_END)].strip().splitlines()
+    found = {}
+    for line in page[version.end() : page.index(_END)].splitlines():
+        if line.startswith("| ") and not line.startswith(("| family |", "| ---")):
+            names, text = line[2:].removesuffix(" |").split(" | ", 1)
+            found |= dict.fromkeys(names.split(", "), text)
+    return version[1], found
 
 
 def main() -> None:
