@@ -147,6 +147,8 @@ def attend(
         return view.sparse(query, view, scaling, softcap, sinks)
     if view.segments is None:
         return _attend(query, view.keys, view.values, how, view.row_start)
+    if query.shape[0] == query.shape[2] == 1 and how.softcap is None and window is None and sinks is None:
+        return _attend_once(query, view.keys, view.values, view.segments[0], scaling)
     group = query.shape[1] // len(view.segments[0])
     out = query.new_empty(*query.shape[:-1], view.values.shape[-1])
     for row, heads in enumerate(view.segments):
@@ -156,6 +158,16 @@ def attend(
             own = how if sinks is None else how._replace(sinks=sinks[asking])
             out[row, asking] = _attend(query[row : row + 1, asking], key, value, own)[0]
     return out
+
+
+def _attend_once(query: Tensor, keys: Tensor, values: Tensor, spans: list[slice], scaling: float) -> Tensor:
+    """Let the (1, N, 1, D) queries of one token attend to each KV head's span: what every written token pays for."""
+    grouped = query.view(len(spans), 1, 1, -1, query.shape[-1]).unbind()
+    heads = [
+        F.scaled_dot_product_attention(asking, keys[:, :, span], values[:, :, span], scale=scaling)
+        for asking, span in zip(grouped, spans, strict=True)
+    ]
+    return torch.cat(heads, dim=2).transpose(1, 2)
 
 
 def _attend_both(query: Tensor, view: View, recalled: Recalled, how: _How) -> Tensor:

@@ -37,11 +37,13 @@ class RaggedStore(Store):
     """How far apart the positions of two neighbours may be; 1: units have their ranks."""
     reach = 0
     """Positions over which the units of a head may be spread."""
+    _spans: tuple[Tensor, Tensor, list[list[slice]]] | None = None
+    """The segments, and the counts and starts that they were made of: neither is ever written in place."""
 
     @property
     def counts(self) -> Tensor:
         """(B, K) int64 units of each head, on the CPU."""
-        return self.tensors.get("counts", torch.zeros(1, 1, dtype=torch.int64))
+        return self.tensors["counts"] if self.tensors else torch.zeros(1, 1, dtype=torch.int64)
 
     @property
     def starts(self) -> Tensor:
@@ -96,10 +98,14 @@ class RaggedStore(Store):
     @property
     def segments(self) -> list[list[slice]]:
         """Per row and KV head its slots."""
-        return [
-            [slice(start, start + count) for start, count in zip(starts, counts, strict=True)]
-            for starts, counts in zip(self.starts.tolist(), self.counts.tolist(), strict=True)
-        ]
+        counts, starts = self.counts, self.starts
+        if self._spans is None or self._spans[0] is not counts or self._spans[1] is not starts:
+            spans = [
+                [slice(start, start + count) for start, count in zip(*row, strict=True)]
+                for row in zip(starts.tolist(), counts.tolist(), strict=True)
+            ]
+            self._spans = counts, starts, spans
+        return self._spans[2]
 
     def _slots(self, row: int, device: torch.device) -> Tensor:
         """Return (U,) the slots of a row's units, head after head."""
@@ -140,9 +146,10 @@ class RaggedStore(Store):
 
     def _newest(self, new: int) -> Tensor:
         """Return (B, K, L): where the newest units are, counting slots through all rows."""
-        rows = torch.arange(len(self.counts))[:, None] * self.keys.shape[1]
-        first_BK = (rows + self.starts + self.counts - new).to(self.keys.device)
-        return first_BK[..., None] + torch.arange(new, device=self.keys.device)
+        slots, device = self.keys.shape[1], self.keys.device
+        first = [[row * slots + span.stop - new for span in spans] for row, spans in enumerate(self.segments)]
+        first_BK1 = torch.tensor(first, device=device)[..., None]
+        return first_BK1 if new == 1 else first_BK1 + torch.arange(new, device=device)
 
     def _rotate_old(self, new: int, base: int, out: Tensor) -> None:
         """Write rotated keys of all but the newest units: in each head they end before position `base`."""

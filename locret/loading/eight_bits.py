@@ -37,9 +37,9 @@ class EightBitLinear(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """Return the products (..., N) of states (..., K), in their dtype; few rows are multiplied in bfloat16."""
         rows = states.reshape(-1, self.in_features)
-        if len(rows) <= _FEW:
+        if rows.shape[0] <= _FEW:
             # A copy: it wants rows back to back, at an address that is a multiple of 32 bytes.
-            rows = rows.to(torch.bfloat16).clone(memory_format=torch.contiguous_format)
+            rows = rows.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
             products = torch._weight_int8pack_mm(rows, self.codes, self.scale).to(states.dtype)
         else:
             products = (rows @ self.codes.to(states.dtype).T) * self.scale.to(states.dtype)
