@@ -28,7 +28,7 @@ from locret.base.fields import shown
 from locret.base.files import read_json, shards
 from locret.heads import checkpoint, gates
 from locret.heads.config import HeadsConfig, config_of
-from locret.labels.log_attention import LOG_ATTENTION
+from locret.labels.kinds import LOG_ATTENTION
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -17,7 +17,7 @@ from locret.base.fields import shown
 from locret.base.files import shards
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
-from locret.labels.logit import LOGIT
+from locret.labels.kinds import LOGIT
 
 _ENTRY = re.compile(r"(?:module\.)?(?:model\.)?layers\.(\d+)\.self_attn\.(fc[12]\.(?:weight|bias))")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from locret.base.on_demand import on_demand
-from locret.labels.base import LabelKind
-from locret.labels.kinds import KINDS, get, names
+from locret.labels.kinds import KINDS, LabelKind, get, names
 
 if TYPE_CHECKING:
     from locret.labels.labels import answer_labels, prompt_scores

@@ -23,7 +23,7 @@ from locret.backbone.chunk import Attended
 from locret.backbone.instrument import LayerObserver, instrumented
 from locret.backbone.passes import keeping_step, run_decoder
 from locret.labels import kinds
-from locret.labels.base import LabelKind
+from locret.labels.kinds import LabelKind
 
 if TYPE_CHECKING:
     from locret.heads.heads import RetainingHeads

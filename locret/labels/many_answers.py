@@ -19,7 +19,7 @@ from locret.backbone.instrument import LayerObserver, instrumented
 from locret.backbone.passes import keeping_step, run_decoder
 from locret.backbone.shape import FULL, SLIDING
 from locret.labels import kinds
-from locret.labels.base import LabelKind
+from locret.labels.kinds import LabelKind
 from locret.labels.labels import _BLOCK_ELEMENTS, answer_labels, layer_labels, observe, token_row
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
