@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from locret import shipped
 from locret._version import __version__
-from locret.base.on_demand import on_demand
+from locret.base.plugins import on_demand
 
 if TYPE_CHECKING:
     from locret import scorers

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from locret.base.on_demand import on_demand
+from locret.base.plugins import on_demand
 
 if TYPE_CHECKING:
     from locret.labels.labels import answer_labels, prompt_scores

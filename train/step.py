@@ -23,8 +23,7 @@ from locret.backbone.adapters import describe, input_device
 from locret.backbone.chunk import Attended
 from locret.heads.heads import RetainingHeads
 from locret.labels import kinds
-from locret.labels.labels import layer_labels, observe, token_row
-from locret.labels.many_answers import labels_of_answers
+from locret.labels.labels import labels_of_answers, layer_labels, observe, token_row
 from locret.train.loss import fit_and_smoothness, top_overlap
 from locret.train.training_options import PAPER, DataOptions, Loss
 

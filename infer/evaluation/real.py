@@ -42,7 +42,7 @@ from locret.data import real
 from locret.infer.evaluation import output_folder
 from locret.infer.evaluation.eval_options import LONGEST, numbers, words
 from locret.infer.infer_options import PlacedModelOptions
-from locret.labels.many_answers import labels_of_answers
+from locret.labels.labels import labels_of_answers
 from locret.loading.options import ScorerOptions
 from locret.scorers.chosen import chosen_heads, load_scorer
 from locret.scorers.oracle import OracleScorer

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from locret.base.on_demand import on_demand
+from locret.base.plugins import on_demand
 from locret.base.tables import markdown
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
-"""What other packages and files add: classes by `package.module:Class` or `file.py:Class`.
+"""What is imported when it is named: public names of our packages, and what other packages and files add.
 
-Nothing is imported before it is named. A module is looked for where Python looks; a file is run only if its path is
-given.
+A package with `on_demand` loads a name when it is first used, so that no command waits for torch to start. Classes of
+others are named by `package.module:Class` or `file.py:Class`; a module is looked for where Python looks, and a file is
+run only if its path is given.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -79,3 +81,22 @@ def _run(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def on_demand(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return a package's `__getattr__`.
+
+    Args:
+        package: Name of the package.
+        homes: The modules that define its names; a name whose home is its own is a submodule.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module '{package}' has no attribute '{name}'")
+        module = import_module(homes[name])
+        value = module if homes[name] == f"{package}.{name}" else getattr(module, name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return __getattr__

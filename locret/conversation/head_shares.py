@@ -24,7 +24,7 @@ from locret.base.warned import warn_user
 from locret.conversation.document import encode, leading_special_ids
 from locret.conversation.turns import Transcript
 from locret.heads.heads import RetainingHeads
-from locret.labels.many_answers import labels_of_answers
+from locret.labels.labels import labels_of_answers
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 from locret.scorers.retaining_heads import as_scorer

@@ -1,7 +1,7 @@
 """Heads of other architectures than Locret's: gates that others published, as modules that run alike.
 
 A gate takes the place of the retaining head of a layer: it rates a token once, by itself, with one score per KV head.
-Weights are float32 always, and so is the arithmetic. They are read (`locret.heads.gate_files`), not trained.
+Weights are float32 always, and so is the arithmetic. They are read (`locret.heads.published`), not trained.
 """
 # K KV heads, G query heads of a group, E hidden size, R hidden width of a gate, M sink keys
 

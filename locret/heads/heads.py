@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from locret import hub
 from locret.backbone.adapters import attention_modules, device_of, unwrap
 from locret.backbone.chunk import Attended
+from locret.backbone.head_ranks import HeadRanks
 from locret.base.warned import warn_user
 from locret.heads import card as model_card
 from locret.heads import checkpoint
@@ -77,7 +78,7 @@ class RetainingHeads(nn.Module):
 
     @classmethod
     def from_official(cls, path: str | Path, config: Any) -> RetainingHeads:
-        """Read weights published by the original authors; see `locret.heads.official.read`.
+        """Read weights published by the original authors; see `locret.heads.published.read_locret`.
 
         Args:
             path: A `.bin` or `.safetensors` file, or a folder with one or with a sharded index; the backbone may be
@@ -87,9 +88,9 @@ class RetainingHeads(nn.Module):
         Raises:
             ValueError: If layers or shapes do not fit the backbone; the message shows both sides.
         """
-        from locret.heads import official
+        from locret.heads import published
 
-        heads_config, weights = official.read(Path(path), config)
+        heads_config, weights = published.read_locret(Path(path), config)
         return cls._with_weights(heads_config, weights)
 
     @classmethod
@@ -271,3 +272,51 @@ class RetainingHeads(nn.Module):
 
 def _numbers(label: str | None) -> str:
     return "not quantised" if label is None else f"quantised ({label})"
+
+
+class ShardedHeads(RetainingHeads):
+    """This process's part of retaining heads, as `sharded` makes it; `config` is that of the whole.
+
+    A head's first product is split by its inputs, the q, k and v of this process, and one sum over the processes makes
+    the same hidden numbers everywhere; the second is split by its outputs, the KV heads of this process. Files hold
+    whole heads, whatever the number of processes.
+    """
+
+    whole: str | None
+    """Fingerprint of the whole heads."""
+
+    def fingerprint(self) -> str | None:
+        """Return that of the whole heads."""
+        return self.whole
+
+
+def sharded(heads: RetainingHeads, ranks: HeadRanks | None) -> RetainingHeads:
+    """Return this process's part of heads; they themselves where nobody shares them, or they are a part already.
+
+    Raises:
+        ValueError: For gates, which read whole hidden states.
+    """
+    if ranks is None or isinstance(heads, ShardedHeads):
+        return heads
+    if heads.config.gate is not None:
+        raise ValueError(
+            f"gates ({heads.config.gate['name']}) are not shared by processes, as tensor parallelism would have it; "
+            "leave out --shard tp"
+        )
+    with torch.device("meta"):
+        parts = ShardedHeads(heads.config)
+    parts.whole, parts.allow_other_base = weight_fingerprint(heads), heads.allow_other_base
+    with torch.inference_mode(False), torch.no_grad():
+        for layer in heads:
+            whole, own, shape = heads[layer], parts[layer], heads.config.shape(layer)
+            keys, values = shape.num_kv_heads * shape.head_dim, shape.num_kv_heads * shape.value_dim
+            states = whole.fc1.weight.split([shape.num_heads * shape.query_dim, keys, values], dim=1)
+            own.fc1.weight = _frozen(torch.cat([ranks.own(one, 1) for one in states], dim=1))
+            own.fc2.weight = _frozen(ranks.own(whole.fc2.weight, 0))
+            own.fc1.in_features, own.fc2.out_features = own.fc1.weight.shape[1], own.fc2.weight.shape[0]
+            own.ranks = ranks
+    return parts.eval()
+
+
+def _frozen(weight: torch.Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.detach().clone(), requires_grad=False)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from locret.base.on_demand import on_demand
+from locret.base.plugins import on_demand
 from locret.labels.kinds import KINDS, LabelKind, get, names
 
 if TYPE_CHECKING:

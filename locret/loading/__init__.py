@@ -1,6 +1,6 @@
 """From options to a backbone and its tokenizer; every failure is one sentence."""
 
-from locret.base.on_demand import on_demand
+from locret.base.plugins import on_demand
 
 _NAMES = (
     *("device_of_source", "load_config", "load_model", "load_tokenizer"),

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from locret.backbone.adapters import describe, lends_neuron
 from locret.backbone.chunk import PROJECTIONS
 from locret.base.fields import Range
-from locret.heads import gate_files
+from locret.heads import published
 from locret.heads.config import config_of
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
@@ -49,7 +49,7 @@ class PublishedGateScorer(FeatureScorer):
 
     positions: ClassVar[str] = "original"
     ranges = {"window": Range(0), "sinks": Range(0)}
-    read: ClassVar[Callable[..., gate_files.Read]]
+    read: ClassVar[Callable[..., published.Read]]
     their_window: ClassVar[int]
     """Newest tokens that stay in the authors' own code."""
 
@@ -89,7 +89,7 @@ class PublishedGateScorer(FeatureScorer):
             read[key] = RetainingHeads._with_weights(*self._read(model))
         return read[key].follow(model)  # which may have moved since
 
-    def _read(self, model_or_config: Any) -> gate_files.Read:
+    def _read(self, model_or_config: Any) -> published.Read:
         return self._told(type(self).read, self.path, model_or_config, self.revision)  # type: ignore[no-any-return]
 
     def _told(self, read: Callable[..., Any], *args: Any) -> Any:
@@ -109,7 +109,7 @@ class KVzapScorer(PublishedGateScorer):
 
     name: ClassVar[str] = "kvzap"
     needs: ClassVar[str] = "a KVzap model; write kvzap:path=FOLDER, or kvzap:path=nvidia/KVzap-mlp-Qwen3-8B"
-    read = staticmethod(gate_files.read_kvzap)
+    read = staticmethod(published.read_kvzap)
     their_window: ClassVar[int] = 128
 
 
@@ -119,7 +119,7 @@ class FastKVzipScorer(PublishedGateScorer):
 
     name: ClassVar[str] = "fast_kvzip"
     needs: ClassVar[str] = "gates; write fast_kvzip:path=FOLDER, or fast_kvzip:path=Jang-Hyun/Fast-KVzip"
-    read = staticmethod(gate_files.read_fast_kvzip)
+    read = staticmethod(published.read_fast_kvzip)
     their_window: ClassVar[int] = 4096
 
     sinks: int = 4
@@ -143,7 +143,7 @@ class DMSScorer(PublishedGateScorer):
 
     name: ClassVar[str] = "dms"
     needs: ClassVar[str] = "a model that DMS was trained on; write dms:path=FOLDER, or dms:path=org/name"
-    read = staticmethod(gate_files.read_dms)
+    read = staticmethod(published.read_dms)
     their_window: ClassVar[int] = 512
 
     def check_backbone(self, config: Any) -> None:
@@ -160,7 +160,7 @@ class DMSScorer(PublishedGateScorer):
     @cached_property
     def _numbers(self) -> dict[str, Any]:
         # Once: every cache asks, and a model on the Hub is asked for over the network.
-        return self._told(gate_files.dms_config, self.path, self.revision)  # type: ignore[no-any-return]
+        return self._told(published.dms_config, self.path, self.revision)  # type: ignore[no-any-return]
 
     def _authors_window(self) -> int:
         window: int = self._numbers["window"]
@@ -168,7 +168,7 @@ class DMSScorer(PublishedGateScorer):
 
     def _neuron(self, model_or_config: Any) -> _Neuron:
         numbers, config = self._numbers, config_of(model_or_config)
-        if not lends_neuron(config) or gate_files.dms_numbers(config.get_text_config().to_dict(), "it") != numbers:
+        if not lends_neuron(config) or published.dms_numbers(config.get_text_config().to_dict(), "it") != numbers:
             raise ValueError(
                 f"scorer dms: the decisions of {self.path} are a number of its own queries (dms_separate_alpha=false), "
                 f"which this backbone's are not; read with that model itself (--model {self.path})"

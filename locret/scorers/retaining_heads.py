@@ -17,8 +17,7 @@ from torch import nn
 from locret.backbone.adapters import ranks_of
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
-from locret.heads.heads import RetainingHeads
-from locret.heads.shard import sharded
+from locret.heads.heads import RetainingHeads, sharded
 from locret.labels import KINDS
 from locret.scorers.base import FeatureScorer, Scorer
 

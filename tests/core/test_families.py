@@ -20,7 +20,7 @@ from locret.backbone.adapters import attention_modules, describe, find_decoder, 
 from locret.backbone.instrument import LayerObserver, instrumented
 from locret.backbone.rotary import Rotary, long_factors, rotate, unrotate
 from locret.labels import answer_labels
-from locret.labels.many_answers import labels_of_answers
+from locret.labels.labels import labels_of_answers
 
 POLICY = RetentionPolicy(budget=20, chunk_size=9, stabilizers=6, local_len=5)
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 6}
