@@ -26,7 +26,7 @@ _FAMILIES = {
         for name in ("infinitebench", "leval", "longbench", "longbench_v2", "babilong", "loogle", "scbench")
     },
     "infinitebench_generated": "locret.data.tasks.published.infinitebench",
-    "ruler": "locret.data.tasks.ruler",
+    "ruler": "locret.data.tasks.published.ruler",
     "niah": "locret.data.tasks.published.niah",
     "twostage": "locret.data.tasks.published.omnikv",
     "sirllm": "locret.data.tasks.published.sirllm",
