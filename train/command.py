@@ -109,7 +109,7 @@ def _train(training: TrainingRun, process: PartialState, ranks: Ranks) -> int:
 
 def _plan(training: TrainingRun) -> list[str]:
     """Return what is known before anything is fetched: the bytes of a step."""
-    from locret.train.plan import gibibytes
+    from locret.train.training_run import gibibytes
 
     memory = {name.replace("_", " "): count for name, count in training.plan().items()}
     for place, count in training.weights.elsewhere(training.device).items():

@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from locret.backbone.adapters import describe, unwrap
@@ -29,9 +30,7 @@ from locret.loading import load_config, load_model, load_tokenizer, resolve_dtyp
 from locret.loading.options import WeightOptions
 from locret.loading.weights import device_map_of, label_of, main_device, plan_weights, sketch_of
 from locret.train import checkpointing, resumed, run_folder
-from locret.train.plan import check_fits, memory_plan
-from locret.train.probe import probe, verdict
-from locret.train.provenance import label_notes, training_notes
+from locret.train.run_folder import label_notes, training_notes
 from locret.train.run_log import records_until
 from locret.train.trainer import Trainer
 from locret.train.training_options import (
@@ -43,7 +42,7 @@ from locret.train.training_options import (
     ValidationOptions,
     plain,
 )
-from locret.train.validation import comparison, hold_out, steps_between
+from locret.train.validation import comparison, hold_out, probe, steps_between, verdict
 
 if TYPE_CHECKING:
     from accelerate import Accelerator, PartialState
@@ -319,3 +318,40 @@ class TrainingRun:
         heads.annotate(base_weights=None if heads.config.base_model else weight_fingerprint(model))
         licence = {} if self.run.license is None else {"license": self.run.license}
         return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes, **licence)
+
+
+def memory_plan(backbone: int, weights: int) -> dict[str, int]:
+    """Return bytes by purpose, of one process.
+
+    Args:
+        backbone: What the backbone's weights take on the device.
+        weights: Numbers of all heads.
+
+    Returns:
+        `backbone`, `heads`, `gradients`, `optimizer` and their `total`. A row takes besides what the backbone takes to
+        read it, and the tensors of one layer's head.
+    """
+    plan = {"backbone": backbone, "heads": weights * 4, "gradients": weights * 4, "optimizer": weights * 8}
+    return {**plan, "total": sum(plan.values())}
+
+
+def check_fits(plan: dict[str, int], device: torch.device) -> None:
+    """Refuse a run whose weights alone are more than the device has; what rows take is only an estimate.
+
+    Raises:
+        ValueError: Naming what is too large.
+    """
+    swapped = psutil.virtual_memory().total + psutil.swap_memory().total
+    memory = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else swapped
+    training = plan["heads"] + plan["gradients"] + plan["optimizer"]
+    if plan["backbone"] + training > memory:
+        raise ValueError(
+            f"--model takes {gibibytes(plan['backbone'])} of weights and --hidden-dim makes heads of "
+            f"{gibibytes(training)} with gradients and optimizer, but {device} has {gibibytes(int(memory))}; choose a "
+            "smaller backbone or --dtype, --load-in-4bit, --device-map auto, or lower --hidden-dim"
+        )
+
+
+def gibibytes(count: int) -> str:
+    """Return bytes as people read them."""
+    return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 
 from locret.conversation.document import TokenStream, encode, leading_special_ids
 from locret.conversation.turns import ORIGINAL_SYSTEM, Message, Transcript, render
-from locret.data.training.chat import tokenise_row
 from locret.data.training.rows import Row
+from locret.data.training.stream import tokenise_row
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>\n{% endfor %}"
