@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from locret import backbone_names
 from locret.base.fields import Refusal
 from locret.base.warned import warn_user
-from locret.cli.command import print_json, run, warnings_as_lines
-from locret.cli.subcommands import Subcommand, run_subcommand
+from locret.cli.command import Subcommand, print_json, run, run_subcommand, warnings_as_lines
 from locret.infer import command as infer
 from locret.infer.context_options import (
     AskOptions,

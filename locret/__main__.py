@@ -32,10 +32,10 @@ def command(argv: Sequence[str] | None = None) -> int:
         ValueError: If there is no such command, or it refuses its options.
         OSError: If it fails.
     """
-    from locret.cli import subcommands  # as below
+    from locret.cli.command import chosen  # as below
 
     about = {name: text for name, (_, text) in COMMANDS.items()}
-    name, arguments = subcommands.chosen("locret", about, sys.argv[1:] if argv is None else argv)
+    name, arguments = chosen("locret", about, sys.argv[1:] if argv is None else argv)
     code: int | None = import_module(COMMANDS[name][0]).command(arguments)
     return code or 0
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret.base import interrupts
 from locret.base.warned import warn_user
-from locret.cli.command import parse_options, print_json, run, warnings_as_lines
-from locret.cli.subcommands import with_flag
+from locret.cli.command import parse_options, print_json, run, warnings_as_lines, with_flag
 from locret.infer.infer_options import ModelOptions
 from locret.infer.serve.serve_options import ServeOptions
 from locret.loading.options import ScorerOptions

@@ -34,12 +34,11 @@ from starlette.concurrency import run_in_threadpool
 
 from locret.base.fields import shown
 from locret.infer.serve.convert import PURPOSES, converted
-from locret.infer.serve.gate import STALL
 from locret.infer.serve.index import Entry
 from locret.infer.serve.jobs import shares_in
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal
-from locret.infer.serve.state import state_of, unless_gone
+from locret.infer.serve.state import STALL, state_of, unless_gone
 
 router = APIRouter(prefix="/v1/contexts", tags=["contexts"])
 files = APIRouter(prefix="/v1/files", tags=["files"])

@@ -25,10 +25,9 @@ from locret.chunked_prefill import prefill
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import Stored
 from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digests
-from locret.infer.serve.jobs import Cancelled, Job, Room, read_file
+from locret.infer.serve.jobs import LOOK, Cancelled, Job, Room, Turns, read_file
 from locret.infer.serve.plan import MemoryPlan, reader_bytes
 from locret.infer.serve.refusal import Refusal, fault_of
-from locret.infer.serve.turns import LOOK, Turns
 from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import closed
 

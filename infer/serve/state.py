@@ -21,6 +21,8 @@ from locret.infer.serve.serve_options import ServeOptions
 
 SHORT_WORK, LONG_WORK = 4, 16
 """Threads for what takes milliseconds, such as tokenising a question, and for what waits until a text is read."""
+STALL = 30.0
+"""Seconds without a byte of a body that is not complete."""
 
 _T = TypeVar("_T")
 

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, GenerationMixin
 
-from locret.backbone import flash
 from locret.backbone.adapters import (
     FUSED,
     attention_modules,
@@ -38,7 +37,7 @@ from locret.backbone.adapters import (
     state_modules,
     unwrap,
 )
-from locret.backbone.attention import MaskMemo, View, attend
+from locret.backbone.attention import MaskMemo, View, attend, flash_attend, flash_covers
 from locret.backbone.chunk import Attended, Projections
 from locret.backbone.latent import DOWN, UP, Latent, own_view, query_projection
 from locret.backbone.recurrence import stepping
@@ -455,8 +454,8 @@ def locret_attention(
     view = observer.view(index, query, scaling)
     if view is None:
         view = View(key, value) if latent is None else own_view(latent, key, observer.projections[index].parts["v"])
-    by_flash = instrument.flash and latent is None and flash.covers(view)
-    out = (flash.flash_attend if by_flash else attend)(
+    by_flash = instrument.flash and latent is None and flash_covers(view)
+    out = (flash_attend if by_flash else attend)(
         query,
         view,
         scaling=scaling,

@@ -5,19 +5,21 @@
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, GenerationMixin
 
 from locret import mergers, prefill_attention
 from locret.backbone.adapters import compute_dtype, describe, describe_whole, find_decoder, latents, ranks_of, unwrap
 from locret.backbone.chunk import PROJECTIONS, feature_widths
-from locret.backbone.computation import computation, different_computation
 from locret.backbone.passes import unrotated_layers
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.backbone.shape import BOTH, RECURRENT
@@ -28,11 +30,11 @@ from locret.cache.limits import Limits, check_pair, check_slots, with_shares
 from locret.cache.memory import Account, CacheMemory
 from locret.cache.over_ranks import check_over_ranks
 from locret.cache.protected import check_held
-from locret.cache.routing import route
 from locret.cache.states import States
 from locret.cache.store import POSITIONS, SCORES, Store
 from locret.cache.units import Workspace
 from locret.cache.whole import Whole
+from locret.heads.fingerprint import computation, different_computation
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import NO_MERGER, RetentionPolicy, policy_of, usual_budget
 from locret.policy.protection import Rows, Span, checked_rows
@@ -129,7 +131,7 @@ class RetentionCache(Whole):
         self.widths = feature_widths(model, backbone, self.features)
         """Numbers of a token's features, by full-attention layer."""
         self.computation: dict[str, Any] | None = None
-        """What the backbone computed besides its weights when it was read; see `locret.backbone.computation`."""
+        """What the backbone computed besides its weights when it was read; see `locret.heads.fingerprint`."""
 
     @cached_property
     def patterns(self) -> list[SparseAttention]:
@@ -413,4 +415,35 @@ class RetentionCache(Whole):
         return to_dynamic_cache(self)
 
 
-route(RetentionCache)
+_PROMPT = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def _route() -> None:
+    """Hand calls of `model.generate(..., past_key_values=cache)` and `pipeline(...)` with ours to `locret.generate`.
+
+    `generate` of transformers gives a prompt to the model as a whole, where its memory would grow with it. So the one
+    method that all models share looks at the cache first. It is wrapped once, when our cache is imported, and not when
+    one is made: Python looks the method up before it makes a cache that is written inside the call.
+    """
+    theirs = GenerationMixin.generate
+
+    @functools.wraps(theirs)
+    def generate(self: Any, *args: Any, **named: Any) -> Any:
+        cache: Any = named.get("past_key_values")
+        # An answer that is in progress comes through here as well.
+        if not isinstance(cache, RetentionCache) or cache.reader is not None:
+            return theirs(self, *args, **named)
+        given = dict(inspect.signature(theirs).bind(self, *args, **named).arguments)
+        given |= given.pop("kwargs", {})
+        del given["self"], given["past_key_values"]
+        prompt = {name: given.pop(name) for name in _PROMPT if name in given}
+        if (inputs := given.pop("inputs", None)) is not None:
+            prompt["input_ids"] = inputs
+        options = {name: value for name, value in given.items() if value is not None}
+        # Answering is above this room, which only hands a call on.
+        return import_module("locret.generation").generate(self, prompt or None, cache=cache, **options)
+
+    GenerationMixin.generate = generate
+
+
+_route()

@@ -16,7 +16,6 @@ from torch import Tensor, contiguous_format, nn
 
 from locret._version import __version__
 from locret.backbone.adapters import sharers_of, unwrap
-from locret.backbone.computation import computation, different_computation
 from locret.backbone.rotary import different_rotation, rotary_from, rotary_parameters
 from locret.backbone.shape import Backbone, LayerShape
 from locret.base.fields import checked_values, shown
@@ -30,7 +29,7 @@ from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
 from locret.cache.schema import DTYPES, check_units, checksum, dtype_of
 from locret.cache.store import POSITIONS, DenseStore, Workspace
-from locret.heads.fingerprint import any_fingerprint
+from locret.heads.fingerprint import any_fingerprint, computation, different_computation
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer

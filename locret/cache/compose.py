@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from locret.backbone.computation import different_computation
 from locret.backbone.rotary import long_factors
 from locret.base.fields import shown
 from locret.cache.cache import RetentionCache
@@ -23,6 +22,7 @@ from locret.cache.export import check_one_row
 from locret.cache.layer import RetentionLayer
 from locret.cache.protected import Protected
 from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore
+from locret.heads.fingerprint import different_computation
 from locret.policy.growth import divided
 from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import checked_rows, closed, moved

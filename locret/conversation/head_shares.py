@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from locret import shipped
 from locret.backbone.adapters import describe, input_device, ranks_of, unwrap
-from locret.backbone.computation import computation
 from locret.base.warned import warn_user
 from locret.conversation.document import encode, leading_special_ids
 from locret.conversation.turns import Transcript
+from locret.heads.fingerprint import computation
 from locret.heads.heads import RetainingHeads
 from locret.labels.labels import labels_of_answers
 from locret.policy.policy import RetentionPolicy

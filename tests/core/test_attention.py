@@ -10,8 +10,8 @@ import pytest
 import torch
 from families import build, prompt
 
-from locret.backbone import attention, flash
-from locret.backbone.attention import MaskMemo, Recalled, View, attend
+from locret.backbone import attention
+from locret.backbone.attention import MaskMemo, Recalled, View, attend, flash_attend, flash_covers
 from locret.backbone.chunk import Attended
 from locret.labels.labels import layer_labels, observe
 
@@ -97,6 +97,6 @@ def test_flash_attn_is_asked_for_what_torch_computes(
     query, key, value = tensors(new, slots)
     how = {"scaling": 0.3, "memo": MaskMemo(), "softcap": 2.0, "window": window, "sinks": sinks}
     view = View(key, value)
-    assert flash.covers(view)
-    assert not flash.covers(View(key, value, segments=[[slice(0, 1)]]))
-    torch.testing.assert_close(flash.flash_attend(query, view, **how), attend(query, view, **how))
+    assert flash_covers(view)
+    assert not flash_covers(View(key, value, segments=[[slice(0, 1)]]))
+    torch.testing.assert_close(flash_attend(query, view, **how), attend(query, view, **how))

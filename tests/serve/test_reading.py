@@ -12,9 +12,8 @@ from running import until
 
 from locret import LongContextModel, RetentionPolicy
 from locret.engines.transformers import PagedContexts, Written
-from locret.infer.serve.jobs import Room
+from locret.infer.serve.jobs import Room, Turns
 from locret.infer.serve.plan import MemoryPlan
-from locret.infer.serve.turns import Turns
 
 
 def wait() -> None:
