@@ -18,7 +18,7 @@ COMMANDS = {
     "verify": ("locret.infer.verify.command", "check a backbone on this machine before trusting what is read with it"),
     "bench": ("locret.infer.speed.command", "measure time and bytes"),
     "push": ("locret.heads.push", "publish heads on the Hugging Face Hub"),
-    "env": ("locret.cli.system_report", "show versions and devices, for a report of a problem"),
+    "env": ("locret.environment", "show versions and devices, for a report of a problem"),
     "demo": ("locret.infer.demo", "ask a real model about a real text from all of it, what heads kept, and its end"),
     "rows": ("locret.data.training.text_rows", "write training rows from texts of your own"),
 }

@@ -20,6 +20,7 @@ from typing import Any
 from locret import backbone_names, shipped
 from locret.base.files import PARTIAL, visible, write_text
 from locret.data.training.sources import ALIASES
+from locret.environment import versions
 from locret.train.resumed import AUTO, RECORD
 from locret.train.training_options import BackboneOptions, DataOptions, LossOptions, OptimizerOptions
 
@@ -80,8 +81,6 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 def run_record(config: Mapping[str, Any], chosen: set[str], processes: int, device: str) -> dict[str, Any]:
     """Return what is needed to repeat a run: command, resolved options, versions, commit and hardware."""
     from importlib.metadata import version
-
-    from locret.environment import versions  # imports torch
 
     found = versions()
     commit = found.pop("commit", None)

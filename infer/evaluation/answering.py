@@ -1,11 +1,21 @@
-"""Reading a prompt one way and answering it greedily: the prediction, and the units, bytes and seconds that it took."""
+"""One engine for all methods: the same prompt, the same budget, greedy decoding, and everything counted.
+
+Prompts with one answer; questions that are asked on forks of a text that was read once; and turn after turn in one
+cache: a game, whose turns are answered by one of a few choices, and a talk about a text.
+"""
+
 # N prompt tokens, D of them of the document
+# V vocabulary
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import hashlib
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from os.path import commonprefix
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -14,16 +24,90 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from locret import RetentionCache, generate, prefill
-from locret.backbone.adapters import unwrap
+from locret.backbone.adapters import input_device, ranks_of, unwrap
 from locret.backbone.passes import gathering_root
+from locret.chunked_prefill import read_turn
 from locret.conversation.chat import now
-from locret.conversation.document import decode
+from locret.conversation.document import decode, encode, leading_special_ids
 from locret.conversation.head_shares import sharing
-from locret.generation import FiniteLogits
-from locret.infer.evaluation.methods import Prompt, make_scorer
+from locret.conversation.turns import MARK, Message, Transcript
+from locret.generation import FiniteLogits, check_finite_logits
+from locret.infer.evaluation.methods import ORACLE, Prompt, Setup, SharedText, make_scorer, rule
+from locret.infer.evaluation.plan import Case, Run, texts_of
+from locret.infer.evaluation.records import AWARE, key
 
 if TYPE_CHECKING:
     from locret.infer.evaluation.plan import Run
+
+
+def evaluate(setup: Setup, cases: Iterable[Case], runs: Sequence[Run], done: set[Any]) -> Iterator[dict[str, Any]]:
+    """Yield the record of every run that is not done yet; each sample is written and tokenised once."""
+    ranks = ranks_of(setup.model)
+    shared = {} if ranks is None else {"kv_ranks": ranks.size}
+    for group in texts_of(cases):
+        missing = [(case, [run for run in runs if key(case.axes | run.axes) not in done]) for case in group]
+        for record in _answers_about(setup, [(case, own) for case, own in missing if own], runs):
+            yield {**record, **shared}
+
+
+def _answers_about(
+    setup: Setup, missing: Sequence[tuple[Case, list[Run]]], runs: Sequence[Run]
+) -> Iterator[dict[str, Any]]:
+    """Yield the records of a text's questions, each with the runs that are missing."""
+    text, asked = None, list[tuple[Case, list[Run], Prompt, dict[str, Any]]]()
+    for case, own in missing:
+        prompt, facts = ask(setup, case, text)
+        text = prompt.text
+        asked.append((case, own, prompt, facts))
+    for case, own, prompt, facts in asked:
+        for run in own:
+            if run.protocol == AWARE:
+                yield _record(case, run, prompt, facts, _answered(prompt, run))
+            elif rule(run.method) == ORACLE:  # it reads the document for one question
+                yield _later(case, run, prompt, facts, next(answers_on_forks([prompt], run)))
+        prompt.forget()
+    for run in runs:
+        own_of = [(case, prompt, facts) for case, own, prompt, facts in asked if run in own]
+        if run.protocol != AWARE and rule(run.method) != ORACLE and own_of:
+            found = answers_on_forks([prompt for _, prompt, _ in own_of], run)
+            for (case, prompt, facts), measured in zip(own_of, found, strict=True):
+                yield _later(case, run, prompt, facts, measured)
+
+
+def _later(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    facts = {**facts, "document_tokens": prompt.text.document}
+    return _record(case, run, prompt, facts, measured)
+
+
+def _record(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
+    tokens = prompt.ids_1N.shape[1]
+    return {
+        **case.axes,
+        **run.axes,
+        **run.resolved(facts.get("document_tokens", tokens)),
+        **facts,
+        "prompt_tokens": tokens,
+        "prompt_sha256": hashlib.sha256(prompt.ids_1N.cpu().numpy().tobytes()).hexdigest(),
+        "targets": list(prompt.sample.targets),
+        "score": case.task.score(measured["prediction"], prompt.sample),
+        **measured,
+    }
+
+
+def ask(setup: Setup, case: Case, text: SharedText | None = None) -> tuple[Prompt, dict[str, Any]]:
+    """Return a case's prompt on the backbone's device, and what its record says of the row it comes from."""
+    sample = case.sample(setup.tokenizer)
+    built = case.built(setup.tokenizer, sample)
+    facts = {"item": sample.id, "tokens_before": built.tokens_before, "tokens_after": built.tokens_after}
+    facts |= {"depth": sample.depths[0]} if len(sample.depths) == 1 else {}
+    ids_1N = torch.tensor([built.ids], device=input_device(setup.model))
+    return Prompt(ids_1N, sample, text or SharedText(setup, case.task, sample, case.template)), facts
+
+
+def _answered(prompt: Prompt, run: Run) -> dict[str, Any]:
+    if prompt.sample.turns:
+        return (answer_turns if prompt.sample.choices else answer_conversation)(prompt, run)
+    return answer(prompt, run)
 
 
 @torch.no_grad()
@@ -175,3 +259,100 @@ def settings_of(prompt: Prompt) -> dict[str, Any]:
 def until(answer: str, stop: tuple[str, ...]) -> str:
     """Return an answer up to the first of the texts that end it."""
     return answer[: min((answer.find(text) for text in stop if text in answer), default=len(answer))]
+
+
+@torch.no_grad()
+def answer_turns(prompt: Prompt, run: Any) -> dict[str, Any]:
+    """Answer every turn of a sample by the choice whose first token is the likeliest; what it says is read with the
+    next turn. All are read into one cache that is never emptied.
+
+    A RetentionCache evicts what exceeds its budget before it reads a turn, so that it never holds more than
+    `budget + max(chunk_size, local_len)` units; a cache of transformers grows with every turn.
+    """
+    model, tokenizer, sample = prompt.setup.model, prompt.setup.tokenizer, prompt.sample
+    cache, start, most, answers = cache_of(prompt, run), time.perf_counter(), 0, list[str]()
+    said = {choice: _after(tokenizer, sample.turns[-1].rstrip(" "), choice) for choice in sample.choices}
+    if len({ids[0] for ids in said.values()}) < len(said):
+        raise ValueError(
+            f"this tokenizer begins two of the choices {', '.join(said)} with the same token, so the first token "
+            "cannot decide between them; use another backbone"
+        )
+    unread = leading_special_ids(tokenizer)
+    for turn in sample.turns:
+        logits_V = _last_logits(model, cache, torch.tensor([unread + encode(tokenizer, turn.rstrip(" "))]))
+        check_finite_logits(model, logits_V)
+        chances = torch.log_softmax(logits_V, dim=-1)
+        answers.append(max(said, key=lambda choice: float(chances[said[choice][0]])))  # the first of equals
+        unread, most = said[answers[-1]], max(most, units_of(cache))
+    return {
+        "prediction": "".join(answers),
+        "prompt_tokens": cache.seen if isinstance(cache, RetentionCache) else cache.get_seq_length(),
+        "generated_tokens": len(answers),
+        "kept_units": most,
+        "peak_units": most,
+        **held(cache),
+        "prefill_seconds": time.perf_counter() - start,
+        "decode_seconds": 0.0,
+    }
+
+
+def _after(tokenizer: Any, context: str, choice: str) -> list[int]:
+    """Return the tokens that a choice adds to a text; the space before it is the choice's."""
+    before, both = encode(tokenizer, context), encode(tokenizer, f"{context} {choice}")
+    return both[len(commonprefix([before, both])) :]
+
+
+def _last_logits(model: Any, cache: Any, ids_1N: Tensor) -> Tensor:
+    if isinstance(cache, RetentionCache):
+        return prefill(model, ids_1N, cache)[0].float()
+    out = model(input_ids=ids_1N.to(input_device(model)), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return out.logits[0, -1].float()  # type: ignore[no-any-return]
+
+
+def _read_more(prompt: Prompt, cache: Any, ids_1N: Tensor, new_tokens: int) -> None:
+    """Read what a cache lacks of a talk; the last token is left to the `generate` of a cache of transformers."""
+    model: Any = prompt.setup.model
+    if not isinstance(cache, RetentionCache):
+        rest_1L = ids_1N[:, cache.get_seq_length() : -1]
+        if rest_1L.shape[1]:
+            unwrap(model)(input_ids=rest_1L, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    elif not cache.seen:
+        prefill(model, ids_1N, cache, new_tokens=new_tokens)
+    else:  # as the policy's `turns` says
+        read_turn(model, ids_1N[:, cache.seen :], cache, new_tokens=new_tokens)
+
+
+@torch.no_grad()
+def answer_conversation(prompt: Prompt, run: Any) -> dict[str, Any]:
+    """Answer all turns of a sample in one cache; return the answers as a JSON list, units, bytes and seconds.
+
+    The model writes each answer on a fork; what stands as the answer (`said`, else its own) is read with the next turn.
+    """
+    sample, tokenizer, task = prompt.sample, prompt.setup.tokenizer, prompt.text.task
+    settings, cache, ids_1N = settings_of(prompt), cache_of(prompt, run), prompt.ids_1N
+    # The first turn has been rendered with the document in it; a mark stands for it here.
+    transcript = Transcript(tokenizer, prompt.text.template, sample.system or None, (Message("user", MARK),))
+    start, writing, answers, count, units = time.perf_counter(), 0.0, list[str](), 0, list[int]()
+    for number, turn in enumerate(sample.turns):
+        if number:
+            said = sample.said[number - 1] if sample.said else answers[-1]
+            transcript.answered(said)
+            more = encode(tokenizer, f"{said}{transcript.ask(turn)}")
+            ids_1N = torch.cat([ids_1N, ids_1N.new_tensor([more])], dim=1)
+        _read_more(prompt, cache, ids_1N, settings["max_new_tokens"])
+        begun, twin = time.perf_counter(), fork(cache)
+        new = written(prompt.setup.model, twin, ids_1N, settings)
+        writing, count = writing + time.perf_counter() - begun, count + len(new)
+        units += [] if units else [ids_1N.shape[1] if run.method.plain else units_of(cache)]
+        units.append(units_of(twin))
+        answers.append(until(decode(tokenizer, new), task.stop))
+    return {
+        "prediction": json.dumps(answers, ensure_ascii=False),
+        "generated_tokens": count,
+        "kept_units": units[0],
+        "peak_units": max(units),
+        "prompt_tokens": ids_1N.shape[1],
+        **held(cache),
+        "prefill_seconds": time.perf_counter() - start - writing,
+        "decode_seconds": writing,
+    }

@@ -16,11 +16,11 @@ from locret.base import interrupts
 from locret.cli.command import print_json
 from locret.conversation.turns import vocabulary_fingerprint
 from locret.heads.fingerprint import weight_fingerprint
-from locret.infer.evaluation import output_folder, report, runner
+from locret.infer.evaluation import answering, report
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.methods import Setup
 from locret.infer.evaluation.plan import Case, texts_of
-from locret.infer.evaluation.records import SAMPLES, SampleLog, key, read
+from locret.infer.evaluation.records import SAMPLES, SampleLog, check_output, key, open_output, read
 
 
 def execute(job: Job) -> None:
@@ -70,7 +70,7 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any]]:
         "weights": {"model": weight_fingerprint(model), "heads": trained and weight_fingerprint(trained)},
         "tokenizer": [vocabulary_fingerprint(tokenizer), tokenizer.chat_template],
     }
-    output_folder.check_output(given.output, settings, resume=given.resume, overwrite=given.overwrite)
+    check_output(given.output, settings, resume=given.resume, overwrite=given.overwrite)
     return Setup(model, tokenizer, trained, job.evaluation.seed), settings
 
 
@@ -78,7 +78,7 @@ def _open(job: Job, settings: dict[str, Any]) -> SampleLog:
     """Return the records of the output folder: in the first process with what an interrupted run has left."""
     output = job.report.output
     if job.processes.is_main:
-        log = output_folder.open_output(output, settings, overwrite=job.report.overwrite)
+        log = open_output(output, settings, overwrite=job.report.overwrite)
         log.merge(report.order_of(job.cases, job.runs))
         return log
     log = SampleLog(output, job.processes.rank)
@@ -110,7 +110,7 @@ def _measure(job: Job, setup: Setup, log: SampleLog) -> None:
     ) as bar:
         try:
             with in_step(setup.model):  # processes may have samples of other lengths, and more or fewer of them
-                for record in runner.evaluate(setup, cases, runs, done):
+                for record in answering.evaluate(setup, cases, runs, done):
                     log.append(record)
                     bar.set_postfix_str(f"{record['task']} {record['tokens']} {record['method']}", refresh=False)
                     bar.update(record["tokens"])

@@ -15,11 +15,10 @@ from locret.backbone.adapters import describe
 from locret.cache.limits import BLOCK_SCORER, Limits, check_named
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection
 from locret.distributed.ranks import Ranks
-from locret.infer.evaluation import output_folder
 from locret.infer.evaluation.eval_options import ALL_METHODS, BudgetOptions, EvalOptions, ReportOptions
 from locret.infer.evaluation.methods import ORACLE, document_tokens, rule
 from locret.infer.evaluation.plan import Allotment, Case, Run, plan_cases, plan_runs, settled
-from locret.infer.evaluation.records import AGNOSTIC
+from locret.infer.evaluation.records import AGNOSTIC, check_output, fingerprint
 from locret.infer.infer_options import ModelOptions
 from locret.infer.methods import Method, check_heard
 from locret.infer.reading import warn_of_recency
@@ -191,11 +190,11 @@ def prepare(
     )
     if not report.output:
         first = (evaluation.suite or found[0].task.name).replace("/", "-")
-        configuration = output_folder.fingerprint(job.settings())[:8]
+        configuration = fingerprint(job.settings())[:8]
         job.report = replace(report, output=f"runs/{Path(model.model).name or 'backbone'}-{first}-{configuration}")
     job.notes = _notes(job, headless)
     if not report.dry_run:
-        output_folder.check_output(job.report.output, job.settings(), resume=report.resume, overwrite=report.overwrite)
+        check_output(job.report.output, job.settings(), resume=report.resume, overwrite=report.overwrite)
     for method in methods:
         warn_of_recency(method.name, method.recent, [r.policy for r in job.runs if r.method is method and r.policy])
     return job

@@ -39,8 +39,8 @@ from locret.conversation.document import encode, open_document
 from locret.conversation.evidence import Likelihood, likelihood, likelihood_of, policy_of_share
 from locret.conversation.turns import Transcript
 from locret.data import real
-from locret.infer.evaluation import output_folder
 from locret.infer.evaluation.eval_options import LONGEST, numbers, words
+from locret.infer.evaluation.records import CONFIGURATION, check_output
 from locret.infer.infer_options import PlacedModelOptions
 from locret.labels.labels import labels_of_answers
 from locret.loading.options import ScorerOptions
@@ -167,8 +167,8 @@ def _cell_of(record: dict[str, Any]) -> Cell:
 
 def _begun(folder: Path, settings: dict[str, Any], overwrite: bool) -> list[dict[str, Any]]:
     """Return what a folder holds of this run, whose methods, shares and lengths may become more; settle its options."""
-    output_folder.check_output(str(folder), settings, resume=True, overwrite=overwrite)
-    write_text(folder / output_folder.CONFIGURATION, json.dumps(settings, indent=1) + "\n", parents=True)
+    check_output(str(folder), settings, resume=True, overwrite=overwrite)
+    write_text(folder / CONFIGURATION, json.dumps(settings, indent=1) + "\n", parents=True)
     record = folder / RECORD
     lines = [] if overwrite or not record.is_file() else record.read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]

@@ -17,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from published_cases import published
 
+from locret import environment
 from locret.base.files import locked
 from locret.data import tasks
-from locret.infer.evaluation import output_folder, report, runner
+from locret.infer.evaluation import answering, report
 from locret.infer.evaluation.records import PART, SAMPLES, SampleLog, key
 
 pytestmark = pytest.mark.slow
@@ -65,7 +66,7 @@ def test_an_interrupted_run_goes_on_with_more_methods_and_equals_an_uninterrupte
 ) -> None:
     out, whole = tmp_path / "halves", tmp_path / "whole"
     assert evaluate(*TWO, "--methods", "full,random,locret", "--output", whole)[0] == 0
-    answer, left = runner.answer, [3]
+    answer, left = answering.answer, [3]
 
     def interrupted(*given: Any) -> dict[str, Any]:
         left[0] -= 1
@@ -74,7 +75,7 @@ def test_an_interrupted_run_goes_on_with_more_methods_and_equals_an_uninterrupte
         return answer(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "answer", interrupted)
+        patch.setattr(answering, "answer", interrupted)
         code, _, err = evaluate(*TWO, "--methods", "full,random", "--output", out)
     assert (code, len(records(out)), results(out)["complete"]) == (130, 3, False)
     assert "--resume goes on" in err
@@ -82,8 +83,8 @@ def test_an_interrupted_run_goes_on_with_more_methods_and_equals_an_uninterrupte
         file.write('{"task": "passkey", "vers')  # what a crash in the middle of a line leaves
     line = (*TWO, "--methods", "full,random,locret", "--output", out)
     assert evaluate(*line)[0] == 2  # neither --resume nor --overwrite
-    now = output_folder.versions()
-    monkeypatch.setattr(output_folder, "versions", lambda: {**now, "torch": "9.9"})
+    now = environment.versions()
+    monkeypatch.setattr("locret.infer.evaluation.records.versions", lambda: {**now, "torch": "9.9"})
     code, _, err = evaluate(*line, "--resume")
     assert code == 0, err
     assert f"--resume mixes answers of different versions (torch {now['torch']} is now 9.9)" in err

@@ -21,7 +21,7 @@ from locret.data.tasks import Sample
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.rows import Row, open_rows
 from locret.data.tasks.task import Wanted
-from locret.infer.evaluation import answering, command, methods, runner, sessions
+from locret.infer.evaluation import answering, command, methods
 from locret.infer.evaluation.methods import Prompt, Setup, document_tokens
 from locret.infer.evaluation.plan import Allotment, Run, plan_cases, plan_runs, settled
 from locret.infer.evaluation.records import AGNOSTIC, AWARE
@@ -66,7 +66,7 @@ def test_full_is_plain_transformers_and_a_stop_ends_an_answer(setup: Setup) -> N
         def answered(run: Run = run, **changes: Any) -> dict[str, Any]:
             own = replace(task, **{"stop": (), "min_new_tokens": 0, **changes})
             prompt = replace(prompts(setup, own, [sample])[0], ids_1N=ids)
-            return runner._answered(prompt, run)
+            return answering._answered(prompt, run)
 
         free = answered()
         plain = setup.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
@@ -137,7 +137,7 @@ def test_a_document_is_read_once_for_all_questions_but_for_the_oracle(
     for name, protocol, times in (("random", AGNOSTIC, 1), ("oracle", AGNOSTIC, 3), ("random", AWARE, 3)):
         reads.clear()
         runs = plan_runs([methods.get(name)], [Allotment(POLICY.to_dict())], protocols=[protocol])
-        assert len(list(runner.evaluate(setup, places, runs, set()))) == 3
+        assert len(list(answering.evaluate(setup, places, runs, set()))) == 3
         assert len(reads) == times
 
 
@@ -159,7 +159,7 @@ def test_protocols_are_on_record_and_in_the_table_and_an_interrupted_run_goes_on
     assert [(c["method"], c["protocol"], c["n"], c["questions"]) for c in cells(tmp_path / "alone")] == [
         (method, how, texts, 2 + texts) for how in ("aware", "agnostic") for method in ("full", "random")
     ]
-    later, left = runner.answers_on_forks, [2]
+    later, left = answering.answers_on_forks, [2]
 
     def interrupted(*given: Any) -> Any:
         for one in later(*given):
@@ -168,9 +168,9 @@ def test_protocols_are_on_record_and_in_the_table_and_an_interrupted_run_goes_on
                 raise KeyboardInterrupt
             yield one
 
-    monkeypatch.setattr(runner, "answers_on_forks", interrupted)
+    monkeypatch.setattr(answering, "answers_on_forks", interrupted)
     assert evaluate(*line, "--output", tmp_path / "out")[0] == 130
-    monkeypatch.setattr(runner, "answers_on_forks", later)
+    monkeypatch.setattr(answering, "answers_on_forks", later)
     assert 0 < len(records(tmp_path / "out")) < len(found)
     assert evaluate(*line, "--output", tmp_path / "out", "--resume")[0] == 0
     assert records(tmp_path / "out") == found
@@ -225,7 +225,7 @@ def test_a_conversation_is_answered_as_by_the_plain_model_that_reads_it_anew(
 def played(setup: Setup, turns: int, policy: RetentionPolicy | None = None) -> dict[str, Any]:
     task = tasks.get("sirllm/rock", turns=turns)
     (prompt,) = prompts(setup, task, [task.sample(None)])
-    return sessions.answer_turns(prompt, Run(methods.get("random" if policy else "full"), policy))
+    return answering.answer_turns(prompt, Run(methods.get("random" if policy else "full"), policy))
 
 
 def test_a_choice_is_what_three_branches_of_the_same_past_would_choose(setup: Setup) -> None:
