@@ -1,4 +1,4 @@
-"""What a result depends on besides its options: versions, the toolkit's own commit, devices; `locret env` shows them."""
+"""What a result depends on besides its options: versions, our commit, devices; `locret env` shows them."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from locret.base.files import locked
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
@@ -31,12 +31,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--list" in arguments:  # whatever else is named
-        from locret.infer.evaluation import listing
-
-        if "--json" in arguments:
-            print_json(listing.as_record())
-        else:
-            print(listing.as_text(), end="")
+        known = _everything()
+        print_json(known) if "--json" in arguments else print(_listed(known), end="")
         return 0
     if "--suite=real" in arguments or ("--suite", "real") in pairwise(arguments):  # it has options of its own
         from locret.infer.evaluation import real
@@ -90,6 +86,45 @@ def _say(job: Job, named: bool) -> None:
     going = f"{len(job.runs) * len(job.cases):,} answers{read}; results go to {job.report.output}"
     for line in (*job.notes, *([] if named else [going])):
         sys.stderr.write(f"locret-eval: {line}\n")
+
+
+def _everything() -> dict[str, Any]:
+    """Return the tasks, suites, methods and modifiers there are, by name."""
+    from locret.base.method_spec import MODIFIERS
+    from locret.data import tasks
+    from locret.data.tasks.published import suites
+    from locret.infer.evaluation import methods
+
+    about = ("version", "metric", "source", "max_new_tokens", "size")
+    known = {name: tasks.get(name) for name in tasks.names()}
+    return {
+        "tasks": {n: {one: getattr(t, one) for one in about} | {"options": t.options()} for n, t in known.items()},
+        "suites": {n: {"title": suites.get(n).title, "tasks": suites.get(n).tasks} for n in suites.names()},
+        "methods": {name: _about(methods, name) for name in methods.names()},
+        "modifiers": {name: {"changes": one.fields, "options": one.options} for name, one in MODIFIERS.items()},
+    }
+
+
+def _about(methods: Any, name: str) -> str:
+    try:
+        return methods.get(name).description
+    except ValueError as error:  # gates of others need to be told where they are
+        return str(error)
+
+
+def _listed(known: dict[str, Any]) -> str:
+    """Return a line for each of everything."""
+    lines = ["tasks (name, version, metric, source)"]
+    lines += [f"  {n:<36} {t['version']}  {t['metric']:<20} {t['source']}" for n, t in known["tasks"].items()]
+    lines.append("suites of published tasks (--suite NAME)")
+    lines += [f"  {name:<36} {suite['title']}" for name, suite in known["suites"].items()]
+    lines.append("methods")
+    lines += [f"  {name:<20} {description}" for name, description in known["methods"].items()]
+    lines.append("modifiers of a method, as in locret+pyramid (what they change)")
+    for name, one in known["modifiers"].items():
+        options = f"; options: {', '.join(one['options'])}" if one["options"] else ""
+        lines.append(f"  +{name:<19} {', '.join(f'{key}={value}' for key, value in one['changes'].items())}{options}")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ from transformers import GenerationConfig
 
 from locret import RetainingHeads, loading
 from locret.conversation.chat import now
-from locret.infer.speed.plan import BenchPlan
-from locret.infer.speed.shapes import random_model
+from locret.infer.speed.plan import BenchPlan, random_model
 from locret.infer.speed.ways import Given, Held, Way
 
 Key = tuple[str, int]

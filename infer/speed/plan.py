@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -11,8 +12,9 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from locret import RetainingHeads, RetentionPolicy, loading
+from locret import RetainingHeads, RetentionPolicy, loading, shipped
 from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.shape import Backbone
 from locret.cache.limits import check_named
@@ -20,7 +22,6 @@ from locret.infer.infer_options import ModelOptions
 from locret.infer.methods import check_heard
 from locret.infer.speed import ways
 from locret.infer.speed.bench_options import MOST_PASSES, BenchOptions
-from locret.infer.speed.shapes import Shape, shape_of
 from locret.infer.speed.ways import Way
 from locret.loading.options import BackboneSource, ScorerOptions, WeightOptions
 from locret.loading.weights import plan_weights, sketch_of
@@ -215,3 +216,38 @@ def _check(plan: BenchPlan, own: Mapping[str, Any]) -> None:
                     f"and ids, but this machine has {has / 2**30:,.1f}; leave it out, or lower --lengths, --budget, "
                     "--chunk-size, --local-len or --new-tokens"
                 )
+
+
+# Budgets, chunks, stabilizers, local tokens and d_R of the large ones are those of Locret, section 4.1.
+_SHAPES: dict[str, Any] = json.loads(Path(__file__).with_name("shapes.json").read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """A backbone's config, and how it is measured unless told otherwise."""
+
+    config: PretrainedConfig
+    policy: dict[str, int]
+    hidden_dim: int
+    lengths: tuple[int, ...]
+    gpu: bool = False
+    """Whether it is too large for a CPU to say anything about."""
+
+
+def shape_of(name: str) -> Shape:
+    """Return a shape by its name."""
+    if name not in _SHAPES:
+        raise ValueError(f"--shape {name} is unknown; choose one of {', '.join(_SHAPES)}")
+    values = dict(_SHAPES[name])
+    own = values.pop("config")
+    config = AutoConfig.from_pretrained(shipped.find(own)) if isinstance(own, str) else AutoConfig.for_model(**own)
+    return Shape(**{**values, "config": config, "lengths": tuple(values["lengths"])})
+
+
+def random_model(
+    config: PretrainedConfig, seed: int = 0, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> PreTrainedModel:
+    """Return a model in evaluation mode whose weights come from the seed; they are made on the device."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from locret import RetainingHeads
-from locret.infer.speed.shapes import random_model, shape_of
+from locret.infer.speed.plan import random_model, shape_of
 from locret.train.step import train_step
 
 TINY = shape_of("tiny").config

@@ -21,8 +21,8 @@ from running import FILLER, QUESTION, Running, refused, running, text_with, unti
 from locret import Context, LongContextModel, generate, prefill
 from locret.conversation.document import decode
 from locret.engines.transformers import Written
-from locret.infer.serve.calls import CallText
 from locret.infer.serve.prompts import Prompts
+from locret.infer.serve.responses import CallText
 from locret.infer.serve.schemas import ChatRequest
 from locret.infer.serve.serve_options import ServeOptions
 

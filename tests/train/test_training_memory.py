@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 
 from locret import RetainingHeads
 from locret.backbone.chunk import Attended, Projections
-from locret.infer.speed.shapes import random_model
+from locret.infer.speed.plan import random_model
 from locret.labels.labels import layer_labels
 from locret.train.step import train_step
 from locret.train.training_options import Loss
