@@ -49,15 +49,7 @@ def is_address(name: str) -> bool:
 
 
 def fetched(address: str, setting: str) -> Document:
-    """Fetch a page, a PDF or another file that can be read, and open it.
-
-    Args:
-        address: http or https.
-        setting: What error messages put before the address.
-
-    Raises:
-        ValueError: If it cannot be fetched, is larger than 1 GiB, or cannot be read.
-    """
+    """Fetch a page, a PDF or another file of up to 1 GiB, and open it; messages put `setting` before the address."""
     from locret.conversation.document import open_file  # imports torch, which commands do not need at once
 
     if re.match(r"[^/]*//[^/?#]*@", address):

@@ -51,12 +51,7 @@ def share_of_heads(retention: Retention) -> Tensor:
 def marked(text: str, share_N: Tensor, tokenizer: Any, template: str, system: str | None = None) -> Marked:
     """Return a text's pieces with the share of KV heads that hold each, of the share of the piece that most hold.
 
-    Args:
-        text: What was read.
-        share_N: What `share_of_heads` returned.
-        tokenizer: The backbone's, a fast one.
-        template: How the text was put into a turn.
-        system: The system message in front of it.
+    `share_N` is what `share_of_heads` returned; the tokenizer is a fast one.
     """
     opening, own = Transcript(tokenizer, template, system).opening(), text.strip()
     found = tokenizer(opening + own, add_special_tokens=template != "chat", return_offsets_mapping=True, verbose=False)[

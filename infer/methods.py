@@ -56,11 +56,7 @@ class Method:
     """Whether every unit stays, whatever the budget."""
 
     def policy(self, policy: RetentionPolicy, chosen: Collection[str] = ()) -> RetentionPolicy:
-        """Return the policy with the method's own changes; `chosen` are the names of the numbers that the user set.
-
-        Raises:
-            ValueError: If they contradict the policy.
-        """
+        """Return the policy with the method's own changes; `chosen` are the names of the numbers that the user set."""
         usual = {} if self.positions is None or "positions" in chosen else {"positions": self.positions}
         try:
             adapted = policy if self.adapt is None else self.adapt(policy)
@@ -88,16 +84,7 @@ def names() -> list[str]:
 
 
 def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
-    """Return the method of a spec.
-
-    Args:
-        spec: What somebody wrote.
-        where: What messages call it, such as "method" or "--methods".
-        known: Names that the command knows, for the message.
-
-    Raises:
-        ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
-    """
+    """Return the method of a spec; messages call it `where`, and suggest one of those `known` to the command."""
     if spec.name in (FULL, LOCRET):
         about = "the plain cache of transformers: every unit stays" if spec.name == FULL else "trained retaining heads"
         method = Method(spec.name, about, plain=spec.name == FULL, needs_heads=spec.name == LOCRET)
@@ -118,15 +105,7 @@ def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
 
 
 def check_heard(own: Mapping[str, Any], methods: Collection[Method]) -> None:
-    """Refuse a number that the user chose and that no method takes.
-
-    Args:
-        own: Numbers of the policy that the user chose; one that is the default may stay.
-        methods: What is compared.
-
-    Raises:
-        ValueError: Naming the number and what sets it.
-    """
+    """Refuse a number of the policy that the user chose, and that is not the default, where no method takes it."""
     for number in fields(RetentionPolicy):
         # Every recipe states the numbers that follow from a budget; the plain cache hears the size of a chunk alone.
         follows, value, flag = number.name in FOLLOWING, own.get(number.name), f"--{number.name.replace('_', '-')}"
@@ -144,11 +123,7 @@ def check_heard(own: Mapping[str, Any], methods: Collection[Method]) -> None:
 
 
 def modified(method: Method, spec: MethodSpec, where: str) -> Method:
-    """Return a method with the modifiers and the spelling of a spec; a method without a scorer has no options.
-
-    Raises:
-        ValueError: If a modifier, or an option, means nothing to the method.
-    """
+    """Return a method with the modifiers and the spelling of a spec; a method without a scorer has no options."""
     if method.scorer is None and spec.options:
         raise ValueError(f'{where} "{spec}": {spec.name} has no options; drop {next(iter(spec.options))}')
     for modifier in spec.modifiers:

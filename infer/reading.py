@@ -243,10 +243,7 @@ def warn_of_growth(plan: Ready) -> None:
 def warn_of_recency(name: str, recent: Callable[[int], int], policies: Iterable[RetentionPolicy]) -> None:
     """Say in one line with which of the budgets a method's scores decide nothing.
 
-    Args:
-        name: The method.
-        recent: Newest units that it keeps itself out of a budget (`Scorer.recent`).
-        policies: What it is run with.
+    `recent` gives the newest units that it keeps itself out of a budget (`Scorer.recent`).
     """
     filled: dict[int, int] = {}
     for policy in policies:

@@ -26,12 +26,7 @@ COMMANDS = {
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run a command by its name, or list what there is; return its exit code.
-
-    Raises:
-        ValueError: If there is no such command, or it refuses its options.
-        OSError: If it fails.
-    """
+    """Run a command by its name, or list what there is; return its exit code."""
     from locret.cli.command import chosen  # as below
 
     about = {name: text for name, (_, text) in COMMANDS.items()}

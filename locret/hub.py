@@ -83,11 +83,6 @@ def address(repo: str) -> str:
 def merged_card(ours: str, theirs: str | None, repo: str) -> str:
     """Return a card with a stamp that tells whether it is as we wrote it, and below it what others have added.
 
-    Args:
-        ours: The card to publish; a stamp in it counts for nothing.
-        theirs: The card that is there.
-        repo: For the message.
-
     Raises:
         ValueError: If the card that is there was edited above its stamp, and is not this one.
     """

@@ -30,9 +30,6 @@ def find(name: str) -> str:
 
     So `recipes/infer/tiny.yaml` and `checkpoints/tiny` mean the same in every folder, and neither is looked for on the
     Hub. Every other name is returned as it is.
-
-    Args:
-        name: What the user gave: a file, a folder, or a repository on the Hub.
     """
     path = PurePath(name)
     recipe = path.parts[:1] == ("recipes",) and path.suffix in (".yaml", ".txt") and ".." not in path.parts

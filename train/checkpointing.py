@@ -25,11 +25,7 @@ _NAME = re.compile(r"checkpoint-\d+")
 
 
 def save(folder: Path, step: int, heads: RetainingHeads, state: Mapping[str, Any], keep: int) -> None:
-    """Write `checkpoint-<step>`, whole or not at all, then delete all but the newest `keep`.
-
-    Raises:
-        OSError: If it cannot be written; the message names it.
-    """
+    """Write `checkpoint-<step>`, whole or not at all, then delete all but the newest `keep`."""
     with checkpoint.replacing(folder / f"checkpoint-{step}") as staging:
         checkpoint.write(staging, heads.config, heads.state_dict())
         try:
@@ -47,11 +43,7 @@ def complete(folder: Path) -> list[Path]:
 
 
 def find(resume: str, folder: Path) -> Path | None:
-    """Return the newest checkpoint of a run; None if `--resume` is "auto" and there is none yet.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the newest checkpoint of a run; None if `--resume` is "auto" and there is none yet."""
     found = complete(folder)
     if not found and resume != AUTO:
         raise ValueError(f"--resume {resume} holds no checkpoint such as checkpoint-50; start anew with --overwrite")
@@ -59,22 +51,14 @@ def find(resume: str, folder: Path) -> Path | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint, on the CPU.
-
-    Raises:
-        ValueError: If the file is damaged.
-    """
+    """Return the state of a checkpoint, on the CPU."""
     with intact(path):
         return dict(torch.load(path / STATE, map_location="cpu", weights_only=True))
 
 
 @contextmanager
 def intact(path: Path, file: str = STATE) -> Iterator[None]:
-    """Say that a file of a checkpoint is damaged, whatever reading it raises inside the block.
-
-    Raises:
-        ValueError: If it is; the message names the checkpoint.
-    """
+    """Say that a file of a checkpoint is damaged, whatever reading it raises inside the block."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError):
@@ -87,11 +71,7 @@ def intact(path: Path, file: str = STATE) -> Iterator[None]:
 
 
 def check_same(stored: Mapping[str, Any], current: Mapping[str, Any], path: Path) -> None:
-    """Refuse to go on with other options than the checkpoint's; there may be more steps.
-
-    Raises:
-        ValueError: Naming every option that differs, with both values.
-    """
+    """Refuse to go on with other options than the checkpoint's; there may be more steps."""
     # Not an option of its own: fewer processes do the same with more accumulation.
     called = {"rows_per_step": "rows per step (processes times --gradient-accumulation)"}
     differences = []

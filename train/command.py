@@ -43,12 +43,7 @@ def _check_launcher() -> None:
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Train heads; return 0, or 128 plus the number of the signal that ended the run early.
-
-    Raises:
-        ValueError: For what the user must change.
-        OSError: If a file cannot be read or written.
-    """
+    """Train heads; return 0, or 128 plus the number of the signal that ended the run early."""
     main = next((os.environ[name] for name in _RANKS if os.environ.get(name)), "0") == "0"
     level = logging.WARNING if main else logging.ERROR
     logging.basicConfig(format="%(levelname)s: %(message)s", level=level, stream=sys.stderr)

@@ -53,11 +53,7 @@ def retention_loss(
 
 
 def fit_and_smoothness(scores: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
-    """Return the two terms of `retention_loss`, for scores and labels of its shapes.
-
-    Raises:
-        ValueError: If the shapes differ, or are others.
-    """
+    """Return the two terms of `retention_loss`, for scores and labels of its shapes."""
     _check_shapes(scores, labels)
     scores_LKT, labels_LKT = _with_layers(scores), _with_layers(labels)
     if loss.objective == "ranking":

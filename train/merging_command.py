@@ -76,12 +76,7 @@ class KernelOptions:
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Train kernels; return the exit code.
-
-    Raises:
-        ValueError: For what the user must change.
-        OSError: If a file cannot be read or written.
-    """
+    """Train kernels; return the exit code."""
     (backbone, options), _ = parse_options(
         "locret kernels", "Train LoCoCo's merging kernels on a frozen backbone.", [BackboneSource, KernelOptions], argv
     )

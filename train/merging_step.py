@@ -54,11 +54,7 @@ def merging_step(
     *,
     backward: Callable[[Tensor], None] = Tensor.backward,
 ) -> MergingResult:
-    """Add the gradient of one text's loss to the kernels' gradients.
-
-    Raises:
-        ValueError: If the text is too short for an eviction that a later chunk looks at.
-    """
+    """Add the gradient of one text's loss to the kernels' gradients."""
     lesson = _Lesson(kernels=kernels, backward=backward)
     cache = RetentionCache(model, _Watching(heads=heads, lesson=lesson), policy)
     rotary = cache.governed[0].store.rotary

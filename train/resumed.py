@@ -47,11 +47,7 @@ _RETIRED = {
 
 
 def without_retired(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a run less those that have been retired.
-
-    Raises:
-        ValueError: If the run used one, naming the last release that has it.
-    """
+    """Return the options of a run less those that have been retired."""
     for name, usual in _RETIRED.items():
         if config.get(name, usual) != usual:
             check_retired("option", f"--{name.replace('_', '-')}")
@@ -61,11 +57,7 @@ def without_retired(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def run_of(resume: str | None) -> Path | None:
-    """Return the folder of the run whose options are taken over; None where they are all given anew.
-
-    Raises:
-        ValueError: If `--resume` names something that is no run.
-    """
+    """Return the folder of the run whose options are taken over; None where they are all given anew."""
     if resume is None or resume == AUTO:
         return None
     if not resume:
@@ -83,10 +75,6 @@ def recorded(arguments: Sequence[str], option_classes: Sequence[type]) -> Iterat
 
     Yields:
         The arguments, and what `run.json` holds; both empty if there is no such run.
-
-    Raises:
-        ValueError: If there is nothing to resume there, or its record is damaged.
-        OSError: If it cannot be read.
     """
     folder = run_of(_value(arguments, _RESUME))
     if folder is None:
@@ -102,12 +90,7 @@ def recorded(arguments: Sequence[str], option_classes: Sequence[type]) -> Iterat
 
 
 def read_record(folder: Path, known: set[str]) -> dict[str, Any]:
-    """Return what `run.json` holds, with the options under `config` and the names of those chosen under `chosen`.
-
-    Raises:
-        ValueError: If it is damaged, or of a version with other options than those `known`.
-        OSError: If it cannot be read.
-    """
+    """Return what `run.json` holds, with the options under `config` and the names of those chosen under `chosen`."""
     way_out = f"give all options of that run with --output {folder} --resume auto"
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))

@@ -32,11 +32,7 @@ _PACKAGES = ("accelerate", "datasets", "peft", "safetensors")
 
 
 def check(output: str, *, resume: str | None, overwrite: bool) -> Path:
-    """Return the folder, after making sure that a run may go there; writes nothing.
-
-    Raises:
-        ValueError: If it is a file, or holds something that this run would disturb.
-    """
+    """Return the folder, after making sure that a run may go there; writes nothing."""
     folder = Path(os.path.expanduser(output)).absolute()
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"--output {output} is a file; choose a folder")
@@ -60,9 +56,6 @@ def prepare(folder: Path, record: Mapping[str, Any], *, overwrite: bool) -> None
     """Make the folder and write `run.json`, after deleting what a killed run has left half-written there.
 
     With `overwrite`, all files of an earlier run are deleted, and nothing else.
-
-    Raises:
-        OSError: If it cannot be written; the message names it.
     """
     try:
         for path in (path for pattern in (PARTIAL, *(_OURS if overwrite else ())) for path in folder.glob(pattern)):

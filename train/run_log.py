@@ -125,12 +125,7 @@ def peak_memory(device: torch.device) -> int:
 
 
 def records_until(file: Path, step: int) -> list[str]:
-    """Return the lines of a log up to a step; none if it is not there. A line that was cut off is left out.
-
-    Raises:
-        ValueError: If a line is not a record.
-        OSError: If it cannot be read.
-    """
+    """Return the lines of a log up to a step; none if it is not there. A line that was cut off is left out."""
     try:
         text = file.read_bytes().decode("utf-8") if step and file.exists() else ""
         lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]

@@ -81,15 +81,7 @@ class Trainer:
         self.window = Window(self.accelerator.device)
 
     def resume(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint.
-
-        Args:
-            path: Its folder.
-            state: What `checkpointing.read` returned.
-
-        Raises:
-            ValueError: If it was made with other options, rows or heads; the message says which differ.
-        """
+        """Go on from a checkpoint."""
         self.stream.restore(state["stream"])
         saved = RetainingHeads.from_pretrained(path)
         with checkpointing.intact(path, "model.safetensors"):
@@ -111,10 +103,6 @@ class Trainer:
 
         Returns:
             The signal that ended the run (0: it is finished), and the last log record.
-
-        Raises:
-            ValueError: If the loss is no longer a number.
-            OSError: If a checkpoint cannot be written.
         """
         steps = self.options.steps
         with (

@@ -256,11 +256,6 @@ def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
 
     Returns:
         An instance of each of `OPTION_CLASSES`, and the names of the options that the user set, now or in that run.
-
-    Raises:
-        SystemExit: With code 2 for an unknown flag, an unknown YAML key or a value of the wrong type.
-        ValueError: For values that make no sense.
-        OSError: If the options of the run cannot be read.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     title = "Fit retaining heads on a frozen backbone."

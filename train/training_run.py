@@ -78,13 +78,6 @@ class TrainingRun:
         """Check the backbone's architecture, the heads to begin with, and that all of it fits into memory.
 
         Of a backbone on the Hub, the config alone is fetched.
-
-        Args:
-            device: Where it is to be trained.
-
-        Raises:
-            ValueError: For what the user must change.
-            OSError: If the Hub refuses or cannot be reached.
         """
         self.config = load_config(self.backbone)
         self.shape = describe(self.config)
@@ -189,11 +182,7 @@ class TrainingRun:
         return {**fixed, **given, "rows_per_step": rows_per_step}
 
     def train(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Load the weights, train, save; return the final record.
-
-        Args:
-            accelerator: Made with the mixed precision and gradient accumulation that the options say.
-        """
+        """Load the weights, train, save; return the final record."""
         own = self.ranks(accelerator.state)
         fixed = self.fixed_options(own)
         with own.together():

@@ -51,11 +51,7 @@ class Schema:
 
 
 def detect_schema(columns: Iterable[str], source: str) -> Schema:
-    """Find the schema of a data set from its column names.
-
-    Raises:
-        ValueError: If no schema fits; the message lists the columns found and the schemas accepted.
-    """
+    """Find the schema of a data set from its column names."""
     found = list(columns)
     for schema in SCHEMAS:
         if schema.needed <= set(found):

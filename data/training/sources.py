@@ -92,11 +92,7 @@ def load_rows(dataset: str, *, split: str = "train", revision: str | None = None
 
 
 def columns_of(rows: Rows) -> list[str]:
-    """Return the names of the columns: those of a table, or the keys of the first rows together.
-
-    Raises:
-        BadRow: If none of the first rows can be read.
-    """
+    """Return the names of the columns: those of a table, or the keys of the first rows together."""
     if (listed := getattr(rows, "column_names", None)) is not None:
         return list(listed)
     found, problem = dict[str, None](), None
@@ -111,11 +107,7 @@ def columns_of(rows: Rows) -> list[str]:
 
 
 def record_of(rows: Rows, index: int) -> Mapping[str, Any]:
-    """Read a row.
-
-    Raises:
-        BadRow: If it cannot be read.
-    """
+    """Read a row."""
     try:
         row: Any = rows[index]
     except UnicodeDecodeError as error:  # Arrow stores text without checking it
@@ -128,11 +120,7 @@ def record_of(rows: Rows, index: int) -> Mapping[str, Any]:
 
 
 def find_local(dataset: str) -> Path | None:
-    """Return the local file or folder that `load_rows` will read, or None for the Hub; nothing is read or fetched.
-
-    Raises:
-        ValueError: For a name that is unknown, or a file that is missing.
-    """
+    """Return the local file or folder that `load_rows` will read, or None for the Hub; nothing is read or fetched."""
     if not dataset.strip():
         raise ValueError(f"--dataset is empty; give {', '.join(ALIASES)}, a Hub id or a file")
     alias = _alias(dataset)
@@ -197,12 +185,7 @@ def _parsed(line: bytes) -> Any:
 
 @contextmanager
 def _one_sentence(named: str, way_out: str) -> Iterator[None]:
-    """Turn whatever a reader of tables raises, which has no end, into one sentence.
-
-    Raises:
-        ValueError: For damage.
-        OSError: If the operating system refuses.
-    """
+    """Turn whatever a reader of tables raises, which has no end, into one sentence."""
     try:
         yield
     except MemoryError:

@@ -172,11 +172,7 @@ class TrainingStream(Iterator[TrainingExample]):
         return found
 
     def check_first(self) -> None:
-        """Tokenise the first row that can be trained on, and leave the stream where it is.
-
-        Raises:
-            ValueError: If there is none.
-        """
+        """Tokenise the first row that can be trained on, and leave the stream where it is."""
         place = self.state()
         next(self)
         self.restore(place)
@@ -192,11 +188,7 @@ class TrainingStream(Iterator[TrainingExample]):
         return {**dict(place), "report": self.report.to_dict(), **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; the number of processes may differ.
-
-        Raises:
-            ValueError: If the state is of other rows, another seed, template or length: the stream would differ.
-        """
+        """Go on where `state` was taken; the number of processes may differ."""
         # States of earlier versions have no first row.
         for name, ours in {"held_out": None, **self._identity()}.items():
             theirs = state.get(name, ours if name == "first_row" else None)

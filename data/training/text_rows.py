@@ -75,11 +75,7 @@ class TextRowsOptions:
         self.lengths()
 
     def lengths(self) -> tuple[int, int]:
-        """Return the least and most characters of a piece.
-
-        Raises:
-            ValueError: If they are not two numbers, the smaller one first.
-        """
+        """Return the least and most characters of a piece."""
         found = re.fullmatch(r"(\d+)-(\d+)", self.characters)
         if not found or not _LEAST <= int(found[1]) <= int(found[2]):
             raise ValueError(
@@ -206,12 +202,7 @@ def _questions(options: TextRowsOptions, files: dict[str, Path]) -> dict[str, li
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Write training rows; return 0.
-
-    Raises:
-        ValueError: For what the user must change.
-        OSError: If a file cannot be read or written.
-    """
+    """Write training rows; return 0."""
     from locret.cli.command import parse_options
 
     (options,), _ = parse_options("locret rows", (__doc__ or "").split("\n")[0], [TextRowsOptions], argv)

@@ -125,12 +125,7 @@ class BenchPlan:
 
 
 def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
-    """Resolve every setting.
-
-    Args:
-        options: What the user typed.
-        chosen: Names that the user set.
-    """
+    """Resolve every setting."""
     if options.model is not None and "shape" in chosen:
         raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
     heads, source = chosen_heads(options.heads, options.model), None

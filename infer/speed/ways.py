@@ -213,16 +213,7 @@ def _llamacpp(file: str, tokens: int, batch: int) -> Any:
 
 
 def get(method: str, chosen: Collection[str] = (), gguf: str | None = None) -> Way:
-    """Return the way that a text names, such as `snapkv:kernel=7+pyramid`.
-
-    Args:
-        method: What somebody wrote.
-        chosen: Names of the numbers of the policy that the user set.
-        gguf: The file that the backbone is loaded from, if it is one.
-
-    Raises:
-        ValueError: If there is none (the message lists the nearest names), or an option or modifier is unfit.
-    """
+    """Return the way that a text names, such as `snapkv:kernel=7+pyramid`; `gguf` is the backbone's file, if any."""
     spec = method_spec.parse(method, "--methods")
     if spec.name in (FLOOR, LLAMACPP):
         if unfit := [*spec.options, *(f"+{modifier.name}" for modifier in spec.modifiers)]:

@@ -257,12 +257,7 @@ def _attends(module: nn.Module) -> bool:
 
 
 def latents(model: nn.Module, modules: list[nn.Module] | None = None) -> dict[int, Latent]:
-    """Return the layers with latent attention.
-
-    Args:
-        model: The backbone.
-        modules: Its attention modules, where they are known already.
-    """
+    """Return the layers with latent attention."""
     modules = attention_modules(model) if modules is None else modules
     return {index: Latent.of(module) for index, module in enumerate(modules) if is_latent(module)}
 

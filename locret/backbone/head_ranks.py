@@ -90,12 +90,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def find(base: nn.Module, modules: list[nn.Module]) -> HeadRanks | None:
-    """Return the processes that a transformers model spreads its heads over; None: all heads are here.
-
-    Args:
-        base: The model, without wrappers.
-        modules: Its attention modules; layers without attention are whole in every process.
-    """
+    """Return the processes that a transformers model spreads its heads over; None: all heads are here."""
     if sharing(base) is None:
         return None
     found = [_mesh_of(module) for module in modules]

@@ -94,13 +94,7 @@ def _pass_along(root: Any) -> Tensor:
 
 
 def run_decoder(model: nn.Module, input_ids: Tensor, cache: Cache | None = None) -> None:
-    """Run the decoder layers over new tokens, for what observers and the cache see of them.
-
-    Args:
-        model: The backbone.
-        input_ids: (B, L).
-        cache: Read and filled; None: none is used.
-    """
+    """Run the decoder layers over (B, L) new tokens, for what observers and the cache, which is filled, see of them."""
     arguments: dict[str, Any] = {"input_ids": input_ids, "past_key_values": cache, "use_cache": cache is not None}
     if gathering_root(model) is not None:
         # Layers come together from the root on; the logits of one token cost nothing.

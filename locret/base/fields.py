@@ -94,13 +94,7 @@ SHARE = Range(0, 1)
 
 
 def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], where: str = "") -> None:
-    """Check fields that a type alone does not bound; None is a field that nobody set.
-
-    Args:
-        instance: What has the fields.
-        ranges: By name, a `Range`, or a tuple of all values there are.
-        where: What a message begins with.
-    """
+    """Check fields by name, by a `Range` or all values there are; None is a field that nobody set."""
     for name, allowed in ranges.items():
         value = getattr(instance, name)
         text = f'{where}{name}="{value}"' if isinstance(value, str) else f"{where}{name}={value}"
@@ -128,25 +122,13 @@ def shown(value: Any) -> str:
 
 
 def check_sampling(setting: str, value: float, least: float = 1e-3) -> None:
-    """Check a divisor of logits, which must leave them finite.
-
-    Args:
-        setting: How the user named it.
-        value: A temperature or a repetition penalty.
-        least: Smallest value that float16 logits bear.
-    """
+    """Check a divisor of logits, which must leave them finite, in float16 too."""
     if not least <= value <= 1 / least:
         raise ValueError(f"{setting} {value} makes no usable probabilities; give {least:g} to {1 / least:g}")
 
 
 def read(value: Any, kind: Any, *, text: bool = False) -> Any:
-    """Return a value as its type.
-
-    Args:
-        value: What was given.
-        kind: The type, as `get_type_hints` gives it: scalars, `Literal`, lists, tuples, mappings, dataclasses, unions.
-        text: Whether it comes from a command line, where everything is a text.
-    """
+    """Return a value as its type, as `get_type_hints` gives it; `text` is of a command line, where all is a text."""
     if kind is Any:
         return value
     members = union_members(kind)

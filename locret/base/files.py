@@ -88,10 +88,6 @@ def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
 def read_json(file: Path, what: str) -> Any:
     """Read a JSON file that somebody else may have written.
 
-    Args:
-        file: The file.
-        what: What it should be, for messages: "the config of retaining heads".
-
     Raises:
         ValueError: If it is not JSON in UTF-8, is nested too deeply, or gives a key of a mapping twice.
         OSError: If it cannot be read.
@@ -149,10 +145,6 @@ def locked(folder: str | Path, setting: str) -> Iterator[None]:
 
     The folder is made if need be, and removed again if it stays empty. What a killed process was about to write in it
     is removed.
-
-    Args:
-        folder: The folder.
-        setting: How the user named it, for messages.
 
     Raises:
         ValueError: If another process holds it, or it cannot be a folder.

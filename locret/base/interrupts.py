@@ -39,11 +39,7 @@ class _State:
 
 
 def answer(prog: str) -> None:
-    """Answer SIGINT and SIGTERM from now on, unless whoever started the process has them ignored.
-
-    Args:
-        prog: Name of the command, for the line on standard error.
-    """
+    """Answer SIGINT and SIGTERM from now on, unless whoever started the process has them ignored."""
     _State.prog = prog
     if threading.current_thread() is not threading.main_thread():
         return

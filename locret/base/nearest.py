@@ -7,17 +7,10 @@ from difflib import get_close_matches
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """Return the name that differs from `name` in upper case only; else the three that are spelt most like it.
+    """Return the name that differs from `name` in upper case only; else up to three that are spelt most like it.
 
     A name without a slash is also compared with what follows the slash in names that have one: "qasper" means
     "longbench/qasper". If nothing is spelt alike, names that contain it will do.
-
-    Args:
-        name: What somebody wrote.
-        known: The names there are; the first ones are preferred among equals.
-
-    Returns:
-        At most three, the best one first; empty if nothing is near.
     """
     wanted, forms = name.lower(), dict[str, list[str]]()
     for one in known:
@@ -102,12 +95,7 @@ _LAST = "release 0.1.0 (git tag lab-frozen)"
 
 
 def check_retired(kind: str, name: str) -> None:
-    """Refuse a name that an earlier release had.
-
-    Args:
-        kind: What messages call such a choice, as "--suite".
-        name: What somebody wrote, which is none of today's names.
-    """
+    """Refuse a name that an earlier release had; `kind` is what messages call such a choice, as "--suite"."""
     asked = f"{kind} {name}"
     if asked in _BY_ITSELF:
         raise ValueError(f'{kind} "{name}" was retired: {_BY_ITSELF[asked]}')

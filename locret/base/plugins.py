@@ -84,12 +84,7 @@ def _run(path: Path) -> ModuleType:
 
 
 def on_demand(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`.
-
-    Args:
-        package: Name of the package.
-        homes: The modules that define its names; a name whose home is its own is a submodule.
-    """
+    """Return a package's `__getattr__`, from the modules of its names; a name whose home is its own is a submodule."""
 
     def __getattr__(name: str) -> Any:
         if name not in homes:

@@ -52,16 +52,7 @@ class Chosen(ABC):
 
 
 def get(kind: str, classes: Sequence[type[T]], spec: str) -> T:
-    """Return what a spec means.
-
-    Args:
-        kind: What messages call it, such as "lookup".
-        classes: Frozen dataclasses with a class variable `name`.
-        spec: Such as "quest" or "quest:page=8".
-
-    Raises:
-        ValueError: If there is none of that name (the message lists the nearest), or an option is unfit.
-    """
+    """Return what a spec, such as "quest:page=8", means: one of frozen dataclasses with a class variable `name`."""
     parsed = method_spec.parse(spec, kind)
     if parsed.modifiers:
         raise ValueError(f'{kind} "{spec}": +{parsed.modifiers[0]} is for the whole method; write it there')
@@ -74,15 +65,7 @@ def get(kind: str, classes: Sequence[type[T]], spec: str) -> T:
 
 
 def build(kind: str, name: str, made: type[T], given: Mapping[str, Any], needs: str = "") -> T:
-    """Return an instance of a dataclass with these options.
-
-    Args:
-        kind: What messages call it.
-        name: How the user wrote it.
-        made: The class.
-        given: Options by name.
-        needs: What to say where an option without a default is missing, if naming the option is not enough.
-    """
+    """Return an instance of a dataclass with these options; `needs` says what to give where one is missing."""
     known = {field.name: field for field in fields(made) if field.init}  # type: ignore[arg-type]
     for option in given:
         if option not in known:

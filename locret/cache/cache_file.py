@@ -346,9 +346,6 @@ class SavedCache:
 
         Returns:
             Keys and values of each layer, (units, KV heads, head dim), keys rotated to 0, 1, ...
-
-        Raises:
-            ValueError: If what it holds is no ordinary prefix.
         """
         state, policy, backbone = self.state, self.policy, self.backbone
         with _named(self.path):
@@ -362,11 +359,7 @@ class SavedCache:
 
 
 def read_saved(path: str | Path) -> SavedCache:
-    """Read all of a saved cache, and check it, without its backbone.
-
-    Raises:
-        ValueError: If the file is no cache, is damaged, or does not say what it was made with.
-    """
+    """Read all of a saved cache, and check it, without its backbone."""
     state, notes = _header(path, CONTEXT_WRITERS)
     with _named(path):
         if any(state.get(name) is None for name in ("vocab_size", "columns", "rotary", "backbone")):

@@ -67,10 +67,6 @@ def shrunk(cache: RetentionCache, budget: int) -> RetentionCache:
 
     The last local tokens stay, and what the scorer keeps by right, as at the end of a read. With a second tier what
     goes competes for that.
-
-    Raises:
-        ValueError: If `budget` is no number of units, or too few for what is protected, a read of the cache was
-            interrupted, or a rule of its own decides what stays.
     """
     budget = checked_budget(budget)
     _check_by_score(cache)
@@ -91,9 +87,6 @@ def joined(parts: Sequence[Part], budget: int | None = None) -> RetentionCache:
         parts: Caches of one row each, of one backbone and scorer; they are used up.
         budget: Units per KV head of the whole, as many for each text, and what a short one does not need is for the
             others; None: all stay, but for those of tokens that are skipped.
-
-    Raises:
-        ValueError: If the caches, or the numbers, do not go together.
     """
     caches = [part.cache for part in parts]
     budget = None if budget is None else checked_budget(budget)

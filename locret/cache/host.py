@@ -125,12 +125,7 @@ class HostTier(Units):
         self.store.held(POSITIONS)[:, :, first:] = NO_UNIT
 
     def recalled(self, query: Tensor, **asked: Any) -> Recalled | None:
-        """Return what (B, N, L, D) queries attend to besides the fast tier; None where nothing was evicted yet.
-
-        Args:
-            query: After rotation.
-            **asked: What else `Ask` has of these queries and their layer.
-        """
+        """Return what (B, N, L, D) queries attend to besides the fast tier; None where nothing was evicted yet."""
         store, window = self.store, self._remembered(query)
         if not store.fill:
             return None

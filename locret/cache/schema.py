@@ -61,15 +61,7 @@ def check_units(
     policy: RetentionPolicy,
     columns: Mapping[str, str],
 ) -> None:
-    """Refuse keys, values and columns of other shapes and types than counters, backbone and policy say.
-
-    Args:
-        shapes: Shape and dtype of every tensor of the file.
-        numbers: The counters.
-        backbone: With the KV heads of all processes.
-        policy: What the units were kept by.
-        columns: Names and dtypes of columns.
-    """
+    """Refuse keys, values and columns of other shapes and types than counters, backbone and policy say."""
     if len(numbers["layers"]) != backbone.num_layers:
         raise ValueError(f"it has counters of {len(numbers['layers'])} layers instead of {backbone.num_layers}")
     rows = next((shape[0] for name, (shape, _) in sorted(shapes.items()) if name.endswith("counts")), 0)

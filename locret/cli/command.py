@@ -72,13 +72,7 @@ def _leave(text: str) -> NoReturn:
 def run(
     main: Callable[[Sequence[str] | None], int | None], argv: Sequence[str] | None = None, *, prog: str | None = None
 ) -> None:
-    """Call a command and leave the process with its exit code; a user's mistake is one line, without a traceback.
-
-    Args:
-        main: The command.
-        argv: Its arguments; those of the process if None.
-        prog: Its name; that of the module or program if None.
-    """
+    """Call a command and leave the process with its exit code; a user's mistake is one line, without a traceback."""
     module = getattr(sys.modules["__main__"], "__spec__", None)
     prog = prog or (module.name if module else os.path.basename(sys.argv[0]))
     interrupts.answer(prog)
@@ -210,13 +204,7 @@ def run_subcommand(prog: str, commands: Mapping[str, Subcommand], argv: Sequence
 
 
 def chosen(prog: str, about: Mapping[str, str], arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the word that a command line begins with, and what follows.
-
-    Args:
-        prog: Name of the command.
-        about: What each word does.
-        arguments: The command line.
-    """
+    """Return the word that a command line begins with, and what follows."""
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
         sys.stdout.write(listing(prog, about))

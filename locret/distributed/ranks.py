@@ -105,12 +105,7 @@ class Ranks:
             raise SystemExit(codes[failed[0]])  # one of those that failed says why
 
     def agree(self, facts: Mapping[str, Any], way_out: str = "start all processes with the same options") -> None:
-        """Make sure that all processes work on the same run.
-
-        Args:
-            facts: What must be the same, by the name that a user knows it by.
-            way_out: What to do if it is not.
-        """
+        """Make sure that all processes work on the same run."""
         given = self.gather({name: repr(value) for name, value in facts.items()})
         for rank, other in enumerate(given):
             for name in dict.fromkeys([*given[0], *other]):
@@ -168,11 +163,7 @@ def join() -> None:
 
 @contextmanager
 def joined(way_out: str = "see what it says, and start all of them again") -> Iterator[Ranks]:
-    """Find the other processes that a launcher has started, and take leave of them at the end.
-
-    Args:
-        way_out: What to do once a process has died.
-    """
+    """Find the other processes that a launcher has started, and take leave of them at the end."""
     check_launcher()
     rank, size, local_rank = launched()
     if size == 1:

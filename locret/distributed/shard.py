@@ -35,11 +35,7 @@ Read = Callable[..., tuple[nn.Module, Any]]
 def load_sharded(
     options: BackboneSource, config: Any, device: torch.device, dtype: torch.dtype, read: partial[tuple[nn.Module, Any]]
 ) -> tuple[nn.Module, Any]:
-    """Load a backbone of which every process holds a part, joining the other processes if this one has not.
-
-    Returns:
-        The backbone, and transformers' record of what was found.
-    """
+    """Load a backbone of which every process holds a part, joining the other processes if this one has not."""
     if device.type not in ("cpu", "cuda"):
         raise ValueError(f"--shard {options.shard} works on cpu and cuda, not on {device.type}; give --device cpu")
     ranks.join()

@@ -30,12 +30,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def find(name: str, *, revision: str | None = None, **download: object) -> Path:
-    """Return the local folder of heads: the one named, or a download of the repository named.
-
-    Raises:
-        ValueError: If it is neither a folder nor a repository of heads.
-        OSError: If the Hub refuses or cannot be reached.
-    """
+    """Return the local folder of heads: the one named, or a download of the repository named."""
     name = shipped.find(name)
     if os.path.isdir(name):
         return Path(name)
@@ -51,11 +46,7 @@ def find(name: str, *, revision: str | None = None, **download: object) -> Path:
 
 
 def read_config(folder: Path, kind: type[C] = HeadsConfig) -> C:  # type: ignore[assignment]
-    """Read `config.json` as a config of this kind.
-
-    Raises:
-        ValueError: If it is missing, broken, or another kind of model's.
-    """
+    """Read `config.json` as a config of this kind."""
     file = folder / CONFIG
     if not file.is_file():
         if (folder / "run.json").is_file() and any(folder.glob("checkpoint-*")):
@@ -70,11 +61,7 @@ def read_config(folder: Path, kind: type[C] = HeadsConfig) -> C:  # type: ignore
 
 
 def read_weights(folder: Path, config: HeadsConfig, device: str = "cpu") -> dict[str, Tensor]:
-    """Read `model.safetensors` as float32; every name and shape must be the config's.
-
-    Raises:
-        ValueError: If names or shapes differ, or a weight is not finite; the message shows both sides.
-    """
+    """Read `model.safetensors` as float32; every name and shape must be the config's."""
     file = folder / WEIGHTS
     if not file.is_file():
         found = sorted(path.name for path in folder.iterdir())
@@ -85,11 +72,7 @@ def read_weights(folder: Path, config: HeadsConfig, device: str = "cpu") -> dict
 
 
 def fitting(weights: Mapping[str, Tensor], config: HeadsConfig, where: str, source: str) -> dict[str, Tensor]:
-    """Return weights in the order of a config, after comparing names and shapes.
-
-    Raises:
-        ValueError: With both sides: what `where` holds and what `source` says.
-    """
+    """Return weights in the order of a config, after comparing names and shapes."""
     wanted = config.weight_shapes
     missing, foreign = sorted(wanted.keys() - weights.keys()), sorted(weights.keys() - wanted.keys())
     if missing or foreign:
@@ -127,11 +110,7 @@ def as_float32(weight: Any, name: str, where: str) -> Tensor:
 def tensors_of(
     files: Iterable[Path], ours: Callable[[str], str | None] = lambda name: name, device: str = "cpu"
 ) -> dict[str, Tensor]:
-    """Return float32 weights of `.safetensors` and `.bin` files under our names; those without one are left out.
-
-    Raises:
-        ValueError: If a file is damaged, a weight is there twice or is no plain tensor of finite numbers.
-    """
+    """Return float32 weights of `.safetensors` and `.bin` files under our names; those without one are left out."""
     weights: dict[str, Tensor] = {}
     for file in files:
         for theirs, tensor in _wanted(file, ours, device):
@@ -154,10 +133,6 @@ def _wanted(file: Path, ours: Callable[[str], str | None], device: str) -> list[
 
 def load_bin(file: Path, also: Sequence[Any] = ()) -> dict[str, Any]:
     """Return what torch.save wrote, tensors and plain data by name; nothing in it is run.
-
-    Args:
-        file: The file.
-        also: What else it may hold, as `torch.serialization.safe_globals` takes it.
 
     Raises:
         ValueError: If it is damaged, or holds anything else.
@@ -191,12 +166,7 @@ def write(folder: Path, config: HeadsConfig, weights: Mapping[str, Tensor], dtyp
 
 @contextmanager
 def replacing(target: Path, kind: type[HeadsConfig] = HeadsConfig) -> Iterator[Path]:
-    """Give an empty folder whose files take the place of the target's when the block ends well; others stay.
-
-    Raises:
-        ValueError: If the target is a file, or holds another model.
-        OSError: If it cannot be written; the message names it.
-    """
+    """Give an empty folder whose files take the place of the target's when the block ends well; others stay."""
     refuse_foreign(target, kind)
     with written_whole(target, parents=True, last=CONFIG) as fresh:
         fresh.mkdir()
@@ -204,11 +174,7 @@ def replacing(target: Path, kind: type[HeadsConfig] = HeadsConfig) -> Iterator[P
 
 
 def refuse_foreign(target: Path, kind: type[HeadsConfig] = HeadsConfig) -> None:
-    """Refuse to write where something else is.
-
-    Raises:
-        ValueError: If the target is a file, or holds another model.
-    """
+    """Refuse to write where something else is."""
     if target.exists() and not target.is_dir():
         raise ValueError(f"'{target}' is a file; choose a folder for the retaining heads")
     if (target / CONFIG).is_file():

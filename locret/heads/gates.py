@@ -166,11 +166,7 @@ def is_number(value: Any, usual: float) -> bool:
 
 
 def get(name: str) -> type[Gate]:
-    """Return the gate with this name.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Return the gate with this name."""
     if name not in GATES:
         raise ValueError(f'gate "{name}" is unknown; those there are: {", ".join(GATES)}')
     return GATES[name]

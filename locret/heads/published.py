@@ -73,9 +73,6 @@ def read_locret(path: Path, model_or_config: Any) -> tuple[HeadsConfig, dict[str
 
     Returns:
         The heads' config, and their float32 weights under the names that `RetainingHeads` uses.
-
-    Raises:
-        ValueError: If there are no retaining heads in it, or layers or shapes do not fit the backbone.
     """
     weights = checkpoint.tensors_of(_files(path), _our_name)
     if not weights:
@@ -124,19 +121,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _find(path: str, what: str, revision: str | None, *names: str, file: bool = False) -> Path:
-    """Return the first of these files of a folder or a repository of the Hub, downloaded if need be.
-
-    Args:
-        path: As the user gave it.
-        what: What is looked for, for messages.
-        revision: Branch, tag or commit of a repository.
-        names: The files.
-        file: Whether the path may be the file itself.
-
-    Raises:
-        ValueError: If there is none.
-        OSError: If the Hub refuses or cannot be reached.
-    """
+    """Return the first of these files of a folder, or a repository of the Hub; a `file` may be the path itself."""
     here, lacks = Path(path), f"has no {' or '.join(names)}; give {what}"
     if here.is_file() and file:
         return here
@@ -169,10 +154,6 @@ def read_kvzap(path: str, model_or_config: Any, revision: str | None = None) -> 
 
     Returns:
         The config of heads, and their float32 weights.
-
-    Raises:
-        ValueError: If it is no such gate, or not one of this backbone; the message says in what.
-        OSError: If the Hub refuses or cannot be reached.
     """
     what = "the folder of a KVzap model, with config.json and model.safetensors"
     file = _find(path, what, revision, CONFIG)
@@ -253,11 +234,7 @@ def dms_config(path: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def dms_numbers(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return what a config says of DMS: the numbers of its gate, and whether that is `separate` from the queries.
-
-    Raises:
-        ValueError: If it says nothing, or nothing sensible.
-    """
+    """Return what a config says of DMS: the numbers of its gate, and whether that is `separate` from the queries."""
     if "dms_alpha_scale" not in values:
         raise ValueError(
             f"{where} says nothing of DMS (it has no dms_alpha_scale); give a model that DMS was trained on"

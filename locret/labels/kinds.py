@@ -71,11 +71,7 @@ def names() -> list[str]:
 
 
 def get(kind: str | LabelKind) -> LabelKind:
-    """Return the kind of label with this name; one that is given as such comes back.
-
-    Raises:
-        ValueError: If there is none; the message lists the nearest names.
-    """
+    """Return the kind of label with this name; one that is given as such comes back."""
     if isinstance(kind, LabelKind):
         return kind
     if kind not in KINDS:

@@ -35,11 +35,7 @@ _MOST_PER_BYTE = 8
 
 
 def resolve_device(name: str) -> torch.device:
-    """Return the device that `--device` means on this machine.
-
-    Raises:
-        ValueError: For a name that is unknown, or a device that PyTorch does not see.
-    """
+    """Return the device that `--device` means on this machine."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "mps" if _has_mps() else "cpu")
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
@@ -128,13 +124,7 @@ def _under_adapter(name: str, options: BackboneSource) -> _Source:
 
 
 def load_config(options: BackboneSource) -> Any:
-    """Read the backbone's config and refuse an architecture that cannot work, before any weights are touched.
-
-    Raises:
-        ValueError: For a folder without a config, a repository that is not there, a config that no backbone can have,
-            or an unsupported architecture.
-        OSError: If the Hub refuses or cannot be reached.
-    """
+    """Read the backbone's config and refuse an architecture that cannot work, before any weights are touched."""
     from transformers import AutoConfig
 
     source = _source(options)
@@ -230,11 +220,7 @@ def _all_places(model: str) -> Iterator[None]:
 
 
 def load_tokenizer(options: BackboneSource) -> Any:
-    """Load the backbone's own tokenizer; an adapter may bring one, and a GGUF file has one of its own.
-
-    Raises:
-        ValueError: If there is none.
-    """
+    """Load the backbone's own tokenizer; an adapter may bring one, and a GGUF file has one of its own."""
     from transformers import AutoTokenizer
 
     source = _source(options)
@@ -250,12 +236,7 @@ def load_tokenizer(options: BackboneSource) -> Any:
 
 
 def tokenizer_of(name: str) -> Any:
-    """Load the tokenizer of a backbone by its name, or of a folder or repository that holds nothing else.
-
-    Raises:
-        ValueError: If a GGUF file has none that can be read.
-        OSError: If there is none.
-    """
+    """Load the tokenizer of a backbone by its name, or of a folder or repository that holds nothing else."""
     from transformers import AutoTokenizer
 
     found = backbone_names.find(name)
@@ -265,11 +246,7 @@ def tokenizer_of(name: str) -> Any:
 
 
 def load_model(options: BackboneSource, config: Any, device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """Load the backbone, with its adapter if there is one, frozen and in evaluation mode.
-
-    Raises:
-        ValueError: If weights are missing or broken, or the adapter does not fit.
-    """
+    """Load the backbone, with its adapter if there is one, frozen and in evaluation mode."""
     from transformers import AutoModelForCausalLM
 
     source = _source(options)

@@ -86,15 +86,7 @@ def plan_weights(
 ) -> WeightPlan:
     """Return where the weights of a backbone will be, and how many bytes they take there.
 
-    Args:
-        source: The options.
-        config: The backbone's.
-        device: Where it runs.
-        dtype: Type of weights that are not quantised.
-        sketch: What `sketch_of` returned; it is changed into what the quantiser makes of it.
-
-    Raises:
-        ValueError: If the options do not go together, or with the backbone.
+    A `sketch`, which `sketch_of` has returned, is changed into what the quantiser makes of it.
     """
     if sketch is None:
         sketch = sketch_of(config, dtype, trust_remote_code=getattr(source, "trust_remote_code", False))
@@ -257,13 +249,7 @@ def packs(source: WeightOptions, device: torch.device) -> bool:
 
 
 def quantisation_of(source: WeightOptions, dtype: torch.dtype | None, device: torch.device) -> Any:
-    """Return transformers' quantisation config of what is asked for; None if it is to take the weights as they are.
-
-    Args:
-        source: The options.
-        dtype: What products are computed in.
-        device: Where the backbone runs.
-    """
+    """Return transformers' quantisation config of what is asked for; None if it is to take the weights as they are."""
     if packs(source, device):
         return None
     if source.load_in_8bit or source.load_in_4bit:

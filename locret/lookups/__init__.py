@@ -39,11 +39,7 @@ def get(spec: str) -> Lookup:
 
 
 def find(spec: str) -> Lookup | InfLLM:
-    """Return what a policy's `recall_by` means: a lookup of units, or InfLLM's of blocks.
-
-    Raises:
-        ValueError: As `get` does.
-    """
+    """Return what a policy's `recall_by` means: a lookup of units, or InfLLM's of blocks."""
     known: tuple[type[Lookup | InfLLM], ...] = (*_LOOKUPS, InfLLM)
     return registry.get("lookup", known, spec)
 

@@ -15,9 +15,5 @@ _MERGERS: tuple[type[Merger], ...] = (LoCoMerger,)
 
 
 def get(spec: str) -> Merger:
-    """Return the merger that a spec such as "loco:kernels=FOLDER" names.
-
-    Raises:
-        ValueError: If there is none (the message lists the nearest names), or an option is unfit.
-    """
+    """Return the merger that a spec such as "loco:kernels=FOLDER" names."""
     return registry.get("merge", _MERGERS, spec)

@@ -82,11 +82,7 @@ def host_bytes(
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of `2GiB`, `1.5 GB`, `800MiB` or `1048576`; KiB is 1024 bytes, kB 1000.
-
-    Raises:
-        ValueError: For anything else, or less than one byte.
-    """
+    """Return the bytes of `2GiB`, `1.5 GB`, `800MiB` or `1048576`; KiB is 1024 bytes, kB 1000."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
         raise ValueError(f"{text} is not an amount of memory; write it like 2GiB, 800MB or 1048576")

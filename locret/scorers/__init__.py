@@ -83,11 +83,7 @@ def get(name: str, **options: Any) -> Scorer:
 
 
 def make(spec: MethodSpec, options: Mapping[str, Any] | None = None) -> Scorer:
-    """Return the scorer of a spec, whatever its modifiers; `options` come on top of those it holds.
-
-    Raises:
-        ValueError: As `get` does.
-    """
+    """Return the scorer of a spec, whatever its modifiers; `options` come on top of those it holds."""
     kind, given = find(spec.name), {**spec.options, **(options or {})}
     if options and (twice := sorted(spec.options.keys() & options.keys())):
         raise ValueError(f'scorer "{spec}" has the option {twice[0]} already; give it once')
@@ -95,11 +91,7 @@ def make(spec: MethodSpec, options: Mapping[str, Any] | None = None) -> Scorer:
 
 
 def find(name: str) -> type[Scorer]:
-    """Return the class of the scorer called `name`, which may be `module:Class` or `file.py:Class`.
-
-    Raises:
-        ValueError: If there is no such scorer (the message lists the nearest names), or it is no scorer.
-    """
+    """Return the class of the scorer called `name`, which may be `module:Class` or `file.py:Class`."""
     for scorer in _SCORERS:
         if scorer.name == name:
             return scorer
