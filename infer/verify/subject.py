@@ -231,7 +231,7 @@ def scores_by_head(cache: RetentionCache) -> list[list[Tensor]]:
 
 
 def fitted(policy: RetentionPolicy, tokens: int, given: Mapping[str, Any] | None = None) -> RetentionPolicy:
-    """Return a policy whose numbers, but for those given, fit a short text as they would a long one: a quarter stays."""
+    """Return a policy whose numbers, but for those given, fit a short text as they would a long one: 1 in 4 stays."""
     given = given or {}
     budget = int(given.get("budget") or min(policy.budget, tokens // 4))
     least = {"stabilizers": 0, "local_len": 2, "chunk_size": 8, "min_chunk": 2, "exact_recent": 0, "recall": 1}

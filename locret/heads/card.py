@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
@@ -18,69 +19,14 @@ PLACEHOLDER = "path/to/these-heads"
 """What the card's example loads while the heads are in no repository; `locret-push` puts the repository there."""
 _SIZES = ("budget", "chunk_size", "stabilizers", "local_len")
 
-TEMPLATE = """\
----
-{{ card_data }}
----
-
-# Retaining heads for {{ base_name }}
-
-Locret retaining heads let a long-context language model read any prompt in a fixed amount of memory. A small MLP per
-layer predicts how much every future answer will need each cached token; the prompt is read chunk by chunk, and after
-each chunk every layer keeps only the best `budget` cache units per KV head. The backbone is unchanged and needed too.
-
-## How to use
-
-```python
-from locret import LongContextModel
-
-lm = LongContextModel.from_pretrained("{{ base_id }}"{{ base_revision }}, heads="{{ repo_id }}")
-context = lm.read("long.txt")
-print(context.ask("What is the text about?"))
-```
-
-## Dimensions
-
-{{ dimensions }}
-
-## Training
-
-{{ training }}
-
-### Labels
-
-{{ label }}
-
-## Recommended policy
-
-{{ policy }}
-
-## Evaluation
-
-{{ evaluation }}
-
-## Citation
-
-Locret, [arXiv 2410.01805](https://arxiv.org/abs/2410.01805):
-
-```bibtex
-@article{huang2024locret,
-  title   = {Locret: Enhancing Eviction in Long-Context LLM Inference with Trained Retaining Heads},
-  author  = {Huang, Yuxiang and Yuan, Binhang and Han, Xu and Xiao, Chaojun and Liu, Zhiyuan},
-  journal = {arXiv preprint arXiv:2410.01805},
-  year    = {2024}
-}
-```
-
-Written by locret {{ toolkit_version }}.
-"""
+_TEMPLATE = Path(__file__).with_name("card_template.md")
 
 
 def fill(config: HeadsConfig, repo_id: str | None = None) -> ModelCard:
     """Return the card of heads, front matter included; its example loads `repo_id`, or a placeholder."""
     card: ModelCard = ModelCard.from_template(
         card_data=_front_matter(config),
-        template_str=TEMPLATE,
+        template_str=_TEMPLATE.read_text(encoding="utf-8"),
         repo_id=repo_id or PLACEHOLDER,
         base_name=config.base_name,
         base_id=config.base_model or "path/to/the-backbone",
