@@ -31,15 +31,7 @@ from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, Po
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import EQUAL, SHARES
 from locret.scorers import Scorer
-from locret.scorers.chosen import (
-    EVERY_UNIT,
-    FULL,
-    MEASURED,
-    WITHOUT_EVICTION,
-    check_matches,
-    chosen_heads,
-    load_scorer,
-)
+from locret.scorers.chosen import EVERY_UNIT, FULL, MEASURED, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
 
 
 @dataclass

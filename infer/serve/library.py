@@ -241,11 +241,7 @@ class Library:
             return best, read
 
     def read_on(
-        self,
-        ids: Sequence[int],
-        read: tuple[Entry | None, int],
-        base: Entry | None,
-        cancelled: Callable[[], bool],
+        self, ids: Sequence[int], read: tuple[Entry | None, int], base: Entry | None, cancelled: Callable[[], bool]
     ) -> Entry:
         """Read all of a text into a context without a name, chunk by chunk in turns with other readers.
 

@@ -26,8 +26,7 @@ from locret.backbone.shape import BOTH, RECURRENT
 from locret.cache.export import to_dynamic_cache
 from locret.cache.layer import RetentionLayer
 from locret.cache.layers import find_store, make_layer
-from locret.cache.limits import Limits, check_pair, check_slots, with_shares
-from locret.cache.memory import Account, CacheMemory
+from locret.cache.limits import Account, CacheMemory, Limits, check_pair, check_slots, with_shares
 from locret.cache.over_ranks import check_over_ranks
 from locret.cache.protected import check_held
 from locret.cache.states import States

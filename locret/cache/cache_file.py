@@ -153,11 +153,7 @@ def read_scorer(path: str | Path, writer: str = "save_cache") -> str:
 
 
 def load_cache(
-    path: str | Path,
-    model: nn.Module,
-    scorer: RetainingHeads | Scorer | str,
-    *,
-    allow_other_scorer: bool = False,
+    path: str | Path, model: nn.Module, scorer: RetainingHeads | Scorer | str, *, allow_other_scorer: bool = False
 ) -> RetentionCache:
     """Read a cache back, ready for `generate` or for more text.
 
@@ -214,10 +210,7 @@ def check_header(path: str | Path, model: nn.Module, scorer: RetainingHeads | Sc
 
 
 def _empty(
-    state: Mapping[str, Any],
-    model: nn.Module,
-    scorer: RetainingHeads | Scorer | str,
-    allow_other_scorer: bool,
+    state: Mapping[str, Any], model: nn.Module, scorer: RetainingHeads | Scorer | str, allow_other_scorer: bool
 ) -> RetentionCache:
     """Return an empty cache for what a file holds, which fits its backbone and scorer."""
     cache = RetentionCache(model, scorer, _policy(state))

@@ -54,12 +54,7 @@ def _check_ordinary(cache: RetentionCache) -> None:
 
 
 def check_prefix(
-    policy: RetentionPolicy,
-    backbone: Backbone,
-    units: Set[int],
-    rotary: Mapping[str, Any],
-    *,
-    states: bool = False,
+    policy: RetentionPolicy, backbone: Backbone, units: Set[int], rotary: Mapping[str, Any], *, states: bool = False
 ) -> None:
     """Refuse a policy that leaves no prefix, and numbers of `units` in layers that make none."""
     if policy.recalls_blocks:

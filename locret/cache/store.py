@@ -18,15 +18,7 @@ from torch import Tensor
 
 from locret.backbone.attention import Recalled, View
 from locret.backbone.rotary import Rotary
-from locret.cache.units import (
-    EMPTY,
-    NO_UNIT,
-    POSITIONS,
-    ROW_START,
-    SCORES,
-    Units,
-    Workspace,
-)
+from locret.cache.units import EMPTY, NO_UNIT, POSITIONS, ROW_START, SCORES, Units, Workspace
 from locret.lookups.base import Keys
 from locret.policy.selectors import Kept, KeptPerHead
 

@@ -18,8 +18,7 @@ from transformers import Cache
 from locret.backbone.adapters import attention_modules, compute_dtype, device_of, input_device
 from locret.cache.digest import shortened
 from locret.cache.layer import HOST, RetentionLayer
-from locret.cache.limits import Limits
-from locret.cache.memory import Account
+from locret.cache.limits import Account, Limits
 from locret.cache.sliding import SlidingLayer
 from locret.cache.states import STATES, States
 from locret.cache.units import Units, Workspace

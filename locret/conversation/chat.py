@@ -32,7 +32,7 @@ from locret.base.fields import Refusal, check_sampling, shown
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.cache.layer import HOST
-from locret.cache.memory import CacheMemory
+from locret.cache.limits import CacheMemory
 from locret.chunked_prefill import read_turn
 from locret.conversation.document import Decoder, decode, is_text
 from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, kept_of

@@ -234,11 +234,7 @@ class RetainingHeads(nn.Module):
         return heads
 
     def save_pretrained(
-        self,
-        save_directory: str | Path,
-        *,
-        dtype: torch.dtype | str = torch.float32,
-        repo_id: str | None = None,
+        self, save_directory: str | Path, *, dtype: torch.dtype | str = torch.float32, repo_id: str | None = None
     ) -> None:
         """Write weights, `config.json` and a filled model card; a folder is never left half-written.
 
