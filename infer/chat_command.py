@@ -34,7 +34,6 @@ _ALONE = ("memory", "kept", "help", "quit")
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     (model, scorer, policy, about, generation), chosen = parse_options("locret-chat", DESCRIPTION, OPTION_CLASSES, argv)
     model.refuse_shard("locret-chat")
     with warnings_as_lines("locret-chat", quiet=about.quiet):

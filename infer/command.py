@@ -57,7 +57,6 @@ class Options:
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     instances, chosen = parse_options("locret-infer", DESCRIPTION, OPTION_CLASSES, argv)
     options = Options(*instances, chosen=frozenset(chosen))  # type: ignore[misc]
     options.model.local_folder()  # a misspelt one is refused before torch is imported

@@ -250,7 +250,6 @@ COMMANDS = {
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     return run_subcommand(PROG, COMMANDS, argv)
 
 

@@ -57,12 +57,10 @@ def ask(lm: LongContextModel, text: str) -> tuple[Context, float, dict[str, str]
 
 
 def right(answers: dict[str, str]) -> int:
-    """Return how many answers are right."""
     return sum(bool(re.search(rf"(?<!\d)(?:{known})", answers[one])) for one, known in QUESTIONS.items())
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the demonstration; return 0."""
     (options,), _ = parse_options("locret demo", (__doc__ or "").split("\n")[0], [DemoOptions], argv)
 
     from locret import LongContextModel, shipped

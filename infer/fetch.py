@@ -27,7 +27,6 @@ class _Redirects(HTTPRedirectHandler):
     """Goes where a page has moved to, but by no weaker protocol, nor from the internet to a network of this machine."""
 
     def redirect_request(self, req: Request, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Request | None:
-        """Return the next request."""
         to = super().redirect_request(req, fp, code, msg, headers, newurl)  # it reads an address as it will be asked
         if to and (to.type not in ("https", req.type) or (_is_private(to.host) and not _is_private(req.host))):
             raise ValueError(f"it leads to {to.type}://{to.host}, which a page may not; give that address itself")

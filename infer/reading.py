@@ -179,7 +179,6 @@ def _config(model: PlacedModelOptions, named: ScorerOptions, scorer: Any, device
 
 
 def opened(text: TextOptions) -> Document:
-    """Return the text to read."""
     if not text.prompt_file and (sys.stdin is None or sys.stdin.isatty()):
         raise ValueError("there is nothing to read; give a text with --prompt-file, or pipe one in")
     return open_all(text.prompt_file or ["-"], "--prompt-file ")

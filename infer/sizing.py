@@ -91,7 +91,6 @@ class PlannedRun:
         return {"planned_cache_bytes": self.cache_bytes(policy), **beside}
 
     def schedule(self, policy: RetentionPolicy) -> Schedule:
-        """Return the planned steps."""
         return Limits.of(self._backbone, as_scorer(self.scorer), policy).plan(self.prompt_tokens)
 
     def bytes_beside_weights(self, policy: RetentionPolicy) -> int:

@@ -51,7 +51,6 @@ def find(resume: str, folder: Path) -> Path | None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the state of a checkpoint, on the CPU."""
     with intact(path):
         return dict(torch.load(path / STATE, map_location="cpu", weights_only=True))
 

@@ -76,7 +76,6 @@ class KernelOptions:
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Train kernels; return the exit code."""
     (backbone, options), _ = parse_options(
         "locret kernels", "Train LoCoCo's merging kernels on a frozen backbone.", [BackboneSource, KernelOptions], argv
     )

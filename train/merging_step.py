@@ -93,7 +93,6 @@ class _Lesson(Merger):
         """Check nothing: no user has written this."""
 
     def fold(self, units: Units, prepared: Any) -> Merged:
-        """Merge, and remember."""
         copies = {one.name: getattr(units, one.name) for one in fields(units)}
         copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in copies.items()}
         self.waiting[units.layer_idx] = Units(**copies)

@@ -90,7 +90,6 @@ def run_record(config: Mapping[str, Any], chosen: set[str], processes: int, devi
 
 
 def label_notes(loss: LossOptions) -> dict[str, Any]:
-    """Return the definition of the labels."""
     queries = {
         "last": "the answer's tokens",
         "each": "the tokens of the answers to all questions, each asked by itself",

@@ -95,7 +95,6 @@ class Window:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew."""
         self.sums: torch.Tensor | None = None
         self.gradients = torch.zeros(2, device=self.device)
         self.rows = self.tokens = 0
@@ -113,7 +112,6 @@ class Window:
         self.gradients += torch.stack([norm.where(finite, torch.zeros_like(norm)), finite.float()])
 
     def seconds(self) -> float:
-        """Return the time since the last record."""
         return time.perf_counter() - self.started
 
 

@@ -81,7 +81,6 @@ class Trainer:
         self.window = Window(self.accelerator.device)
 
     def resume(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint."""
         self.stream.restore(state["stream"])
         saved = RetainingHeads.from_pretrained(path)
         with checkpointing.intact(path, "model.safetensors"):

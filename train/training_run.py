@@ -342,5 +342,4 @@ def check_fits(plan: dict[str, int], device: torch.device) -> None:
 
 
 def gibibytes(count: int) -> str:
-    """Return bytes as people read them."""
     return f"{count / 2**30:,.2f} GiB" if count >= 2**30 else f"{count / 2**20:,.2f} MiB"

@@ -52,7 +52,6 @@ def steps_between(asked: int | None, steps: int, rows_per_step: int, held_out: i
 
 
 def eval_record(values: Sequence[Sequence[float]], objective: str) -> dict[str, Any]:
-    """Return the log's numbers for one evaluation."""
     total, fit, smoothness, overlap = (list(column) for column in zip(*values, strict=True))
     means = {"total": mean(total), objective: mean(fit), "smoothness": mean(smoothness), "overlap": mean(overlap)}
     return {**{f"eval_{name}": value for name, value in means.items()}, "eval_overlap_per_row": overlap}

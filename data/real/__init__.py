@@ -36,7 +36,6 @@ class Piece:
 
 
 def texts() -> Path:
-    """Return the folder of the texts."""
     return FOLDER / "texts"
 
 

@@ -72,7 +72,6 @@ def sentences(text: str) -> list[str]:
 
 
 def random_uuid(rng: random.Random) -> str:
-    """Return a uuid of a random stream."""
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 

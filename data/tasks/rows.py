@@ -128,7 +128,6 @@ class FileSamples(SampleSet):
             )
 
     def items(self) -> Iterator[Sample]:
-        """Yield all samples of the file."""
         return self.task.items(read_rows(self.path))
 
     @cached_property
@@ -148,7 +147,6 @@ class FileSamples(SampleSet):
         return {number: sample for number, sample in enumerate(self.items()) if number in wanted}
 
     def sample(self, number: int, tokenizer: Any) -> Sample:
-        """Return the sample at a position."""
         return self._held[number]
 
     @property

@@ -107,7 +107,6 @@ def columns_of(rows: Rows) -> list[str]:
 
 
 def record_of(rows: Rows, index: int) -> Mapping[str, Any]:
-    """Read a row."""
     try:
         row: Any = rows[index]
     except UnicodeDecodeError as error:  # Arrow stores text without checking it

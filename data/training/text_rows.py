@@ -202,7 +202,6 @@ def _questions(options: TextRowsOptions, files: dict[str, Path]) -> dict[str, li
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Write training rows; return 0."""
     from locret.cli.command import parse_options
 
     (options,), _ = parse_options("locret rows", (__doc__ or "").split("\n")[0], [TextRowsOptions], argv)

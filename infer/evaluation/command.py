@@ -28,7 +28,6 @@ DESCRIPTION = "Compare methods of keeping cache units, on the same prompts and w
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--list" in arguments:  # whatever else is named
         known = _everything()

@@ -107,11 +107,9 @@ class EvalOptions:
         return None if self.suite is None else suites.get(self.suite)
 
     def data_folders(self) -> list[str] | None:
-        """Return the local copies, None for the Hub."""
         return None if self.data_dir is None else words(self.data_dir, "--data-dir")
 
     def token_lengths(self) -> list[int]:
-        """Return the prompt lengths in tokens."""
         suite = self.chosen_suite()
         return numbers(self.lengths if suite is None or suite.tokens is None else suite.tokens, "--lengths")
 
@@ -141,7 +139,6 @@ class EvalOptions:
         )
 
     def chosen_methods(self) -> list[Method]:
-        """Return the methods."""
         from locret.infer.evaluation import methods  # imports torch
 
         chosen = list({method.name: method for method in map(methods.get, method_spec.split(self.methods))}.values())

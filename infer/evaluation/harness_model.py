@@ -81,7 +81,6 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
 
     @property
     def eot_token_id(self) -> int:
-        """Return the end-of-text id."""
         return int(self.tokenizer.eos_token_id)
 
     @property

@@ -59,7 +59,6 @@ class Job:
 
     @property
     def own_device(self) -> torch.device:
-        """The device of this process."""
         return self.processes.own_device(self.device)
 
     def check(self, tokenizer: Any) -> None:

@@ -36,7 +36,6 @@ class Allotment:
     """Of a prompt's tokens that the budget is; None where `own` or `recommended` have the budget."""
 
     def policy(self, tokens: int) -> RetentionPolicy:
-        """Return the policy of a prompt of so many tokens."""
         own, wanted = dict(self.own), dict[str, tuple[int, int]]()
         if self.share is not None:
             own["budget"] = units_of_share(self.share, tokens)
@@ -71,7 +70,6 @@ class Run:
     """Whether the question stands in the prompt while that is read."""
 
     def policy_of(self, tokens: int) -> RetentionPolicy | None:
-        """Return the policy of a prompt of so many tokens."""
         if self.allotment is None:
             return self.policy
         return self.method.policy(self.allotment.policy(tokens), self.chosen)

@@ -105,7 +105,6 @@ class RealOptions:
                 raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")
 
     def shares(self) -> list[float]:
-        """Return the shares, in percent."""
         return [float(part) for part in words(self.keep, "--keep")]
 
     def cells(self) -> list[Cell]:
@@ -184,7 +183,6 @@ class _Reading:
 
     @cached_property
     def heads(self) -> Any:
-        """The trained heads."""
         return load_scorer(self.scorer)[0]
 
     def answers(self, cell: Cell) -> Iterator[dict[str, Any]]:
@@ -309,7 +307,6 @@ def _cell_text(rows: Sequence[dict[str, Any]], row: dict[str, Any] | None) -> st
 
 
 def command(argv: Sequence[str]) -> int:
-    """Run the suite and return its exit code."""
     (options, model, scorer), _ = parse_options(
         "locret-eval",
         "Measure how likely right answers are from what was kept of real texts.",

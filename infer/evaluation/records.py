@@ -58,12 +58,10 @@ def amount(found: Mapping[str, Any]) -> str:
 
 
 def percent(share: float) -> str:
-    """Return a share for people."""
     return f"{100 * share:.6g}%"
 
 
 def size(count: float) -> str:
-    """Return bytes for people."""
     for unit in ("B", "KiB", "MiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"
@@ -87,7 +85,6 @@ class SampleLog:
                 file.truncate(good)
 
     def append(self, record: dict[str, Any]) -> None:
-        """Add a record to the file."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(record, ensure_ascii=False) + "\n")
@@ -223,7 +220,6 @@ def open_output(output: str, settings: dict[str, Any], *, overwrite: bool) -> Sa
 
 
 def _configuration(folder: Path) -> dict[str, Any]:
-    """Return what a configuration file holds."""
     path = folder / CONFIGURATION
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))

@@ -137,7 +137,6 @@ class Gate:
         """Bytes of bodies that are held now."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, or refuse it."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
@@ -212,7 +211,6 @@ class Gate:
             raise _ENDING
 
     async def _take(self, body: bytearray, headers: Headers, take: Receive) -> None:
-        """Receive a body that is not too large."""
         most, deadline = self.state.max_body, time.monotonic() + self.state.options.timeout
         declared = headers.get("content-length", "")
         size = int(declared[:20]) if declared.isdecimal() else 0

@@ -41,7 +41,6 @@ _M_ARENA_MAX = -8
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     line = with_flag(list(sys.argv[1:] if argv is None else argv), "--model")
     (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, line)
     model.refuse_shard("locret-serve")

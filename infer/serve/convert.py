@@ -65,7 +65,6 @@ def bound(seconds: int) -> None:
 
 
 def main(form: Path, kind: str) -> dict[str, Any]:
-    """Do the work of `converted`."""
     head = f"Content-Type: {kind}\r\n\r\n".encode()
     parts, found = email.message_from_bytes(head + form.read_bytes(), policy=email.policy.HTTP), dict[str, Any]()
     for part in parts.iter_parts():

@@ -84,7 +84,6 @@ class Entry:
 
     @property
     def progress(self) -> Progress:
-        """How far it has been read."""
         return Progress(tokens=self.tokens, units=self.units) if (job := self.job) is None else job.progress
 
     @property
@@ -115,7 +114,6 @@ class Index:
         self.scan()
 
     def path(self, name: str, *, named: bool = True) -> Path:
-        """Return the file of a context."""
         return (self.folder if named else self.folder / AUTO) / f"{name}{SUFFIX}"
 
     def scan(self) -> None:
@@ -131,7 +129,6 @@ class Index:
                 self.named[name] = self.examine(Entry(name, path))
 
     def find(self, name: str) -> Entry:
-        """Return a context in any state."""
         entry = self.named.get(name)
         if entry is None or (entry.job is None and entry.changed):
             self.scan()
@@ -177,7 +174,6 @@ class Index:
     # -- what they hold -----------------------------------------------------------------------------------------------
 
     def load(self, entry: Entry, load: Callable[[Path], _T]) -> _T:
-        """Return what a file holds."""
         with self.moving:
             found = load(entry.path)
             if entry.changed and self.examine(Entry(entry.name, entry.path, entry.named)).key != entry.key:
@@ -190,7 +186,6 @@ class Index:
         return entry.tokens + len(encode(self.lm.tokenizer, entry.talk.stream.pending))
 
     def save(self, path: Path, cache: RetentionCache, notes: dict[str, Any] | None = None) -> None:
-        """Write what has been read."""
         path.parent.mkdir(exist_ok=True)
         with self.moving:
             save_cache(cache, path, notes=notes)
@@ -221,7 +216,6 @@ def _printable(text: str) -> str:
 
 
 def check_name(name: str) -> None:
-    """Refuse what is no name of a context."""
     if not re.fullmatch(NAME, name) or name.endswith(SUFFIX):
         raise Refusal(
             400,

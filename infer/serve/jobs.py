@@ -110,7 +110,6 @@ class Turn:
         self._turns, self._check, self._began = turns, check, 0.0
 
     def take(self) -> None:
-        """Wait until it is this reader's turn."""
         turns = self._turns
         with turns._changed:
             turns._waiting.append(self)
@@ -209,7 +208,6 @@ class Job:
         self._thread = threading.Thread(target=read, args=[self], name="locret-reading", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def cancel(self, *, wait: bool = True) -> None:
@@ -219,7 +217,6 @@ class Job:
             self._thread.join()
 
     def check(self) -> None:
-        """Raise `Cancelled` if it was cancelled."""
         if self._cancelled.is_set():
             raise Cancelled
 
@@ -232,7 +229,6 @@ def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, sourc
     bar = ReadingBar(document, show=False)
 
     def tell(read: int) -> None:
-        """Let the job know how far the cache has got."""
         units = max(layer.fill for layer in cache.governed)
         job.progress = Progress(cache.seen, read, size, units, time.monotonic() - job.began)
 

@@ -114,7 +114,6 @@ class Library:
             return list(self._index.automatic.values())
 
     def find(self, name: str) -> Entry:
-        """Return a context in any state."""
         with self._lock:
             return self._index.find(name)
 

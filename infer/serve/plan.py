@@ -85,7 +85,6 @@ class MemoryPlan:
         return max(0, _working_bytes(lm, policy) - self.working)
 
     def table(self) -> str:
-        """Return the plan as people read it."""
         rows = {
             f"{_times(self.readers, 'reader')} of {self.reader:,}": self.reading,
             "contexts, questions and answers": self.engine,

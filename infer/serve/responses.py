@@ -71,7 +71,6 @@ class Answer:
     """Tokens, those without a text of their own included."""
 
     def add(self, piece: Piece) -> None:
-        """Take the next piece."""
         self.text += piece.text
         self.tokens += piece.tokens
         self.count, self.finish = piece.count, piece.finish
@@ -107,17 +106,14 @@ class ChatForm:
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
     def whole(self, answers: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
-        """Return the response with all answers."""
         choices = [self._choice(nth, answer) for nth, answer in enumerate(answers)]
         return {**self.head, "object": self.name, "choices": choices, "usage": counts}
 
     def opening(self, answers: int) -> list[dict[str, Any]]:
-        """Return the chunks before the first piece."""
         delta = {"role": "assistant", "content": "", "refusal": None}
         return [self._chunk([_shaped(nth, None, None, delta=delta)]) for nth in range(answers)]
 
     def piece(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the chunks of a piece."""
         words, calls, finish = self._parted(piece.choice, piece.text, piece.finish)
         delta: dict[str, Any] = {"content": words} if words or not (calls or finish) else {}
         if calls:
@@ -177,11 +173,9 @@ class CompletionForm(ChatForm):
     name, chunk_name, prefix = "text_completion", "text_completion", "cmpl"
 
     def opening(self, answers: int) -> list[dict[str, Any]]:
-        """Return no chunks."""
         return []
 
     def piece(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the chunk of a piece."""
         return [self._chunk([self._choice(piece.choice, Answer(piece.text, list(piece.tokens), piece.finish))])]
 
     def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
@@ -217,7 +211,6 @@ class ResponsesForm:
         self._events = count()
 
     def whole(self, answers: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
-        """Return the response."""
         cut = answers[0].finish == "length"
         status, why = ("incomplete", {"reason": "max_output_tokens"}) if cut else ("completed", None)
         used = {
@@ -231,7 +224,6 @@ class ResponsesForm:
         return {**self.head, "status": status, "incomplete_details": why, "output": output, "usage": used}
 
     def opening(self, answers: int) -> list[dict[str, Any]]:
-        """Return the events before the first piece."""
         return [
             self._event("created", response={**self.head, "status": "in_progress", "output": []}),
             self._event("output_item.added", output_index=0, item=self._message("in_progress")),
@@ -239,11 +231,9 @@ class ResponsesForm:
         ]
 
     def piece(self, piece: Piece) -> list[dict[str, Any]]:
-        """Return the event of a piece."""
         return [self._event("output_text.delta", **self._place, delta=piece.text, logprobs=[])]
 
     def closing(self, answers: Sequence[Answer], counts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the events after the last piece."""
         whole, text = self.whole(answers, counts), answers[0].text
         return [
             self._event("output_text.done", **self._place, text=text, logprobs=[]),

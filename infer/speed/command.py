@@ -21,7 +21,6 @@ DESCRIPTION = "Measure how fast a backbone reads and writes, in how much memory,
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     (options, output), chosen = parse_options("locret-bench", DESCRIPTION, OPTION_CLASSES, arguments)
     if not chosen:

@@ -55,7 +55,6 @@ class BenchPlan:
 
     @cached_property
     def backbone(self) -> Backbone:
-        """The backbone's facts."""
         return describe(self._sketch)
 
     @cached_property
@@ -125,7 +124,6 @@ class BenchPlan:
 
 
 def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
-    """Resolve every setting."""
     if options.model is not None and "shape" in chosen:
         raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
     heads, source = chosen_heads(options.heads, options.model), None
@@ -230,7 +228,6 @@ class Shape:
 
 
 def shape_of(name: str) -> Shape:
-    """Return a shape by its name."""
     if name not in _SHAPES:
         raise ValueError(f"--shape {name} is unknown; choose one of {', '.join(_SHAPES)}")
     values = dict(_SHAPES[name])

@@ -55,16 +55,13 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether no check failed."""
         return not self.failures
 
     @property
     def failures(self) -> list[Row]:
-        """The rows that failed."""
         return [row for row in self.rows if row.status == FAILED]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain data."""
         return {"ok": self.ok, "rows": [asdict(row) for row in self.rows], **self.facts}
 
     def table(self) -> str:

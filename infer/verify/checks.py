@@ -28,7 +28,6 @@ from locret.scorers import RetainingHeadScorer
 def row(
     compared: str, ok: bool, measured: float | str, tolerance: float | str, why: str = "exact", means: str = ""
 ) -> Row:
-    """Return the row of a comparison."""
     status = OK if ok else FAILED
     return Row(status=status, compared=compared, measured=measured, tolerance=tolerance, why=why, means=means)
 
@@ -49,7 +48,6 @@ def close_answers(subject: Subject, compared: str, ours: Answer, own: Answer, nt
 
 
 def most(compared: str, number: float, limit: float = 0, why: str = "exact") -> Row:
-    """Return the row of a number that has a limit."""
     return row(compared, number <= limit, f"{number:,.0f}", f"at most {limit:,.0f}" if limit else "0", why)
 
 

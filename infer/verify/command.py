@@ -59,7 +59,6 @@ DESCRIPTION = "Check a backbone on this machine before trusting what is read wit
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--list" in arguments:
         from locret.infer.verify.suite import CHECKS, said_of

@@ -187,7 +187,6 @@ def _named(text: str, start: int = 0) -> tuple[str, str]:
 
 
 def _options(given: str, where: str) -> dict[str, Any]:
-    """Return the options of a text."""
     options: dict[str, Any] = {}
     for part in given.split(",") if given else []:
         option, equals, value = (side.strip() for side in part.partition("="))

@@ -47,7 +47,6 @@ class BabilongTask(PublishedTask):
     """The task's name in the published set."""
 
     def read(self, row: Row) -> list[Sample]:
-        """Return the sample of a row."""
         document, question, target = row.text("input").strip(), row.text("question"), row.text("target")
         labels, own = LABELS[self.task], _PROMPTS[self.task]
         if not {label.lower() for label in labels} >= set(target.lower().split(",")):

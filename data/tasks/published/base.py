@@ -74,7 +74,6 @@ class PublishedTask(Task):
         """Return the samples of a row; a bad one is refused."""
 
     def score(self, prediction: str, sample: Sample) -> float:
-        """Return the task's own metric."""
         assert self.scored is not None
         return self.scored(prediction, sample)
 
@@ -85,7 +84,6 @@ class PublishedTask(Task):
         return Sample(content=head + document + tail, targets=targets, **facts)
 
     def items(self, found: Iterable[Row]) -> Iterator[Sample]:
-        """Yield the samples of rows, one after the other."""
         for row in found:
             yield from self.read(row)
 
@@ -300,7 +298,6 @@ class MadeSamples(SampleSet):
         return range(self.samples)
 
     def sample(self, number: int, tokenizer: Any) -> Sample:
-        """Return a sample."""
         if self._make is None:
             more = {"samples": self.samples, "seed": self.seed, "data_dir": self.source}
             self._make = self.task.sampler(tokenizer, self.tokens or None, **more)  # type: ignore[arg-type]

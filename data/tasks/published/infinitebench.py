@@ -88,7 +88,6 @@ class InfiniteBenchTask(PublishedTask):
     """The file's name in the published set."""
 
     def read(self, row: Row) -> list[Sample]:
-        """Return the sample of a row."""
         context, question = row.text("context"), row.text("input", may_be_empty=self.form not in _ASKED)
         targets, options = row.texts("answer"), tuple[str, ...]()
         if "{A}" in _FORMS[self.form][1]:
@@ -125,12 +124,10 @@ class InfiniteBenchTask(PublishedTask):
         return self.limit and max(2, self.limit - min(ANSWER_ROOM, count(sample.targets[0])))
 
     def score(self, prediction: str, sample: Sample) -> float:
-        """Return the task's own metric."""
         return _METRICS[self.form](prediction, sample)
 
 
 def _choice(row: Row, targets: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the right option's text and its letter."""
     if len(options) != len(LETTERS):
         raise row.bad(f"has {len(options)} entries in field 'options' where 4 are needed")
     if len(targets) == 2 and targets[1] in tuple(LETTERS):

@@ -61,7 +61,6 @@ class LongBenchTask(PublishedTask):
     """The file's name in the published set."""
 
     def read(self, row: Row) -> list[Sample]:
-        """Return the sample of a row."""
         before, after = _FORMS[self.task]
         context = row.text("context")
         question = row.text("input", may_be_empty="{input}" not in after)

@@ -53,7 +53,6 @@ class LooGLETask(PublishedTask):
             yield replace(first, asked=tuple(Question(text=s.question, targets=s.targets, reply=s.reply) for s in both))
 
     def read(self, row: Row) -> list[Sample]:
-        """Return the sample of a row."""
         head, tail = _FORMS[self.task]
         # Summaries have no question of their own.
         text = tail.format(question=row.text("question")) if "{" in tail else tail

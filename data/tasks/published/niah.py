@@ -64,7 +64,6 @@ class NeedleTask(RowMaker):
         return self.filled(of, row, guess=max(1, (of.tokens or 0) // 2), system=SYSTEM)
 
     def read(self, row: Row) -> list[Sample]:
-        """Return the sample of a row."""
         tail = f"\n\nRead the document and answer: {row.text('question')}"
         depths = (row.fields["depth"],) if "depth" in row.fields else ()
         return [self.sample_of(row, "", row.text("context"), tail, (row.text("answer"),), system=SYSTEM, depths=depths)]

@@ -40,7 +40,6 @@ class TwoStageTask(RowMaker):
         return self.filled(of, _row, guess=SIZES[0])
 
     def read(self, row: Row) -> list[Sample]:
-        """Return the sample of a row."""
         return [self.sample_of(row, row.text("prompt"), "", "", row.texts("answers"), span=(0, 0))]
 
 
