@@ -22,7 +22,7 @@ __all__ = ["Sample", "Task", "families", "get", "names"]
 # Family -> the module whose `TASKS` has its tasks, in the order of tables.
 _FAMILIES = {
     **{
-        name: f"locret.data.tasks.published.{name}"
+        name: f"locret.data.tasks.published.{name.removesuffix('_v2')}"
         for name in ("infinitebench", "leval", "longbench", "longbench_v2", "babilong", "loogle", "scbench")
     },
     "infinitebench_generated": "locret.data.tasks.published.infinitebench",

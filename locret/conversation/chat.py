@@ -72,11 +72,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cut
 
 
 def answer_settings(lm: LongContextModel, max_new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `locret.generate` for one answer, from the options of `model.generate`.
-
-    Raises:
-        ValueError: For an option that `model.generate` does not have, or that makes no sense here.
-    """
+    """Return the arguments of `locret.generate` for one answer, from the options of `model.generate`."""
     for name in _NOT_HERE.keys() & options:
         raise Refusal(name, shown(options[name]), f"has no effect here; {_NOT_HERE[name]}")
     options = {name: value for name, value in options.items() if value is not None}
@@ -497,11 +493,7 @@ class Chat(Reading):
 
 
 def check_question(text: Any) -> None:
-    """Refuse what cannot be answered.
-
-    Raises:
-        ValueError: Showing it.
-    """
+    """Refuse what cannot be answered."""
     if not (is_text(text) and text.strip()):
         raise ValueError(f"{text!r} is nothing to answer; give a question as text")
 

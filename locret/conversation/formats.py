@@ -23,11 +23,6 @@ CONVERTED = {
 def pieces_of(path: Path, setting: str, read: Callable[[Path], Any]) -> Iterator[str] | None:
     """Return the text of a folder or of a file of another format; None of what is read as it is.
 
-    Args:
-        path: Of what is to be read.
-        setting: What error messages put before the path.
-        read: Reads a file of a folder.
-
     Raises:
         ValueError: If the extra that reads the format is missing, or nothing can be read.
     """

@@ -324,11 +324,7 @@ class LongContextModel:
         return chat
 
     def _opened(self, document: Document, system: str | None, rules: tuple[Rule, ...]) -> Talk:
-        """Return a conversation about a document that is about to be read.
-
-        Raises:
-            Refusal: If a rule is about what there is not.
-        """
+        """Return a conversation about a document that is about to be read."""
         transcript = self._transcript(system)
         told = transcript.system_tokens()
         dropped = "" if system is None else " of which the template writes something"
@@ -387,12 +383,7 @@ class LongContextModel:
     ) -> Iterator[list[int]]:
         """Yield the tokens of what comes before the document, and of the document but for its last words.
 
-        Args:
-            document: What is read.
-            transcript: Says what comes before it.
-            stream: Makes the tokens, and keeps the words that wait.
-            bar: Counts what has been taken.
-            hold: Whether only the last words wait, as where nobody knows what follows.
+        Without `hold` fewer words wait, as where somebody knows what follows.
         """
         if special := transcript.special:
             yield special
@@ -504,11 +495,7 @@ def _warn_of_positions(backbone: Backbone, policy: RetentionPolicy) -> None:
 
 
 def _source(model: str, given: dict[str, Any]) -> _Backbone:
-    """Return how a backbone is loaded, from Python's arguments.
-
-    Raises:
-        ValueError: If one is unknown, or they do not go together.
-    """
+    """Return how a backbone is loaded, from Python's arguments."""
     names = {field.name for field in fields(_Backbone)} - {"model", "shard", "shard_offload", "shard_offload_dir"}
     for name in given:
         if name not in (*names, "torch_dtype"):

@@ -112,14 +112,7 @@ def rules_of(protect: Any) -> tuple[Rule, ...]:
 def check_rules(
     rules: Iterable[Rule], roles: Iterable[str], way_out: str = "name another one", system: str | None = None
 ) -> None:
-    """Refuse rules about turns that there never are.
-
-    Args:
-        rules: What is to be protected.
-        roles: Of the turns that there may be.
-        way_out: What to do instead.
-        system: The same where a system message is meant, if it is another.
-    """
+    """Refuse rules about turns that there never are."""
     for rule in rules:
         if rule.what in ROLES and rule.what not in roles:
             instead = system or way_out if rule.what == SYSTEM else way_out
@@ -150,12 +143,7 @@ class Turn(NamedTuple):
 
 
 def spans_of(rules: Sequence[Rule], turns: Sequence[Turn]) -> list[Span]:
-    """Return what rules come to, as far as the turns are known.
-
-    Args:
-        rules: What is to be protected. Of several shares that a turn is given, the one for the fewest turns counts.
-        turns: The turns so far.
-    """
+    """Return what rules come to, as far as turns are known; of a turn's shares, that for the fewest turns counts."""
     last = max((nth for nth, turn in enumerate(turns) if turn.role == USER), default=None)
     spans, shared = list[Span](), dict[int, int]()
     for rule in sorted(rules, key=lambda rule: rule.reach):
@@ -190,14 +178,7 @@ class KeptTurn:
 
 
 def kept_turns(heads: Iterable[Tensor], turns: Sequence[Turn], seen: int, spans: Sequence[Span] = ()) -> list[KeptTurn]:
-    """Count what has stayed of each turn.
-
-    Args:
-        heads: (C,) positions that each KV head of each layer holds, ascending.
-        turns: The turns, in their order.
-        seen: Tokens that have been read.
-        spans: What is protected.
-    """
+    """Count what has stayed of each turn."""
     import torch  # help should not wait for it
 
     starts = torch.tensor([min(turn.start, seen) for turn in turns])

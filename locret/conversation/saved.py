@@ -194,12 +194,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def find_context(name: str | Path, *, revision: str | None = None) -> Path:
-    """Return the file of a context: the one named, or a download of the repository named, not checked yet.
-
-    Args:
-        name: A file, or org/name on the Hub.
-        revision: Branch, tag or commit on the Hub.
-    """
+    """Return the file of a context: the one named, or a download of the repository named, not checked yet."""
     path, text = Path(name), str(name)
     if not path.exists() and _REPOSITORY.fullmatch(text) and not path.parent.exists():
         with hub.one_sentence("load", text, what="file", lacks=_LACKS):

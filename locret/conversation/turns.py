@@ -276,13 +276,7 @@ class Talk:
 
 
 def saved_talk(path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Talk:
-    """Return how a saved context or conversation goes on, without its units.
-
-    Args:
-        path: The file.
-        tokenizer: The one that it was made with.
-        vocabulary: Token ids there are.
-    """
+    """Return how a saved context or conversation goes on, without its units."""
     notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
     if notes is None:
         raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
@@ -336,15 +330,7 @@ def written(
     *,
     raw: bool = False,
 ) -> list[int]:
-    """Return the token ids of a conversation as a template writes it, up to where the assistant answers.
-
-    Args:
-        tokenizer: The backbone's.
-        template: One of `TEMPLATES`.
-        messages: As transformers' chat templates take them.
-        tools: Definitions of tools, likewise.
-        raw: As for `Transcript`.
-    """
+    """Return the token ids of a conversation as a template writes it, up to where the assistant answers."""
     if not messages or not all(isinstance(one, Mapping) and "role" in one for one in messages):
         raise ValueError("messages are no conversation; give a list of {'role': ..., 'content': ...}")
 
