@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers import AutoTokenizer
@@ -56,3 +57,10 @@ def many_keys(tokenizer: Any, tokens: int, *, keys: int = 8, depth: float = 0.3,
         if taken <= tokens:
             return ManyKeys(content, question, f"The special magic number for {name} is: {number}.")
         del sentences[-max(1, (taken - tokens) // 20) :]
+
+
+def write_text(path: Path, size: int) -> Path:
+    """Write a text of so many characters, with a fact in it."""
+    sentence = "The red house stands near the river. The number of Oslo is 48213. "
+    path.write_text((sentence * (size // len(sentence) + 1))[:size].strip() + "\n")
+    return path

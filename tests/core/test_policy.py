@@ -1,4 +1,4 @@
-"""What a policy takes and refuses, what follows from its budget, and the plans that come of it."""
+"""What a policy takes and refuses, what follows from its budget, the plans that come of it, and the selection."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from locret.policy.growth import adaptive_sizes, memory_sizes, pyramid_budgets
 from locret.policy.policy import usual_budget
 from locret.policy.resolve import resolve
 from locret.policy.schedule import decode_budgets, plan
+from locret.policy.selectors import select_kept
 from locret.scorers.chosen import MEASURED
 
 SMALLEST = {
@@ -304,3 +305,28 @@ def test_growing_memory_holds_the_first_tokens_from_its_first_step(stabilizers: 
     prefill(cache.model, prompt(300), cache, on_chunk=look)
     assert firsts
     assert all(one == [0, 1, 2, 3] for one in firsts)
+
+
+def test_ties_go_to_the_newer_slot() -> None:
+    kept = select_kept(torch.tensor([[[1.0, 0.0, 1.0, 1.0, -0.0]]]), 2)
+    assert kept.tolist() == [[[2, 3]]]
+    assert select_kept(torch.tensor([[[0.0, -0.0, 0.0]]]), 1).tolist() == [[[2]]]
+
+
+def test_protection_beats_infinite_scores_and_nan_loses_to_everything() -> None:
+    scores = torch.tensor([[[torch.inf, torch.nan, -torch.inf, -5.0]]])
+    protected = torch.tensor([False, False, True, False])
+    assert select_kept(scores, 1, protected).tolist() == [[[2]]]
+    assert select_kept(scores, 3, protected).tolist() == [[[0, 2, 3]]]
+
+
+FLOATS = st.floats(width=32, allow_nan=False) | st.sampled_from([0.0, -0.0, 1.0])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(FLOATS, min_size=1, max_size=40), st.integers(1, 45), st.integers(0, 40))
+def test_any_scores_give_the_oracles_choice(scores: list[float], budget: int, protected: int) -> None:
+    newest = set(range(len(scores) - min(protected, len(scores)), len(scores)))
+    mask = torch.tensor([slot in newest for slot in range(len(scores))])
+    kept = select_kept(torch.tensor(scores)[None, None], budget, mask if protected else None)
+    assert kept[0, 0].tolist() == reference.select_kept(scores, budget, newest if protected else set())

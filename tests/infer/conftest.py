@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from embedded import SIZES, tiny_tokenizer
-from infer_cases import write_text
+from embedded import SIZES, tiny_tokenizer, write_text
 
 from locret import RetainingHeads
 from locret.cli.command import run

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from infer_cases import write_text
+from embedded import write_text
 
 from locret import LongContextModel, save_cache
 from locret.infer import context_command

@@ -12,10 +12,9 @@ from typing import Any
 import mutations
 import pytest
 import yaml
-from eval_runs import RECORD, TIMES, cells, records, results
+from eval_runs import RECORD, TIMES, cells, published, records, results
 from hypothesis import given
 from hypothesis import strategies as st
-from published_cases import published
 
 from locret import environment
 from locret.base.files import locked

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from eval_runs import cells, prompts, records, results
-from published_cases import FACTS, ROWS, published
+from eval_runs import FACTS, ROWS, cells, prompts, published, records, results
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from locret import RetainingHeads, RetentionPolicy, prefill

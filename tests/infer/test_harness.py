@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from published_cases import published
+from eval_runs import published
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from locret.data import tasks

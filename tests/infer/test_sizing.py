@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 from allocations import peak_bytes
-from infer_cases import write_text
+from embedded import write_text
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, loading, prefill

@@ -16,13 +16,17 @@ from oracle.attention_scorers import (
     snapkv_of_imdc,
     tova,
 )
-from oracle.growth import adaptive_sizes, decremental_chunks, memory_sizes, pyramid_budgets
-from oracle.head_split import select_over_heads
+from oracle.budgets import (
+    adaptive_sizes,
+    decremental_chunks,
+    kept_with_protection,
+    memory_sizes,
+    pyramid_budgets,
+    select_over_heads,
+)
 from oracle.infllm import infllm
+from oracle.lookups import omnikv_visible, quest_visible
 from oracle.merging import loco
-from oracle.omnikv import omnikv_visible
-from oracle.protected import kept_with_protection
-from oracle.quest import quest_visible
 from oracle.recall import answer_with_recall, best_units
 from oracle.retaining import attend, labels, loss, ranking_loss, read_prompt, rotate, select_kept
 from oracle.rounding import packed, rounded_by_channel, rounded_by_token

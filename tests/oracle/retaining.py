@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from oracle.attention_scorers import attention
-from oracle.head_split import select_over_heads
+from oracle.budgets import select_over_heads
 
 
 def select_kept(scores_S: list[float], budget: int, protected: set[int]) -> list[int]:
