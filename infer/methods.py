@@ -17,7 +17,7 @@ from typing import Any
 from locret import lookups, scorers
 from locret.base import method_spec, plugins
 from locret.base.method_spec import MethodSpec
-from locret.base.nearest import check_retired, nearest
+from locret.base.nearest import refuse_unknown
 from locret.cache.limits import check_pair
 from locret.loading.options import LOCRET
 from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy
@@ -98,9 +98,7 @@ def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
             raise ValueError(
                 f'{where} "{spec.name}" is a modifier; write it behind a method, such as {LOCRET}+{spec.name}'
             )
-        check_retired("method", spec.name)
-        near = nearest(spec.name, known) or known
-        raise ValueError(f'{where} "{spec.name}" is unknown; did you mean {" or ".join(near)}?')
+        refuse_unknown("method", spec.name, known, where)
     return modified(_of_scorer(spec), spec, where)
 
 

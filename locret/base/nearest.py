@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
@@ -48,3 +48,10 @@ def check_retired(kind: str, name: str) -> None:
         raise ValueError(f'{kind} "{name}" was retired: {retired["instead"][asked]}')
     if any(asked == one or (one.endswith("/") and asked.startswith(one)) for one in retired["gone"]):
         raise ValueError(f'{kind} "{name}" was retired; {_LAST} is the last that has it')
+
+
+def refuse_unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> NoReturn:
+    """Refuse a name that is none of those known, with the nearest of them, or all; messages say `where`, or `kind`."""
+    check_retired(kind, name)
+    near = nearest(name, known := list(known)) or known
+    raise ValueError(f'{where or kind} "{name}" is unknown; did you mean {" or ".join(near)}?')

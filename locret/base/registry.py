@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NoReturn, TypeVar
 
 from locret.base import method_spec
 from locret.base.fields import Range, check_fields, check_ranges, checked
-from locret.base.nearest import check_retired, nearest
+from locret.base.nearest import check_retired, nearest, refuse_unknown
 
 T = TypeVar("T")
 
@@ -58,9 +58,7 @@ def get(kind: str, classes: Sequence[type[T]], spec: str) -> T:
         raise ValueError(f'{kind} "{spec}": +{parsed.modifiers[0]} is for the whole method; write it there')
     known = {one.name: one for one in classes}  # type: ignore[attr-defined]
     if parsed.name not in known:
-        check_retired(kind, parsed.name)
-        near = nearest(parsed.name, known) or list(known)
-        raise ValueError(f'{kind} "{parsed.name}" is unknown; did you mean {" or ".join(near)}?')
+        refuse_unknown(kind, parsed.name, known)
     return build(kind, parsed.name, known[parsed.name], parsed.options)
 
 

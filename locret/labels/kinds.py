@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from locret.base.nearest import check_retired, nearest
+from locret.base.nearest import refuse_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,7 +75,5 @@ def get(kind: str | LabelKind) -> LabelKind:
     if isinstance(kind, LabelKind):
         return kind
     if kind not in KINDS:
-        check_retired("label kind", kind)
-        near = nearest(kind, KINDS) or names()
-        raise ValueError(f'label kind "{kind}" is unknown; did you mean {" or ".join(near)}?')
+        refuse_unknown("label kind", kind, KINDS)
     return KINDS[kind]

@@ -16,7 +16,7 @@ from locret import shipped
 from locret.backbone.chunk import Chunk
 from locret.base import method_spec, plugins, registry
 from locret.base.method_spec import MethodSpec
-from locret.base.nearest import check_retired, nearest
+from locret.base.nearest import refuse_unknown
 from locret.scorers.base import FeatureScorer, Rated, Scorer, TokenPass, TokenScorer
 from locret.scorers.expected_attention import ExpectedAttentionScorer
 from locret.scorers.h2o import H2OScorer
@@ -107,9 +107,7 @@ def find(name: str) -> type[Scorer]:
             f'scorer "{name}" is a folder; if it holds retaining heads, give RetainingHeads.from_pretrained("{name}") '
             f"in Python, or --heads {name}"
         )
-    check_retired("scorer", name)
-    near = nearest(name, names()) or names()
-    raise ValueError(f'scorer "{name}" is unknown; did you mean {" or ".join(near)}?')
+    refuse_unknown("scorer", name, names())
 
 
 def _checked(found: Any, name: str) -> type[Scorer]:

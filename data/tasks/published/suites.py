@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from locret.base.nearest import check_retired, nearest
+from locret.base.nearest import refuse_unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,5 @@ def names() -> list[str]:
 def get(name: str) -> Suite:
     """Return the suite called `name`."""
     if name not in _suites():
-        check_retired("--suite", name)
-        near = nearest(name, names()) or names()
-        raise ValueError(f'--suite "{name}" is unknown; did you mean {" or ".join(near)}?')
+        refuse_unknown("--suite", name, names())
     return _suites()[name]
