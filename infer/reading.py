@@ -120,15 +120,8 @@ def ready(
 ) -> Ready:
     """Resolve the options of a command that reads.
 
-    Args:
-        model: The backbone, and where it runs.
-        named: Heads or a scorer.
-        policy: How many units stay.
-        chosen: Names that the user set.
-        generation: How answers are written.
-        count: Counts the text's tokens, where the plan depends on them; None: there is no such text.
-        foresee: Whether the text is counted even where the plan does not depend on its length.
-        protect: What stays whatever its scores, for which KV heads need equal sizes.
+    `count` counts the text's tokens where the plan depends on them, and `foresee` says that it does so anyway; without
+    it there is no such text. What is in `protect` stays whatever its scores, for which KV heads need equal sizes.
     """
     if model.store is not None:
         find_store(model.store)

@@ -112,12 +112,6 @@ def _digest(text: str) -> str:
 def one_sentence(action: str, repo: str, *, what: str = "folder", lacks: str = _NO_HEADS) -> Iterator[None]:
     """Translate whatever huggingface_hub raises inside the block.
 
-    Args:
-        action: What is being done, to follow "cannot": "load", "push to".
-        repo: The repository, as the user typed it.
-        what: What could be here in its place.
-        lacks: What to say of a repository that has not the files which are asked for, to follow its name.
-
     Raises:
         ValueError: If the name is not a repository's, or nothing is there to load.
         OSError: If the Hub refuses (PermissionError), cannot be reached (ConnectionError) or fails.

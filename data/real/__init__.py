@@ -57,11 +57,7 @@ def _questions(name: str) -> tuple[dict[str, Any], ...]:
 def pieces(name: str, tokenizer: Any, tokens: int, *, seen: bool = False) -> list[Piece]:
     """Return the pieces of a set's texts of so many tokens, white space folded, that have questions.
 
-    Args:
-        name: One of `SETS`.
-        tokenizer: A fast tokenizer.
-        tokens: Length of a piece; the last one of a text has half as many or more.
-        seen: Those of the parts that heads may be trained on, instead of the others.
+    The last piece of a text has half as many tokens or more. `seen` are of the parts that heads may be trained on.
     """
     found = []
     for file in dict.fromkeys(one["context"] for one in _questions(name)):

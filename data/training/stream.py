@@ -153,12 +153,7 @@ class TrainingStream(Iterator[TrainingExample]):
     def hold_out(self, count: int, among: int | None = None) -> list[TrainingExample]:
         """Set rows aside that are never given out from now on: those that training would meet last.
 
-        Args:
-            count: How many; rows that cannot be trained on do not count.
-            among: Rows to look at; None for all.
-
-        Returns:
-            The rows that were found, which may be fewer.
+        Rows that cannot be trained on do not count; of `among` rows (None: all) fewer may be found.
         """
         found: list[TrainingExample] = []
         for index in islice(reversed(self._order(0)) if count else (), among):

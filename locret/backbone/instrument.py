@@ -130,11 +130,9 @@ _WATCHER: ContextVar[Observer | None] = ContextVar("locret_watcher", default=Non
 
 @contextmanager
 def instrumented(model: nn.Module, watcher: Observer | None = None) -> Iterator[None]:
-    """Let the model's forward passes be observed until the block ends.
+    """Let the model's forward passes be observed until the block ends; blocks may be nested, and overlap in threads.
 
-    Args:
-        model: The backbone. Blocks of one model may be nested, and overlap in several threads.
-        watcher: Observer of this thread's passes without a cache; a pass with a cache is observed by its `reader`.
+    `watcher` observes this thread's passes without a cache; a pass with a cache is observed by its `reader`.
     """
     decoder = find_decoder(model)
     with _LOCK:
@@ -321,11 +319,7 @@ def recorders(
 ) -> list[tuple[nn.Module, Any]]:
     """Return which modules of an attention module to hook, and with what, to record its projections (or the norms).
 
-    Args:
-        module: An attention module.
-        shape: Its shape.
-        find: Says where to record what is computed now; None: nowhere.
-        latent: What its projections mean, if its attention is latent.
+    `find` says where to record what is computed now; None: nowhere.
     """
     if latent is not None:
         return _latent_recorders(module, latent, find)

@@ -35,12 +35,6 @@ def parse_options(
 ) -> tuple[list[Any], set[str]]:
     """Read the command line (and the YAML file named by `--config`) into one instance per dataclass.
 
-    Args:
-        prog: Name of the command, for `--help`.
-        description: One sentence, for `--help`.
-        option_classes: Dataclasses whose fields become flags, `--like-this` or `--like_this`.
-        argv: Arguments; those of the process if None.
-
     Returns:
         The instances in the order of `option_classes`, and the names the user set (on the command line or in YAML).
 

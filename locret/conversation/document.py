@@ -338,10 +338,6 @@ def open_document(source: Any, name: str | None = None) -> Document:
 
     A str is the path of a file if there is one of that name, else the text itself. Of an iterator the first item
     decides: pieces of a text, ids, or lists of ids.
-
-    Args:
-        source: A text, a path, an iterator of pieces of a text, ids, or an iterator of ids or of lists of them.
-        name: What to call it; else the file's name.
     """
     if name is not None and not is_text(name):
         raise ValueError(f"name={name!r} is no text; give a name, or leave it out")

@@ -145,16 +145,7 @@ def _find(path: str, what: str, revision: str | None, *names: str, file: bool = 
 
 
 def read_kvzap(path: str, model_or_config: Any, revision: str | None = None) -> Read:
-    """Read a KVzap model; the arguments are those of all readers.
-
-    Args:
-        path: Folder, file or repository.
-        model_or_config: The backbone, or its transformers config.
-        revision: Branch, tag or commit of a repository.
-
-    Returns:
-        The config of heads, and their float32 weights.
-    """
+    """Read a KVzap model: the config of heads, and their float32 weights, as all readers do."""
     what = "the folder of a KVzap model, with config.json and model.safetensors"
     file = _find(path, what, revision, CONFIG)
     values = _mapping(file)
