@@ -108,7 +108,7 @@ SHARED: dict[str, Any] = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "loc
 
 
 @pytest.fixture(scope="module")
-def model() -> nn.Module:
+def small() -> nn.Module:
     shape = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     torch.manual_seed(1)
     return LlamaForCausalLM(LlamaConfig(vocab_size=97, intermediate_size=40, pad_token_id=0, **shape)).eval()
@@ -153,15 +153,15 @@ def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
     [(48, 7, 200, (32, 64)), (24, 7, 90, (16, 32)), (24, 90, 90, (16, 32)), (24, 7, 30, (22, 26))],
 )
 def test_heads_keep_their_own_best_units_by_shares(
-    model: nn.Module, budget: int, chunk_size: int, length: int, layers: tuple[int, int]
+    small: nn.Module, budget: int, chunk_size: int, length: int, layers: tuple[int, int]
 ) -> None:
     """The oracle chooses, in one go at the end of the text, what each head rates best; of a small share, eight so."""
     shares = (0.2, 1.8, 3.6, 0.4)
     numbers = {**SHARED, "budget": budget, "chunk_size": chunk_size, "stabilizers": 0, "head_shares": shares}
     labels = torch.randint(40, (2, 2, length - 4), generator=torch.Generator().manual_seed(3)) / 40
-    cache = RetentionCache(model, OracleScorer(labels=labels), RetentionPolicy(**numbers, head_budgets="shares"))
+    cache = RetentionCache(small, OracleScorer(labels=labels), RetentionPolicy(**numbers, head_budgets="shares"))
     ids = ids_of(length)
-    prefill(model, ids if length > 30 else iter(ids.tolist()), cache)
+    prefill(small, ids if length > 30 else iter(ids.tolist()), cache)
     assert cache.memory().actual == cache.memory().planned
     assert sum(layer.fill for layer in shrunk(cache, 25).governed) == 50
     for layer, own in enumerate([shares[:2], shares[2:]]):
@@ -175,27 +175,27 @@ def test_heads_keep_their_own_best_units_by_shares(
             assert positions.tolist() == [*sorted(order[:quota]), *range(length - 4, length)]
 
 
-def test_head_shares_come_from_the_heads_or_are_asked_for(model: nn.Module) -> None:
-    heads, policy = RetainingHeads.for_model(model, 16, seed=0), RetentionPolicy(**SHARED, head_budgets="shares")
+def test_head_shares_come_from_the_heads_or_are_asked_for(small: nn.Module) -> None:
+    heads, policy = RetainingHeads.for_model(small, 16, seed=0), RetentionPolicy(**SHARED, head_budgets="shares")
     with pytest.raises(ValueError, match="needs a share of each KV head, and scorer retaining_heads recommends none"):
-        RetentionCache(model, heads, policy)
+        RetentionCache(small, heads, policy)
     heads.annotate(policy={**RetentionPolicy(**SHARED).to_dict(), "head_shares": [0.5, 1.5, 1.0, 1.0]})
-    assert RetentionCache(model, heads, policy).policy.head_shares == (0.5, 1.5, 1.0, 1.0)
+    assert RetentionCache(small, heads, policy).policy.head_shares == (0.5, 1.5, 1.0, 1.0)
     with pytest.raises(ValueError, match="head_shares has 3 numbers for 4 KV heads in 2 layers"):
-        RetentionCache(model, "random", RetentionPolicy(**SHARED, head_budgets="shares", head_shares=(1.0, 1.0, 2.0)))
-    cache = RetentionCache(model, heads, policy)
+        RetentionCache(small, "random", RetentionPolicy(**SHARED, head_budgets="shares", head_shares=(1.0, 1.0, 2.0)))
+    cache = RetentionCache(small, heads, policy)
     with pytest.raises(ValueError, match='head_budgets="shares" leaves some heads no room'):
         cache.protect([Span(0, 4)])
 
 
 @pytest.mark.slow
-def test_shares_that_nobody_gives_are_measured(model: nn.Module) -> None:
+def test_shares_that_nobody_gives_are_measured(small: nn.Module) -> None:
     policy, shipped = RetentionPolicy(**SHARED, head_budgets="shares"), "checkpoints/smollm2-heads"
     lm = LongContextModel.from_pretrained("smollm2", scorer="streaming", policy=policy)
     both = [lm.policy.head_shares, RetainingHeads.from_pretrained(shipped).config.policy["head_shares"]]
     assert float(torch.corrcoef(torch.tensor(both))[0, 1]) > 0.99, "those of the heads are of twelve other texts"
     with pytest.raises(ValueError, match=r"cannot be measured here \(the backbone is in parts, holds too few tokens"):
-        LongContextModel(model, lm.tokenizer, "streaming", policy)
+        LongContextModel(small, lm.tokenizer, "streaming", policy)
     usual = LongContextModel.from_pretrained("checkpoints/tiny", budget=64)
     assert (usual.policy.head_budgets, usual.policy.budget, usual.scorer.name) == ("shares", 64, "expected_attention")
 
