@@ -55,7 +55,6 @@ def test_what_is_imported_comes_with_the_package_or_an_extra_and_the_server_with
         assert {name: path for name, path in imported(folder).items() if name not in installed} == {}
 
 
-ROOT = Path(__file__).parents[2]
 RECIPES = ["recipes/infer/tiny.yaml", "recipes/infer/pass_key.txt"]
 SHIPPED = [*RECIPES, *(f"checkpoints/{name}" for name in ("tiny", "tiny-heads", "qwen2.5-coder-0.5b-heads"))]
 OTHERS = ["checkpoints/tiny-hea", "checkpoints/README.md", "recipes/../setup.cfg", "setup.cfg", ""]
