@@ -19,11 +19,7 @@ _MIB = 2**20
 
 
 def make_record(plan: BenchPlan, found: Measurements | None) -> dict[str, Any]:
-    """Return everything that is known about a plan.
-
-    Args:
-        plan: What was to be measured.
-        found: What came out; None where the device is missing, so that everything measured is None.
+    """Return everything that is known about a plan; what was not measured is None.
 
     Returns:
         `config`, `versions`, `machine` and `results` (a row per method and length). Rates, shares and ratios are p20,

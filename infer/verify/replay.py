@@ -97,12 +97,7 @@ class _Replay:
 def replay(model: nn.Module, ids: Tensor, blocks: Sequence[Block], *, compact: bool, detour: int = 0) -> Tensor:
     """Run the backbone over (1, T) ids as the blocks say; gradients are off and rotary frequencies settled.
 
-    Args:
-        model: The backbone.
-        ids: Prompt and answer, where the backbone wants them.
-        blocks: All tokens, in order.
-        compact: Whether kept units stand right in front of their block, rather than where they were.
-        detour: Turn keys this much too far, and back: equal in mathematics, with the rounding of larger angles.
+    `compact` units stand right in front of their block, not where they were. By a `detour` keys turn too far, and back.
 
     Returns:
         (T, E) last hidden states, on the CPU.

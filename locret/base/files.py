@@ -86,12 +86,7 @@ def write_text(path: str | Path, text: str, *, parents: bool = False) -> None:
 
 
 def read_json(file: Path, what: str) -> Any:
-    """Read a JSON file that somebody else may have written.
-
-    Raises:
-        ValueError: If it is not JSON in UTF-8, is nested too deeply, or gives a key of a mapping twice.
-        OSError: If it cannot be read.
-    """
+    """Read a JSON file that somebody else may have written."""
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         values: dict[str, Any] = {}

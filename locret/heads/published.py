@@ -65,15 +65,7 @@ Read = tuple[HeadsConfig, dict[str, Tensor]]
 
 
 def read_locret(path: Path, model_or_config: Any) -> tuple[HeadsConfig, dict[str, Tensor]]:
-    """Read the weights that Locret's authors published, for a backbone.
-
-    Args:
-        path: A `.bin` or `.safetensors` file, or a folder holding one or a sharded index.
-        model_or_config: The backbone or its transformers config; d_R is taken from the file.
-
-    Returns:
-        The heads' config, and their float32 weights under the names that `RetainingHeads` uses.
-    """
+    """Read the weights that Locret's authors published; see `RetainingHeads.from_official`. d_R is the file's."""
     weights = checkpoint.tensors_of(_files(path), _our_name)
     if not weights:
         raise ValueError(
