@@ -251,7 +251,7 @@ def _read_in_full(
     from locret.infer.reading import opened
 
     assert plan.run is not None
-    prompt, quiet = options.prompt, options.output.quiet
+    prompt, shown = options.prompt, not options.output.quiet and "reading for --compare-full"
     whole = LongContextModel(
         lm.model, lm.tokenizer, "full", {"chunk_size": int(plan.policy.chunk_size)}, template=lm.template
     )
@@ -260,7 +260,7 @@ def _read_in_full(
         rule = f"needs {needed:,} bytes for all units of {tokens:,} tokens, but {free:,} are free on {plan.device}"
         raise Refusal("compare_full", True, f"{rule}; leave it out")
     start = now(device := input_device(lm.model))
-    context = whole.read_into(whole.new_cache(), opened(prompt), system=prompt.system, progress=not quiet)
+    context = whole.read_into(whole.new_cache(), opened(prompt), system=prompt.system, progress=shown)
     return context, {"read_tokens": context.cache.seen, "read_seconds": now(device) - start}
 
 

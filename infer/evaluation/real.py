@@ -143,7 +143,10 @@ def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptio
     with tqdm(total=len(waiting), unit="cell", disable=True if options.quiet else None) as bar:
         for cell in waiting:
             bar.set_description(f"{cell.method} {'' if cell.share is None else f'{cell.share:g} %'} of {cell.tokens:,}")
-            found = list(reading.answers(cell))
+            found = list[dict[str, Any]]()
+            for answer in reading.answers(cell):
+                found.append(answer)
+                bar.set_postfix_str(f"{len(found)} answers")
             if not found:
                 raise ValueError(f"no piece of {cell.tokens} tokens answers a question of its set; give more --tokens")
             found[-1]["last"] = True

@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from errno import ENOSPC
-from functools import partialmethod
 from logging import ERROR, getLogger
 from typing import Any, NoReturn
 
@@ -26,6 +26,8 @@ from locret.cli.options import typed
 
 USAGE_ERROR, FAILURE = 2, 1
 _LONGEST_MESSAGE = 2000
+LINES_EVERY = 10.0
+"""Seconds between two lines about progress where nobody sees a bar."""
 _CHATTY = ("bitsandbytes", "accelerate.big_modeling")
 """Loggers that warn of what was asked for: the first at every int8 product, the second of weights on disk."""
 
@@ -103,16 +105,39 @@ def print_json(record: dict[str, Any]) -> None:
     sys.stdout.write(text + "\n")
 
 
+class _Lines:
+    """A stream for a bar that writes what it draws to standard error as lines, now and then."""
+
+    def __init__(self) -> None:
+        self.due = time.monotonic() + LINES_EVERY
+
+    def write(self, text: str) -> None:
+        if time.monotonic() >= self.due and (line := text.strip()):
+            sys.stderr.write(line + "\n")
+            self.due = time.monotonic() + LINES_EVERY
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
 @contextmanager
 def bars_on_terminals(*, quiet: bool = False) -> Iterator[None]:
-    """Show bars of libraries on a terminal alone, and not there if `quiet`; what a command draws itself says so."""
+    """Show bars on a terminal alone, and not there if `quiet`; elsewhere our own (`disable=None`) become lines."""
     from tqdm.std import tqdm
     from transformers.utils import logging
 
     before = tqdm.__init__
-    if quiet or not sys.stderr.isatty():
+
+    def begin(bar: Any, *args: Any, disable: bool | None = True, **how: Any) -> None:
+        if disable is None and not quiet:
+            shape = "{l_bar} {n_fmt} of {total_fmt} {unit}, {elapsed} gone, {remaining} left{postfix}"
+            disable, how = False, {**how, "file": _Lines(), "bar_format": shape}
+        before(bar, *args, disable=disable, **how)
+
+    if quiet:
         logging.disable_progress_bar()  # those of downloads too, which ask for the terminal themselves
-        tqdm.__init__ = partialmethod(before, disable=True)
+    if quiet or not sys.stderr.isatty():
+        tqdm.__init__ = begin
     try:
         yield
     finally:

@@ -466,11 +466,12 @@ def _is_path(text: str) -> bool:
 class ReadingBar:
     """A progress bar over a text; it counts what the text's size is known in, as far as its tokens have been read."""
 
-    def __init__(self, document: Document, show: bool = True) -> None:
+    def __init__(self, document: Document, show: bool | str = True) -> None:
         notebook = any(cls.__name__ == "tqdm_notebook" for cls in tqdm.__mro__)
         disable = not show or (False if notebook else None)  # None: where nobody watches standard error
+        desc = show if isinstance(show, str) else "reading"
         unit = {"bytes": "B", "characters": "chars", "tokens": "token"}[document.unit]
-        self.bar = tqdm(total=document.size, unit=unit, unit_scale=True, desc="reading", disable=disable)
+        self.bar = tqdm(total=document.size, unit=unit, unit_scale=True, desc=desc, disable=disable)
         self.unit, self.given, self.tokens = document.unit, 0, 0
 
     def pieces(self, pieces: Iterable[str]) -> Iterator[str]:

@@ -252,7 +252,7 @@ class LongContextModel:
         document: Document,
         *,
         system: str | None = None,
-        progress: bool = True,
+        progress: bool | str = True,
         new_tokens: int = 0,
         bar: ReadingBar | None = None,
         on_chunk: Callable[[RetentionCache], None] | None = None,
@@ -264,7 +264,7 @@ class LongContextModel:
             cache: Filled in place.
             document: What to read.
             system: As in `read`.
-            progress: As in `read`.
+            progress: As in `read`; a text is what the bar is called.
             new_tokens: As for `prefill`.
             bar: Counts what has been read; if None, one that shows it.
             on_chunk: Called with the cache after every chunk.

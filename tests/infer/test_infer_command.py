@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -126,10 +127,17 @@ def test_dry_run_reads_neither_weights_nor_prompt(ask: Infer, backbone: Path, tm
     assert (record["options"]["num_beams"], record["policy"]["budget"]) == (2, 64)
 
 
-def test_bars_of_libraries_are_drawn_on_a_terminal_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bars_are_drawn_on_a_terminal_alone_and_elsewhere_ours_are_lines(
+    infer: Infer, usual: tuple[object, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with warnings_as_lines("locret-infer", quiet=False):
         assert list(tqdm([1])) == [1]
     assert capsys.readouterr().err == ""
+    monkeypatch.setattr("locret.cli.command.LINES_EVERY", 0)
+    said = infer(*usual, "--question", QUESTION, "--compare-full").err
+    for name in ("reading", "reading for --compare-full"):
+        assert re.search(rf"^{name}: +\d+%\| [\d.k]+ of [\d.k]+ B, \d\d:\d\d gone, \d\d:\d\d left$", said, re.MULTILINE)
+    assert "gone" not in infer(*usual, "--question", QUESTION, "--quiet").err
     assert list(tqdm([1])) == [1]
     assert "1/1" in capsys.readouterr().err
 
