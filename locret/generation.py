@@ -209,8 +209,9 @@ def checked_options(base: Any, options: dict[str, Any]) -> GenerationConfig:
     config = copy.deepcopy(given)
     for name in _NUMBERS:
         value = options.get(name)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, Integral) or value < 1):
-            raise ValueError(f"{name}={value!r} is not a whole number of 1 or more; give one")
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        if value is not None and not (whole and 1 <= value < 2**31):
+            raise ValueError(f"{name}={value!r} is not a whole number of 1 or more, below 2^31; give one")
     unknown = config.update(**{name: value for name, value in options.items() if name != "generation_config"})
     for name, instead in _INSTEAD.items():
         value = options.get(name, getattr(config, name, None))

@@ -38,7 +38,7 @@ class _Sample:
 
 
 _GATHERED: WeakKeyDictionary[nn.Module, list[_Sample]] = WeakKeyDictionary()
-"""Samples of backbones that no process holds as a whole, taken by all processes at once when they were loaded."""
+"""Samples of weights that cannot be read later: of backbones that no process holds as a whole, and of rounded ones."""
 
 
 def weight_fingerprint(model: nn.Module) -> str | None:
@@ -53,8 +53,8 @@ def weight_fingerprint(model: nn.Module) -> str | None:
 
     Returns:
         64 hexadecimal digits; None if weights are not there to be read as they were saved: on the meta device (but for
-        those that a device map leaves elsewhere), quantised, in float16, which rounds otherwise, or sharded and not
-        sampled by `sample_sharded`.
+        those that a device map leaves elsewhere), quantised, in float16, which rounds otherwise, or sharded, unless
+        `keep_samples` took them before.
     """
     digest = hashlib.sha256()
     for one in _active_samples(model):
@@ -83,8 +83,8 @@ def any_fingerprint(model: nn.Module) -> str | None:
     return f"{' '.join(sorted(forms))}:{digest.hexdigest()}"
 
 
-def sample_sharded(model: nn.Module) -> None:
-    """Sample the weights of a backbone whose processes hold parts of it; all of them must call this at once."""
+def keep_samples(model: nn.Module) -> None:
+    """Sample weights for good, before they are rounded; or those that processes hold parts of, which all call it."""
     samples = []
     for name, weight in sorted(unwrap(model).named_parameters()):
         with torch.no_grad(), _whole(weight) as gathered:
@@ -117,7 +117,7 @@ def _samples_of(model: nn.Module) -> Iterator[_Sample | None]:
     """Yield what counts, parameter by parameter; None for one that is not there to be read."""
     base = unwrap(model)
     if base not in _GATHERED and sharers_of(base) is not None:
-        sample_sharded(base)
+        keep_samples(base)
     if base in _GATHERED:
         yield from _GATHERED[base]
         return

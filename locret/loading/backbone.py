@@ -22,7 +22,7 @@ from locret.base.fields import shown
 from locret.base.files import read_json, shards
 from locret.base.warned import warn_user
 from locret.distributed.shard import load_sharded
-from locret.heads.fingerprint import sample_sharded
+from locret.heads.fingerprint import keep_samples
 from locret.loading import gguf, weights
 from locret.loading.eight_bits import pack
 from locret.loading.options import ADAPTER_CONFIG, CONFIG, BackboneSource
@@ -257,8 +257,6 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
         )
     if source.adapter and weights.packs(options, device):
         raise ValueError(f"--load-in-8bit rounds what --adapter {source.adapter} changes; merge it into the backbone")
-    if dtype == torch.float16 and weights.packs(options, device):
-        raise ValueError("--load-in-8bit: a CPU adds up codes, whose sums float16 does not hold; drop --dtype float16")
     where = _where(source, options, config, device, dtype)
     with _one_sentence(f"--model {options.model} cannot be loaded"):
         model: nn.Module
@@ -271,6 +269,7 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             dtype=dtype,
             attn_implementation=options.attn_implementation,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, by name
         )
         if options.shard is not None:
             model, found = load_sharded(options, config, device, dtype, read)
@@ -278,6 +277,8 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of what was asked for
             with gguf.read_once(options.gguf, last=True):
                 model, found = read(**where)
+        for name, held, wanted in sorted(found["mismatched_keys"]):
+            raise ValueError(f"{name} has the shape {(*held,)}, and its config.json describes {(*wanted,)}")
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
     if foreign := sorted(found["unexpected_keys"]):
@@ -287,11 +288,12 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
         )
     _name(model.config, options)
     if weights.packs(options, device):
+        keep_samples(model)
         pack(model)
     if source.adapter:
         model = _with_adapter(model, source)
     if options.shard is not None:
-        sample_sharded(model)
+        keep_samples(model)
     return model.eval().requires_grad_(False)
 
 

@@ -9,6 +9,8 @@ CUDA; on a CPU its products, torchao's eager ones and optimum-quanto's were 2 to
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +36,14 @@ class EightBitLinear(nn.Module):
         self.bias = linear.bias
         self.out_features, self.in_features = codes.shape
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EightBitLinear:
+        """Move it; a dtype is that of what is computed, not of the scale."""
+        scale = self.scale.data
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if self.scale.dtype != scale.dtype:
+            self.scale = nn.Parameter(scale.to(self.scale.device), requires_grad=False)
+        return self
+
     def forward(self, states: Tensor) -> Tensor:
         """Return the products (..., N) of states (..., K), in their dtype; few rows are multiplied in bfloat16."""
         rows = states.reshape(-1, self.in_features)
@@ -42,7 +52,8 @@ class EightBitLinear(nn.Module):
             rows = rows.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
             products = torch._weight_int8pack_mm(rows, self.codes, self.scale).to(states.dtype)
         else:
-            products = (rows @ self.codes.to(states.dtype).T) * self.scale.to(states.dtype)
+            dtype = torch.float32 if rows.dtype == torch.float16 else rows.dtype  # which does not hold sums of codes
+            products = ((rows.to(dtype) @ self.codes.to(dtype).T) * self.scale.to(dtype)).to(states.dtype)
         products = products if self.bias is None else products + self.bias
         return products.view(*states.shape[:-1], self.out_features)
 
