@@ -21,13 +21,14 @@ from locret.base.nearest import check_retired, nearest
 from locret.base.warned import warn_user
 from locret.cli.command import parse_options, run, warnings_as_lines
 from locret.infer.fetch import is_address
-from locret.infer.infer_options import ChatOptions, GenerationOptions, PlacedModelOptions, PolicyOptions
+from locret.infer.infer_options import ChatModelOptions, ChatOptions, GenerationOptions, PolicyOptions
 from locret.loading.options import ScorerOptions
 
 if TYPE_CHECKING:
     from locret import Chat, LongContextModel
+    from locret.infer.reading import Saved
 
-OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, ChatOptions, GenerationOptions)
+OPTION_CLASSES = (ChatModelOptions, ScorerOptions, PolicyOptions, ChatOptions, GenerationOptions)
 DESCRIPTION = "Talk about a document of any length in a fixed amount of memory."
 _ALONE = ("memory", "kept", "help", "quit")
 """Commands without an argument."""
@@ -37,16 +38,20 @@ def command(argv: Sequence[str] | None = None) -> int:
     (model, scorer, policy, about, generation), chosen = parse_options("locret-chat", DESCRIPTION, OPTION_CLASSES, argv)
     model.refuse_shard("locret-chat")
     with warnings_as_lines("locret-chat", quiet=about.quiet):
-        if about.context is not None:
-            _check_context(about.context, chosen)
+        if model.model is None and about.context is None:
+            raise ValueError("--model is missing; give a backbone, or --context FILE, which names its own")
         if policy.keep is not None:
             rule = "depends on one text's length, but a conversation goes on; give --budget or --kv-memory"
             raise Refusal("keep", policy.keep, rule)
-        from locret.infer.reading import ready
+        from locret.infer.reading import ready, saved_in
 
+        saved = None if about.context is None else saved_in([about.context], model, scorer, answers=True)
+        if saved is not None:
+            model, scorer = saved.model, saved.scorer
+            _warn_of_later(about.context, chosen)
         plan = ready(model, scorer, policy, chosen, generation, protect=about.protect)
         with plan.loaded(about.template) as lm:
-            conversation = Conversation(lm, about, generation)
+            conversation = Conversation(lm, about, generation, saved)
             conversation.begin()
             if sys.stdin.isatty():
                 _talk(conversation)
@@ -57,13 +62,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _check_context(context: str, chosen: set[str]) -> None:
-    """Refuse a wrong file before weights are loaded, and say which options are for later texts."""
-    from locret import read_notes
-    from locret.cache.cache_file import CONTEXT_WRITERS
-    from locret.conversation.saved import find_context
-
-    read_notes(find_context(context), CONTEXT_WRITERS)
+def _warn_of_later(context: str, chosen: set[str]) -> None:
+    """Say which options are for later texts."""
     if given := sorted({"system", "template", *(one.name for one in fields(PolicyOptions))} & chosen):
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         warn_user(f"--context {context} has been read already, so {flags} is for what /read reads")
@@ -76,6 +76,8 @@ class Conversation:
     lm: LongContextModel
     about: ChatOptions
     generation: GenerationOptions
+    saved: Saved | None = None
+    """How what has been saved is loaded, if --context names some."""
     chat: Chat | None = None
 
     def __post_init__(self) -> None:
@@ -130,6 +132,8 @@ class Conversation:
     def _read(self, names: Sequence[str]) -> None:
         from locret.infer.reading import open_all
 
+        if self.saved is not None and self.saved.unrated:
+            raise ValueError(f"nothing rates what is read here; begin with --context {self.about.context} and --heads")
         document, cache = open_all(names, ""), self.lm.new_cache()
         how: dict[str, Any] = {"system": self.about.system, "protect": self.about.protect}
         context = self.lm.read_into(cache, document, progress=not self.about.quiet, **how)
@@ -137,7 +141,8 @@ class Conversation:
 
     def _do_load(self, given: str) -> None:
         """/load FILE: go on with a conversation, or a context, that has been saved."""
-        self._go_on(self.lm.load_chat(_path(given, "/load")))
+        path, load = _path(given, "/load"), self.lm.load_chat
+        self._go_on(load(path) if self.saved is None else self.saved.loaded(load, path))
 
     def _go_on(self, chat: Chat) -> None:
         self.chat = chat
@@ -147,7 +152,7 @@ class Conversation:
         """/save FILE: write the conversation to a file."""
         path = _path(given, "/save")
         self._current().save(path)
-        self._tell(f"saved; go on with /load {path}, or with --context {path} and the same --model and --heads")
+        self._tell(f"saved; go on with /load {path}, or with locret-chat --context {path}")
 
     def _do_memory(self, _: str) -> None:
         """/memory: say what the cache holds and takes."""

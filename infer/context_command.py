@@ -6,18 +6,14 @@ What needs no backbone loads none: `show` and `export` work from the file alone.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from locret import backbone_names
 from locret.base.fields import Refusal
-from locret.base.warned import warn_user
 from locret.cli.command import Subcommand, print_json, run, run_subcommand, warnings_as_lines
 from locret.infer import command as infer
 from locret.infer.context_options import (
@@ -25,7 +21,6 @@ from locret.infer.context_options import (
     ComposeOptions,
     ExportOptions,
     ReadOutput,
-    SavedModelOptions,
     ShowOptions,
     ShrinkOptions,
 )
@@ -35,6 +30,7 @@ from locret.infer.infer_options import (
     PlacedModelOptions,
     PolicyOptions,
     ReportOptions,
+    SavedModelOptions,
     TextOptions,
 )
 from locret.loading.options import ScorerOptions
@@ -118,20 +114,17 @@ def ask(
 
     records = list[dict[str, Any]]()
     infer.check_evidence(about, generation)
-    # An answer needs nothing to rate units, unless it evicts some.
-    unnamed = scorer.heads is None and scorer.spec is None
-    scorer = replace(scorer, scorer="streaming") if unnamed else scorer
-    how = {"allow_other_scorer": about.allow_other_scorer or unnamed}
+    how = {"allow_other_scorer": about.allow_other_scorer}
     with _loaded(model, scorer, "ask", about.context, output.quiet, **how) as (contexts, plan):
         for path, context in zip(about.context, contexts, strict=True):
             if len(about.context) > 1 and not output.json:
                 print(f"{chr(10) if records else ''}# {path}", flush=True)
-            held = context.cache.policy
-            if unnamed and (held.decode_budget is not None or held.turns == "text"):
-                raise ValueError(f"{path} lets units go while it is asked; give the --heads or --scorer that read it")
             answers = infer.answer_each(context, about.question, about, generation, json=output.json)
             reading = {"context": path, "prompt_tokens": context.cache.seen, **context.memory().to_dict()}
-            how_read = {"scorer": read_scorer(find_context(path), CONTEXT_WRITERS), "policy": held.to_dict()}
+            how_read = {
+                "scorer": read_scorer(find_context(path), CONTEXT_WRITERS),
+                "policy": context.cache.policy.to_dict(),
+            }
             records.append({"reading": reading, "answers": answers, **plan.record(), **how_read})
     if output.json:
         print_json({"contexts": records})
@@ -185,29 +178,14 @@ def _loaded(
     model: ModelOptions, scorer: ScorerOptions, what: str, paths: Sequence[str], quiet: bool, **how: Any
 ) -> Iterator[tuple[Iterator[Context], Ready]]:
     """Give saved contexts, one after the other, and what a record says of their model; wrong files come first."""
-    from locret import read_notes
-    from locret.cache.cache_file import CONTEXT_WRITERS
-    from locret.conversation.saved import find_context
-    from locret.infer.reading import ready_for_saved
+    from locret.infer.reading import ready_for_saved, saved_in
 
     model.refuse_shard(PROG)
     with warnings_as_lines(f"{PROG} {what}", quiet=quiet):
-        files = [find_context(os.path.expanduser(path)) for path in paths]
-        talks = [read_notes(file, CONTEXT_WRITERS).get("conversation") or {} for file in files]
-        if model.model is None:
-            model = replace(model, model=_named_backbone(paths, [talk.get("backbone") for talk in talks]))
-        plan = ready_for_saved(PlacedModelOptions(**asdict(model)), scorer)
+        saved = saved_in(paths, model, scorer, answers=what == "ask")
+        plan = ready_for_saved(saved.model, saved.scorer)
         with plan.loaded() as lm:
-            yield (lm.load(file, **how) for file in files), plan
-
-
-def _named_backbone(paths: Sequence[str], names: Sequence[Any]) -> str:
-    """Return the backbone that saved contexts name."""
-    name = names[0]
-    if set(map(str, names)) != {name} or not name.isprintable() or not name.strip():
-        raise ValueError(f"--model is missing, and no one backbone is named in {' '.join(paths)}; give --model")
-    warn_user(f"{paths[0]} names the backbone {name}, which is taken; --model names another")
-    return backbone_names.name_of(name)
+            yield (saved.loaded(lm.load, file, **how) for file in saved.files), plan
 
 
 def _write(context: Context, output: Any, plan: Ready | None = None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from locret.base.fields import Refusal
-from locret.infer.infer_options import ModelOptions, QuestionOptions, ReadingOutput, ReportOptions
+from locret.infer.infer_options import QuestionOptions, ReadingOutput, ReportOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,18 +32,6 @@ class SeveralContexts:
     def __post_init__(self) -> None:
         if not self.context or any(not context.strip() for context in self.context):
             raise ValueError("--context is empty; give a saved context")
-
-
-@dataclass(frozen=True, kw_only=True)
-class SavedModelOptions(ModelOptions):
-    """The backbone of saved contexts, and where it runs."""
-
-    model: str = None  # type: ignore[assignment]
-    """The backbone: its folder, Hub id, a GGUF file, or smollm2; none: the one that the contexts name."""
-
-    def __post_init__(self) -> None:
-        if self.model is not None:
-            super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,6 +51,23 @@ class PlacedModelOptions(ModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class SavedModelOptions(ModelOptions):
+    """The backbone of saved contexts, and where it runs."""
+
+    model: str = None  # type: ignore[assignment]
+    """The backbone: its folder, Hub id, a GGUF file, or smollm2; none: the one that the contexts name."""
+
+    def __post_init__(self) -> None:
+        if self.model is not None:
+            super().__post_init__()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatModelOptions(SavedModelOptions, PlacedModelOptions):
+    """The backbone of a text or of a saved context, where it runs, and where units are held."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class BudgetOptions:
     """How much stays, in what people know of it."""
 

@@ -12,22 +12,25 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import chain, dropwhile
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from locret import LongContextModel, RetainingHeads, RetentionPolicy, loading
+from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_names, loading, read_notes, shipped
 from locret.base.fields import Refusal
 from locret.base.warned import warn_user
+from locret.cache.cache_file import CONTEXT_WRITERS, read_scorer
 from locret.cache.layers import find_store
 from locret.conversation.document import Document, encode, open_file
 from locret.conversation.head_shares import sharing
+from locret.conversation.saved import find_context
 from locret.conversation.turns import Transcript
 from locret.environment import versions
 from locret.infer import sizing
 from locret.infer.fetch import fetched, is_address
-from locret.infer.infer_options import GenerationOptions, PlacedModelOptions, PolicyOptions, TextOptions
+from locret.infer.infer_options import GenerationOptions, ModelOptions, PlacedModelOptions, PolicyOptions, TextOptions
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import EQUAL, SHARES
 from locret.scorers import Scorer
@@ -163,6 +166,52 @@ def ready_for_saved(model: PlacedModelOptions, named: ScorerOptions) -> Ready:
     scorer, _ = load_scorer(named)
     config, dtype = _config(model, named, scorer, device)
     return Ready(model, named, scorer, RetentionPolicy(), config, device, dtype)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Contexts in files, and what they are loaded with."""
+
+    files: list[Path]
+    model: PlacedModelOptions
+    scorer: ScorerOptions
+    unrated: bool
+    """Whether nothing rates further units as those of the contexts were."""
+
+    def loaded(self, load: Callable[..., Any], path: str | Path, *, allow_other_scorer: bool = False) -> Any:
+        """Return what a model loads from a file."""
+        found = load(path, allow_other_scorer=allow_other_scorer or self.unrated)
+        held = found.cache.policy
+        if self.unrated and (held.decode_budget is not None or held.turns == "text"):
+            raise ValueError(f"{path} lets units go while it is asked; give the --heads or --scorer that read it")
+        return found
+
+
+def saved_in(paths: Sequence[str], model: ModelOptions, named: ScorerOptions, *, answers: bool) -> Saved:
+    """Check files of contexts; they say the backbone, and shipped heads that read them, where nobody does.
+
+    Args:
+        paths: Files, or repositories on the Hub.
+        model: The backbone, whose name may be None.
+        named: Heads or a scorer.
+        answers: Whether they are only asked: an answer needs nothing to rate units, unless it evicts some.
+    """
+    files = [find_context(os.path.expanduser(path)) for path in paths]
+    names = [(read_notes(file, CONTEXT_WRITERS).get("conversation") or {}).get("backbone") for file in files]
+    if model.model is None:
+        name = names[0]
+        if set(map(str, names)) != {name} or not name.isprintable() or not name.strip():
+            raise ValueError(f"--model is missing, and no one backbone is named in {' '.join(paths)}; give --model")
+        warn_user(f"{paths[0]} names the backbone {name}, which is taken; --model names another")
+        model = replace(model, model=backbone_names.name_of(name))
+    unnamed = named.heads is None and named.spec is None
+    if unnamed and (heads := shipped.embedded_heads(model.model)) is not None:
+        weights = f"weights={RetainingHeads.from_pretrained(heads).fingerprint()}"[:20]
+        if all(weights in read_scorer(file, CONTEXT_WRITERS) for file in files):
+            named, unnamed = replace(named, heads=heads), False
+    unrated = unnamed and answers
+    named = replace(named, scorer="streaming") if unrated else named
+    return Saved(files, PlacedModelOptions(**asdict(model)), named, unrated)
 
 
 def _config(model: PlacedModelOptions, named: ScorerOptions, scorer: Any, device: torch.device) -> tuple[Any, Any]:

@@ -58,6 +58,20 @@ def test_a_text_is_read_later_and_a_context_of_python_is_loaded(
     assert "Chat('text.txt': 0 turns" in err
 
 
+def test_a_saved_chat_needs_nothing_that_its_file_says(chat: Chat, text: Path) -> None:
+    for method, reads in (("locret", True), ("streaming", False)):
+        tiny = ("--model", "checkpoints/tiny", "--method", method, "--budget", 64, "--max-new-tokens", 5)
+        heads = ("--heads", "checkpoints/tiny-heads") if reads else ()
+        said = chat("Who?\n/save a.chat\nWhy?\n", *tiny, *heads, "--prompt-file", text, pair=False)[1].splitlines()
+        lines = f"Why?\n/load a.chat\nWhy?\n/read {text}\nWho?\n"
+        code, out, err = chat(lines, "--context", "a.chat", "--budget", 64, "--max-new-tokens", 5, pair=False)
+        assert "a.chat names the backbone" in err
+        assert out.splitlines() == [said[1], said[1], said[0]][: 3 if reads else 2], err
+        assert (code, "nothing rates what is read here" in err) == ((0, False) if reads else (2, True))
+    code, _, err = chat("Who?\n", pair=False)
+    assert (code, "--model is missing; give a backbone, or --context FILE" in err) == (2, True)
+
+
 def test_what_stayed_is_shown_layer_by_layer_and_turn_by_turn(chat: Chat, text: Path) -> None:
     code, out, err = chat("Who?\n/kept\n", "--prompt-file", text)
     assert code == 0, err
