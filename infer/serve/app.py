@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import re
 import time
 from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
 import psutil
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,6 +21,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from torch import nn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from locret._version import __version__
 from locret.base.fields import shown
@@ -42,6 +45,21 @@ def make_app(state: ServerState) -> FastAPI:
         app.add_exception_handler(kind, _refused)
     app.add_middleware(Gate, state=state)
     return app
+
+
+class Protocol(H11Protocol):
+    """HTTP by h11, which bounds the head of a request; what it cannot read is refused as all else is."""
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what is no HTTP, and close the connection."""
+        refusal = Refusal(
+            400, "the request is not HTTP that can be read, or its head is too long; send what is long in the body"
+        )
+        head = [("content-type", "application/json"), ("connection", "close")]
+        body = h11.Data(data=json.dumps(refusal.body()).encode())
+        for event in (h11.Response(status_code=400, headers=head, reason="Bad Request"), body, h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event))
+        self.transport.close()
 
 
 async def _refused(request: Request, error: Any) -> JSONResponse:

@@ -143,7 +143,7 @@ def _serve(state: ServerState, listening: socket.socket, options: ServeOptions) 
     """Take requests until a signal comes, and let answers end."""
     import uvicorn
 
-    from locret.infer.serve.app import make_app
+    from locret.infer.serve.app import Protocol, make_app
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -163,9 +163,8 @@ def _serve(state: ServerState, listening: socket.socket, options: ServeOptions) 
             await super().shutdown(sockets)
 
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR if options.quiet else logging.WARNING)
-    # h11 bounds the head of a request.
     quiet: Any = {"log_config": None, "access_log": False, "server_header": False}
-    config = uvicorn.Config(make_app(state), http="h11", ws="none", lifespan="off", **quiet)
+    config = uvicorn.Config(make_app(state), http=Protocol, ws="none", lifespan="off", **quiet)
     with interrupts.unwinding():
         Server(config).run(sockets=[listening])
 

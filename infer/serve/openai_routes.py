@@ -88,7 +88,10 @@ def _of_context(request: Request, body: Body) -> Body:
 
 def _check_model(state: ServerState, name: str | None) -> None:
     if name is not None and name != state.model:
-        why = f"the model {shown(name)} is not served here; use {state.model!r}"
+        context = name.rpartition(":")[2]  # its bare name, or behind another model's
+        known = any(context == entry.name for entry in state.library.entries())
+        served = f"{state.model}:{context}" if known else state.model
+        why = f"the model {shown(name)} is not served here; use {served!r}"
         raise Refusal(404, why, param="model", code="model_not_found")
 
 

@@ -20,7 +20,7 @@ import uvicorn
 import locret
 from locret import LongContextModel, RetentionPolicy
 from locret.engines.transformers import PagedContexts
-from locret.infer.serve.app import make_app
+from locret.infer.serve.app import Protocol, make_app
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 from locret.infer.serve.refusal import Refusal
@@ -135,7 +135,8 @@ def running(
     engine.start()
     state = ServerState(engine=engine, library=library, model="tiny", options=ServeOptions(**options))
     place = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_app(state), http="h11", log_level="error", lifespan="off", ws="none"))
+    config = uvicorn.Config(make_app(state), http=Protocol, log_level="error", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [place]}, daemon=True)
     thread.start()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
@@ -151,6 +152,16 @@ def test_uploads_that_are_refused_while_they_come(client: httpx.Client, shared: 
 
 
 # -- ends in the middle -----------------------------------------------------------------------------------------------
+
+
+def test_what_is_no_http_is_refused_in_one_sentence_too(client: httpx.Client) -> None:
+    for sent in (b"HELLO\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"x: " + b"y" * 100_000 + b"\r\n\r\n"):
+        with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:
+            connection.sendall(sent)
+            head, _, body = connection.makefile("rb").read().partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 400 ")
+        assert b"application/json" in head
+        assert "is not HTTP that can be read" in json.loads(body)["error"]["message"]
 
 
 def test_who_goes_away_leaves_nothing(client: httpx.Client, shared: Library, book: str) -> None:

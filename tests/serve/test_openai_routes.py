@@ -81,6 +81,9 @@ def test_a_model_names_a_context_for_clients_that_can_name_nothing_else(client: 
     other = {"extra_body": {"context": "other"}, "messages": [user(QUESTION)]}
     with pytest.raises(openai.BadRequestError, match="names another context than"):
         client.chat.completions.create(model="tiny:book", **other)
+    for bare in ("book", "smollm2:book"):
+        with pytest.raises(openai.NotFoundError, match="is not served here; use 'tiny:book'"):
+            client.chat.completions.create(model=bare, messages=[user(QUESTION)])
     for missing in (lambda: client.models.retrieve("tiny:none"), lambda: ask(client, QUESTION, context="none")):
         with pytest.raises(openai.NotFoundError):
             missing()

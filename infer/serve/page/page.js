@@ -390,20 +390,42 @@ const nameOf = (file) =>
 // What the server converts goes as a form; a text goes as it is, of any length.
 const DOCUMENT = /\.(pdf|epub|docx|html?)$/i;
 
-async function upload(file) {
-  const wanted = $("name").value.trim() || nameOf(file) || "text";
+// Each file becomes a context of its own; what is wrong with one does not keep the others from being read.
+async function upload(files) {
+  const typed = $("name").value.trim(), several = files.length > 1, failed = [];
+  let shown = false;
   $("upload").reset();
-  say(`Sending ${file.name}.`);
+  warn("");
+  state.keyless = false;
+  for (const [nth, file] of files.entries()) {
+    say(several ? `Sending ${file.name}, ${nth + 1} of ${files.length}.` : `Sending ${file.name}.`);
+    const own = nameOf(file) || "text";
+    let made = null;
+    try {
+      made = await send(file, (several && typed ? `${typed}-${own}`.slice(0, 100) : typed) || own);
+    } catch (failure) {
+      failed.push(several ? `${file.name}: ${failure.message}` : failure.message);
+      warn(failed.join("\n"));
+    }
+    await attempt(refresh, { quiet: true });
+    if (made && !shown) select(made.id || made.name);
+    shown ||= Boolean(made);
+  }
+  say("");
+}
+
+async function send(file, wanted) {
+  try {
+    await file.slice(0, 1).arrayBuffer();
+  } catch {
+    throw new Refused(0, "It cannot be read here; a folder's files have to be chosen themselves.");
+  }
   const form = new FormData(), query = new URLSearchParams({ name: wanted, source: file.name.slice(0, 200) });
   form.append("purpose", "user_data");
   form.append("file", file, wanted === nameOf(file) ? file.name : `${wanted}${file.name.match(/\.[^.]*$/)}`);
   const text = { method: "POST", headers: { "Content-Type": "text/plain; charset=utf-8" }, body: file };
-  const made = await attempt(() => (DOCUMENT.test(file.name) ? json("v1/files", { method: "POST", body: form })
-    : json(`v1/contexts?${query}`, text)));
-  say("");
-  await attempt(refresh, { quiet: true });
-  const name = made && (made.id || made.name);
-  if (name && state.selected !== name) await select(name);
+  return DOCUMENT.test(file.name) ? json("v1/files", { method: "POST", body: form })
+    : json(`v1/contexts?${query}`, text);
 }
 
 async function remove() {
@@ -424,16 +446,16 @@ async function remove() {
 function listen() {
   $("upload").addEventListener("submit", (event) => {
     event.preventDefault();
-    const [file] = $("file").files;
-    if (file) upload(file); else warn("Choose a file first.");
+    const files = [...$("file").files];
+    if (files.length) upload(files); else warn("Choose a file first.");
   });
   addEventListener("dragover", (event) => { event.preventDefault(); document.body.classList.add("dragging"); });
   addEventListener("dragleave", (event) => { if (!event.relatedTarget) document.body.classList.remove("dragging"); });
   addEventListener("drop", (event) => {
     event.preventDefault();
     document.body.classList.remove("dragging");
-    const [file] = event.dataTransfer.files;
-    if (file) upload(file);
+    const files = [...event.dataTransfer.files];
+    if (files.length) upload(files);
   });
   $("ask").addEventListener("submit", ask);
   $("question").addEventListener("keydown", (event) => {
