@@ -6,7 +6,6 @@ The packages are not imported: they bring a GGUF file, and their own requirement
 from __future__ import annotations
 
 import os
-from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,6 +35,8 @@ def find(name: str) -> str:
     named = NAMES.get(name)
     if named is None or os.path.isdir(name):
         return name
+    from importlib import metadata  # half of what importing locret would take, and Ctrl-C has no answer until then
+
     try:
         listed = metadata.files(named.package) or []
     except metadata.PackageNotFoundError:
