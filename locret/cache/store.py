@@ -286,18 +286,18 @@ class DenseStore(Store):
         self._make_room(keys, values)
         span = slice(self.fill, self.fill + keys.shape[-2])
         self._write(span, keys, values)
-        self.tensors[POSITIONS][:, :, span] = positions
+        self.tensors[POSITIONS].narrow(2, self.fill, keys.shape[-2]).copy_(positions)
         for name in self.dtypes.keys() - COLUMNS.keys():
             self.tensors[name][:, :, span] = 0
         self.fill, self._rotated = span.stop, rotated
 
     def _write(self, span: slice, keys: Tensor, values: Tensor) -> None:
         """Put states (B, K, L, D) into slots."""
-        self.keys[:, :, span] = keys
-        self.values[:, :, span] = values
+        self.keys.narrow(2, span.start, span.stop - span.start).copy_(keys)
+        self.values.narrow(2, span.start, span.stop - span.start).copy_(values)
 
     def view(self, base: int) -> View:
-        keys, values = self.keys[:, :, : self.fill], self.values[:, :, : self.fill]
+        keys, values = self.keys.narrow(2, 0, self.fill), self.values.narrow(2, 0, self.fill)
         if self._rotated is None:
             return View(keys, values, self.row_start)
         newest, self._rotated = self._rotated, None
