@@ -162,7 +162,7 @@ def attend(
 
 def _attend_once(query: Tensor, keys: Tensor, values: Tensor, spans: list[slice], scaling: float) -> Tensor:
     """Let the (1, N, 1, D) queries of one token attend to each KV head's span: what every written token pays for."""
-    grouped = query.view(len(spans), 1, 1, -1, query.shape[-1]).unbind()
+    grouped = query.reshape(len(spans), 1, 1, -1, query.shape[-1]).unbind()
     heads = [
         F.scaled_dot_product_attention(asking, keys[:, :, span], values[:, :, span], scale=scaling)
         for asking, span in zip(grouped, spans, strict=True)
