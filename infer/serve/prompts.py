@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from locret.conversation.document import TokenStream, leading_special_ids
-from locret.conversation.turns import Talk, written
+from locret.conversation.turns import Talk
 from locret.infer.serve.index import Entry
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal, one_line
@@ -101,7 +101,7 @@ class Prompts:
         with _refused("messages"):
             messages = [_as_template_takes(one) for one in request.messages]
             given = [one.model_dump(exclude_none=True) for one in request.callable]
-            return written(self.lm.tokenizer, self.lm.template, messages, given, raw=self.lm.parse_special)
+            return self.lm.prompt(messages, given).ids
 
     # -- after a context ----------------------------------------------------------------------------------------------
 

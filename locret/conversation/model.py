@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from pathlib import Path
@@ -48,7 +48,7 @@ from locret.conversation.protect import (
     check_rules,
     rules_of,
 )
-from locret.conversation.turns import Talk, Transcript, saved_talk
+from locret.conversation.turns import Talk, Transcript, Written, saved_talk, written
 from locret.heads.heads import RetainingHeads
 from locret.loading.options import BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy, policy_of, usual_budget
@@ -237,6 +237,20 @@ class LongContextModel:
                 raise ValueError(f"name={name!r} names one context, but {len(source)} texts are given; leave it out")
             return [self.read_into(self.new_cache(), one, **how) for one in map(open_document, source)]
         return self.read_into(self.new_cache(), open_document(source, name), **how)
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Written:
+        """Return a conversation as the template writes it, to be read by `locret.prefill`; no text becomes a turn.
+
+        Args:
+            messages: As transformers' chat templates take them.
+            tools: Definitions of tools, likewise.
+
+        Raises:
+            ValueError: If the template refuses them, or does not write tools.
+        """
+        return Written(written(self.tokenizer, self.template, messages, tools, raw=self.parse_special))
 
     def new_cache(self) -> RetentionCache:
         """Return an empty cache."""

@@ -322,6 +322,13 @@ def checked_notes(notes: Any, path: str | Path, vocabulary: int) -> Protection:
 # -- whole conversations ----------------------------------------------------------------------------------------------
 
 
+class Written(NamedTuple):
+    """A conversation as a template writes it."""
+
+    ids: list[int]
+    """Its token ids, up to where the assistant answers."""
+
+
 def written(
     tokenizer: PreTrainedTokenizerBase,
     template: str,

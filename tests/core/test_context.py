@@ -261,6 +261,7 @@ def test_what_spells_a_special_token_is_text_wherever_a_user_writes_it(lm: LongC
         lambda text: made(TEXT + text + TEXT),
         lambda text: made(iter([TEXT, *text, TEXT])),  # cut within what it spells
         lambda text: context.question_ids(text)[0],
+        lambda text: lm.prompt([{"role": "user", "content": text}]).ids,
         lambda text: written(calling, "chat", [{"role": "user", "calls": [{"name": text}]}], [{"what": text}]),
     ]
     for way in ways:
