@@ -24,6 +24,8 @@ from locret.cache.whole import ASSISTED
 from locret.chunked_prefill import Way, check_cache, checked, feed_held_back, read_prompt
 from locret.token_ids import Prompt
 
+_MOST = 10**15
+"""What a number of tokens, beams or answers may be at most: torch counts in 64 bits, and memory ends sooner."""
 _MODES = {GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE, GenerationMode.BEAM_SEARCH, GenerationMode.BEAM_SAMPLE}
 
 
@@ -210,8 +212,8 @@ def checked_options(base: Any, options: dict[str, Any]) -> GenerationConfig:
     for name in _NUMBERS:
         value = options.get(name)
         whole = isinstance(value, Integral) and not isinstance(value, bool)
-        if value is not None and not (whole and 1 <= value < 2**31):
-            raise ValueError(f"{name}={value!r} is not a whole number of 1 or more, below 2^31; give one")
+        if value is not None and not (whole and 1 <= value <= _MOST):
+            raise ValueError(f"{name}={value!r} is not a whole number from 1 to 10^15; give one")
     unknown = config.update(**{name: value for name, value in options.items() if name != "generation_config"})
     for name, instead in _INSTEAD.items():
         value = options.get(name, getattr(config, name, None))
