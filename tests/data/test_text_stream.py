@@ -126,10 +126,13 @@ def test_blocks_never_split_a_character_and_a_byte_order_mark_is_not_text(tmp_pa
 
 def test_what_is_no_text_is_refused_by_name(tmp_path):
     (tmp_path / "latin.txt").write_bytes("größer".encode("latin-1"))
+    with (tmp_path / "sparse.txt").open("wb") as file:
+        file.truncate(2**40)
     for path, sentence in [
         ("no/such.txt", r"^--prompt-file no/such.txt: no such file; check the path, or use - for"),
         (tmp_path, r"^--prompt-file .*: that is a folder; give one text file$"),
         (tmp_path / "latin.txt", r"^--prompt-file .*latin.txt: not UTF-8 text \(.*\); convert it"),
+        (tmp_path / "sparse.txt", r"^--prompt-file .*sparse.txt: begins with NUL, as data and sparse files do; give"),
     ]:
         with pytest.raises(ValueError, match=sentence):
             list(read_text(path))
