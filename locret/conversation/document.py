@@ -409,7 +409,7 @@ def read_text(source: str | Path, block_chars: int = 1 << 20, setting: str = "--
             try:
                 while block := stream.read(block_chars):
                     if not read and block.startswith("\0"):
-                        raise ValueError(f"{setting}{source}: begins with NUL, as data and sparse files do; give a text")
+                        raise ValueError(f"{setting}{source}: begins with NUL, as sparse files do; give a text")
                     read += len(block)
                     if read > _LONGEST_PIPE and not stat.S_ISREG(mode):
                         raise ValueError(
