@@ -147,7 +147,7 @@ _ENDING = Refusal(503, "the server is about to end; ask it again when it has sta
 
 
 class Gate:
-    """ASGI middleware; see the module."""
+    """ASGI middleware: what every request passes before a route sees it: who asks, by which name, and how much."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self.app, self.state = app, state
