@@ -28,6 +28,7 @@ from locret.infer.infer_options import (
     QuestionOptions,
 )
 from locret.loading.options import ScorerOptions
+from locret.policy.resolve import check_no_turns
 
 if TYPE_CHECKING:
     from locret import Chat, Context, LongContextModel
@@ -94,7 +95,6 @@ def execute(options: Options, ranks: Ranks) -> None:
     import torch
 
     from locret.infer.reading import counted, opened, ready, warn_of_growth
-    from locret.policy.resolve import check_no_turns
 
     output, prompt, asked = options.output, options.prompt, options.prompt.question
     _check_together(options, asked, ranks)
@@ -112,8 +112,6 @@ def execute(options: Options, ranks: Ranks) -> None:
             foresee=foresee,
             protect=prompt.protect,
         )
-        if prompt.protocol == "aware":
-            check_no_turns({"turns": options.policy.turns})
     with ranks.together():
         ranks.agree({"what auto came to": plan.policy.to_dict()}, "give --kv-memory as a number")
         if ranks.size > 1 and not output.dry_run:
@@ -147,6 +145,8 @@ def contents(options: Options, plan: Ready, asked: Sequence[str]) -> dict[str, A
 def _check_together(options: Options, asked: Sequence[str], ranks: Ranks) -> None:
     """Refuse ways of asking that do not go together."""
     prompt, output = options.prompt, options.output
+    if prompt.protocol == "aware":
+        check_no_turns({"turns": options.policy.turns})
     check_evidence(prompt, options.generation)
     if prompt.evidence and not asked and not output.dry_run:
         raise ValueError("--evidence is about an answer, but nothing is asked; give --question")

@@ -362,8 +362,8 @@ class Chat(Reading):
             read_tokens: Tokens of the text that were read for this answer alone.
             read_seconds: How long that took.
         """
-        cache, device = self.cache, input_device(self.lm.model)
-        most = settings["max_new_tokens"]
+        cache, model, most = self.cache, unwrap(self.lm.model), settings["max_new_tokens"]
+        device = input_device(model)
         self._looking_back(dict(settings))
         start, before = now(device), cache.seen
         self.read_turn(text, most)
@@ -380,7 +380,7 @@ class Chat(Reading):
             final_units=every[-1].units,
             planned_cache_bytes=sum(one.planned for one in every),
             peak_cache_bytes=own.peak if copies is None else max(own.peak, own.actual + copies.actual),
-            full_cache_bytes=full_bytes(cache.backbone, prompt_tokens, unwrap(self.lm.model).dtype.itemsize),
+            full_cache_bytes=full_bytes(cache.backbone, prompt_tokens, model.dtype.itemsize),
             planned_host_bytes=sum(one.host_planned for one in every),
             host_bytes=sum(one.host for one in every),
             moved_bytes=every[-1].moved,  # a copy goes on counting

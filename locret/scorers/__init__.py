@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-from locret import shipped
 from locret.backbone.chunk import Chunk
 from locret.base import method_spec, plugins, registry
 from locret.base.method_spec import MethodSpec
@@ -102,9 +101,9 @@ def find(name: str) -> type[Scorer]:
         raise ValueError(f'scorer "{name}": options are written OPTION=VALUE, such as {base}:OPTION=VALUE')
     if name.endswith(".py"):
         raise ValueError(f'scorer "{name}" names no class of the file; write {name}:Class')
-    if os.path.isfile(os.path.join(shipped.find(name), "config.json")):
+    if "/" in name or os.path.isfile(os.path.join(name, "config.json")):
         raise ValueError(
-            f'scorer "{name}" is a folder; if it holds retaining heads, give RetainingHeads.from_pretrained("{name}") '
+            f'scorer "{name}" is a path; if it leads to retaining heads, give RetainingHeads.from_pretrained("{name}") '
             f"in Python, or --heads {name}"
         )
     refuse_unknown("scorer", name, names())
