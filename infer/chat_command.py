@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from locret import shipped
 from locret.base.fields import Refusal
 from locret.base.nearest import check_retired, nearest
 from locret.base.warned import warn_user
@@ -195,8 +196,6 @@ class Conversation:
 def _path(given: str, name: str) -> Path:
     if not given:
         raise ValueError(f"{name} needs a file; write {name} FILE")
-    from locret import shipped
-
     return Path(os.path.expanduser(shipped.find(given)))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 
 from locret import shipped
 from locret.base.files import write_text
+from locret.cli.command import parse_options
 
 CUES = (
     'What does the text say about "{}"?',
@@ -202,8 +203,6 @@ def _questions(options: TextRowsOptions, files: dict[str, Path]) -> dict[str, li
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    from locret.cli.command import parse_options
-
     (options,), _ = parse_options("locret rows", (__doc__ or "").split("\n")[0], [TextRowsOptions], argv)
     rows = list(text_rows(options))
     write_text(options.output, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), parents=True)

@@ -17,10 +17,14 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from locret.base.files import locked
+from locret.base.method_spec import MODIFIERS
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
+from locret.data import tasks
+from locret.data.tasks.published import suites
+from locret.distributed.ranks import Ranks, joined
+from locret.infer.evaluation.eval_options import OPTION_CLASSES
 
 if TYPE_CHECKING:
-    from locret.distributed.ranks import Ranks
     from locret.infer.evaluation.job import Job
 
 _GO_ON = "all answers so far are on disk, --resume goes on"
@@ -37,16 +41,12 @@ def command(argv: Sequence[str] | None = None) -> int:
         from locret.infer.evaluation import real
 
         return real.command(arguments)
-    from locret.distributed import ranks
-
-    with ranks.joined(_GO_ON) as own:
+    with joined(_GO_ON) as own:
         _command(own, arguments)
     return 0
 
 
 def _command(processes: Ranks, arguments: list[str]) -> None:
-    from locret.infer.evaluation.eval_options import OPTION_CLASSES
-
     with processes.together():
         (model, evaluation, budgets, report), chosen = parse_options(
             "locret-eval", DESCRIPTION, OPTION_CLASSES, arguments
@@ -89,10 +89,7 @@ def _say(job: Job, named: bool) -> None:
 
 def _everything() -> dict[str, Any]:
     """Return the tasks, suites, methods and modifiers there are, by name."""
-    from locret.base.method_spec import MODIFIERS
-    from locret.data import tasks
-    from locret.data.tasks.published import suites
-    from locret.infer.evaluation import methods
+    from locret.infer.evaluation import methods  # imports torch
 
     about = ("version", "metric", "source", "max_new_tokens", "size")
     known = {name: tasks.get(name) for name in tasks.names()}
