@@ -129,7 +129,7 @@ def test_the_first_example_of_the_readme_prints_what_it_says_in_any_folder(
     expected = re.findall(r"^print\(.*\)  # (.*)$", first, re.MULTILINE)
     assert len(expected) == first.count("print(") == 3
     monkeypatch.chdir(tmp_path)
-    exec(compile(first, "README.md", "exec"), {})
+    exec(first, {})
     assert capsys.readouterr().out.splitlines() == expected
     assert [file.name for file in tmp_path.iterdir()] == ["limits.ctx"]
     for block in others:

@@ -80,7 +80,7 @@ def printed(cell: Any) -> list[str]:
     return [output.get("text") or output["data"]["text/plain"] for output in shown]
 
 
-@pytest.mark.slow
+@pytest.mark.long  # it reads what README's first example reads, which every commit does
 def test_the_notebook_prints_what_it_has_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     nbformat = pytest.importorskip("nbformat", reason="nbformat is not installed")

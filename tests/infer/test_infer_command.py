@@ -166,10 +166,8 @@ def test_scorers_by_name_take_options_and_without_any_a_fallback_is_named(
     assert json.loads(outcome.out)["scorer"] == scorers.FALLBACK
 
 
-def test_positions_beyond_the_context_are_warned_about_once(
-    infer: Infer, usual: tuple[object, ...], text: Path
-) -> None:
-    longer = (*usual, *2 * ("--prompt-file", text))
+def test_positions_beyond_the_context_are_warned_about_once(infer: Infer, usual: tuple[object, ...]) -> None:
+    longer = (*usual, *2 * usual[4:6])  # the text three times
     assert "warning" not in infer(*longer).err
     err = infer(*longer, "--positions", "original").err
     assert err.count("warning") == 1
