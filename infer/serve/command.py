@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.base import interrupts
-from locret.base.warned import warn_user
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines, with_flag
 from locret.infer.infer_options import ModelOptions
 from locret.infer.serve.serve_options import ServeOptions
@@ -96,19 +95,16 @@ def _load(
     """Load what the options name; return it with the plan of its weights."""
     from locret import LongContextModel, loading
     from locret.backbone.adapters import describe
+    from locret.conversation.head_shares import sharing
     from locret.loading.weights import DISK, plan_weights
     from locret.policy.resolve import resolve_options
-    from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
+    from locret.scorers.chosen import MEASURED, check_matches, chosen_heads, load_scorer
 
     device = loading.device_of_source(model)
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
-    rates, recommended = load_scorer(scorer)
-    if recommended.get("head_budgets") == "shares" and "head_budgets" not in {*chosen, *scorer.changes}:
-        warn_user(
-            "the heads recommend head_budgets=shares, with which a context is no prefix that requests can share; texts "
-            "are read with equal KV heads, and with the default budget, because these need more units"
-        )
-        recommended = {name: recommended[name] for name in recommended.keys() & {"positions"}}
+    usual = "head_budgets" not in chosen or policy.head_budgets == "shares"
+    rates, recommended = load_scorer(scorer, sharing=usual)
+    asked = bool({"head_budgets", "spacing"} & chosen) or recommended != MEASURED or scorer.spec is not None
     config = loading.load_config(model)
     final = resolve_options(policy, chosen, recommended, None, describe(config).max_positions, scorer.changes)
     check_matches(scorer, rates, config)
@@ -120,6 +116,7 @@ def _load(
             "keeps what fits in memory"
         )
     backbone = loading.load_model(model, config, device, dtype)
+    final = sharing(final, rates, backbone, tokenizer, options.template, asked=asked)
     return LongContextModel(backbone, tokenizer, rates, final, template=options.template), weights
 
 

@@ -63,7 +63,8 @@ def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
         done = {"bytes": progress.bytes, "total": progress.total, "seconds": round(progress.seconds, 3)}
     elif entry.state == "ready":
         whole, rest = entry.units >= entry.tokens, f"{entry.units:,} of {entry.tokens:,} tokens"
-        summary = f"kept whole: {rest} fit in the budget" if whole else f"kept {rest} in every KV head"
+        where = "in every KV head" if entry.end == entry.units else "per KV head on average"
+        summary = f"kept whole: {rest} fit in the budget" if whole else f"kept {rest} {where}"
     if look and entry.state == "ready":
         with suppress(OSError, SafetensorError):  # it was deleted meanwhile
             share = shares_in(entry.path, entry.tokens)

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from locret.base.fields import shown
 from locret.base.nearest import nearest
 from locret.cache.cache_file import check_header, save_cache
+from locret.cache.export import mean_units
 from locret.conversation.document import encode, is_text
 from locret.conversation.turns import Talk, saved_talk
 from locret.infer.serve.jobs import Job, Progress
@@ -55,7 +56,9 @@ class Entry:
     tokens: int = 0
     """Tokens that were read."""
     units: int = 0
-    """Units per KV head that stayed."""
+    """Units per KV head that stayed, on average where they differ."""
+    end: int = 0
+    """The position of the token that follows."""
     size: int = 0
     created: float = 0.0
     key: str = ""
@@ -147,7 +150,9 @@ class Index:
             if not stat.S_ISREG(status.st_mode):
                 raise ValueError("it is a link, or no file; put the file itself into the folder")
             state = check_header(path, self.lm.model, self.lm.scorer)
-            entry.tokens, entry.units = state["seen"], state["layers"][0]["fill"]
+            entry.tokens, units = state["seen"], [counters["fill"] for counters in state["layers"]]
+            entry.units, even = mean_units(units), state["policy"].get("head_budgets", "uniform") == "uniform"
+            entry.end = entry.units if even and len({*units}) == 1 else state["next_position"]
             if entry.named:
                 self._examine_named(entry, state["vocab_size"])
         except (Refusal, ValueError, OSError, SafetensorError, KeyError, TypeError, IndexError) as error:

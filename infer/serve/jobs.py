@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
+from locret.cache.export import mean_units
 from locret.conversation.document import Document, ReadingBar, read_text
+from locret.conversation.saved import kept_heads
 from locret.engines.transformers import Written
 from locret.pictures import Retention, kept_shares
 
@@ -229,7 +231,7 @@ def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, sourc
     bar = ReadingBar(document, show=False)
 
     def tell(read: int) -> None:
-        units = max(layer.fill for layer in cache.governed)
+        units = mean_units([layer.fill for layer in cache.governed])
         job.progress = Progress(cache.seen, read, size, units, time.monotonic() - job.began)
 
     with turns.turn(job.check) as turn:
@@ -246,7 +248,7 @@ def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, sourc
 def shares_in(path: Path, tokens: int) -> list[float]:
     """Return for equal stretches of a saved text of so many tokens which share is kept, 0 to 1, as a mean of heads."""
     with safe_open(path, framework="pt") as file:
-        layers = [file.get_tensor(name)[0] for name in file.keys() if name.endswith(".positions")]  # noqa: SIM118
-    kept = {nth: [head[head >= 0] for head in layer] for nth, layer in enumerate(layers)}
+        layers = sum(name.endswith(".positions") for name in file.keys())  # noqa: SIM118 (not a dict)
+        kept = {nth: kept_heads(file.get_tensor, nth) for nth in range(layers)}
     means = kept_shares(Retention(kept, tokens), min(COLUMNS, tokens)).mean(0)
     return [round(share, 4) for share in means.tolist()]

@@ -308,7 +308,7 @@ class Library:
     def prefix(self, entry: Entry) -> Prefix:
         """Return the units of a context from its file."""
         try:
-            found: Prefix = self._index.load(entry, Prefix.from_file)
+            found: Prefix = self._index.load(entry, partial(Prefix.from_file, uneven=True))
         except (ValueError, OSError) as error:
             with self._lock:
                 raise self._index.damaged(entry, error) from error
@@ -322,7 +322,7 @@ class Library:
             with self._index.moving:
                 yield self.prefix(entry)
 
-        return Stored(entry.key.encode(), entry.units, load)
+        return Stored(entry.key.encode(), entry.units, entry.end, load)
 
     def _reading_bytes(self, entry: Entry, tokens: int) -> int:
         """Return what a copy of a context needs to read on: its file says by which policy, and may hold more units."""

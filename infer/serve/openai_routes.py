@@ -180,7 +180,7 @@ class _Work:
     def _asked(self, prompt: Prompt) -> list[Asked]:
         """Return what begins the answers to a prompt, which loads its prefix."""
         body, engine, library = self.body, self.state.engine, self.state.library
-        room = engine.longest - prompt.units - len(prompt.rest)
+        room = engine.room(prompt.units, 0 if prompt.holder is None else prompt.holder.end) - len(prompt.rest)
         most = getattr(body, body.limit) or min(self.state.options.max_new_tokens, max(room, 1))
         if most > room:
             raise Refusal(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from locret import RetainingHeads, RetentionPolicy
 from locret.backbone.adapters import compute_dtype, find_decoder, unwrap
 from locret.backbone.rotary import rotary_parameters
-from locret.cache.export import check_prefix
+from locret.cache.export import check_prefix, mean_units
 from locret.cache.limits import Limits, column_bytes, planned_bytes
 from locret.conversation.chat import LONGEST_ANSWER
 from locret.infer import sizing
@@ -38,7 +38,7 @@ class MemoryPlan:
     working: int
     """What one chunk works with."""
     units: int
-    """Units per KV head of a context that has been read."""
+    """Units per KV head of a context that has been read, on average where they differ."""
 
     @classmethod
     def of(cls, lm: LongContextModel, kv_memory: int | str, *, readers: int = 2) -> MemoryPlan:
@@ -49,10 +49,11 @@ class MemoryPlan:
         policy, backbone = lm.policy, lm.backbone
         _check_policy(lm)
         size = compute_dtype(lm.model).itemsize
-        units = max(Limits(policy, lm.scorer, len(backbone.layers)).plan(None).last.kept)
+        kept = Limits.of(backbone, lm.scorer, policy).plan(None).last.kept
+        units = mean_units(kept)
         shape = backbone.check_alike("locret-serve")
         token = backbone.num_layers * shape.num_kv_heads * shape.unit_dim * size
-        stored = host_bytes(backbone, [units] * backbone.num_layers, size, column_bytes=column_bytes(lm.scorer))
+        stored = host_bytes(backbone, kept, size, column_bytes=column_bytes(lm.scorer))
         # The least that the engine can work with: a context, a question of one chunk and an answer.
         engine_tokens = units + policy.chunk_size + LONGEST_ANSWER
         reader = reader_bytes(lm, policy)
@@ -115,7 +116,7 @@ def _times(count: int, what: str) -> str:
 def _check_policy(lm: LongContextModel) -> None:
     """Refuse a policy whose cache is not bounded, or is no prefix."""
     policy, rotary = lm.policy, rotary_parameters(find_decoder(lm.model))
-    check_prefix(policy, lm.backbone, {policy.budget + policy.local_len}, rotary)
+    check_prefix(policy, lm.backbone, {policy.budget + policy.local_len}, rotary, uneven=True)
     for wrong, flags, why in (
         (policy.when != "chunk", f"--when {policy.when}", "holds all of a text until its end; take --when chunk"),
         (policy.plans_by_length, f"--memory {policy.memory}", "plans by a text's length; take --memory fixed"),

@@ -8,7 +8,7 @@ prompt of that many tokens; slot i may hold another token in each head. Nobody h
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,9 +54,18 @@ def _check_ordinary(cache: RetentionCache) -> None:
 
 
 def check_prefix(
-    policy: RetentionPolicy, backbone: Backbone, units: Set[int], rotary: Mapping[str, Any], *, states: bool = False
+    policy: RetentionPolicy,
+    backbone: Backbone,
+    units: Set[int],
+    rotary: Mapping[str, Any],
+    *,
+    states: bool = False,
+    uneven: bool = False,
 ) -> None:
-    """Refuse a policy that leaves no prefix, and numbers of `units` in layers that make none."""
+    """Refuse a policy that leaves no prefix, and numbers of `units` in layers that make none.
+
+    With `states` those of recurrent layers may go with it, with `uneven` KV heads may hold different numbers of units.
+    """
     if policy.recalls_blocks:
         raise ValueError(f"recall_by={policy.recall_by} gives far units one position, which no ordinary prefix has")
     if policy.positions != "compact":
@@ -75,7 +84,7 @@ def check_prefix(
             "no prefix of one length; save the context with save_cache instead"
         )
     backbone.check_alike("an ordinary prefix")
-    if policy.head_budgets != "uniform" or len(units) > 1:
+    if is_uneven(policy, units) and not uneven:
         raise ValueError(
             f'head_budgets="{policy.head_budgets}" and layer_budgets="{policy.layer_budgets}" leave heads or layers '
             "with different numbers of units, and a prefix has one length; read the text with uniform budgets"
@@ -86,6 +95,50 @@ def check_prefix(
             f"{backbone.model_type} rotates keys in another way below {original} tokens, and the prefix "
             f"would have {max(units)}; raise budget to at least {original}, or answer with locret.generate"
         )
+
+
+def is_uneven(policy: RetentionPolicy, units: Set[int]) -> bool:
+    """Return whether KV heads hold different numbers of units, where layers hold these on average."""
+    return policy.head_budgets != "uniform" or len(units) > 1
+
+
+def mean_units(layers: Sequence[int]) -> int:
+    """Return how many units KV heads hold on average over layers, rounded up."""
+    return -(-sum(layers) // len(layers))
+
+
+def uneven_units(
+    tensors: Mapping[str, Tensor],
+    numbers: Mapping[str, Any],
+    policy: RetentionPolicy,
+    backbone: Backbone,
+    rotary: Mapping[str, Any],
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:
+    """Return what `RetentionCache.state` says of one row as units that an engine takes head by head.
+
+    Returns:
+        For each layer keys and values, (units, D), head after head, rotated to end before the next position; and how
+        many units each KV head has.
+    """
+    layers = numbers["layers"]
+    check_prefix(policy, backbone, {counters["fill"] for counters in layers}, rotary, uneven=True)
+    if policy.has_host or not (policy.exact_bits and all(counters["rotated"] for counters in layers)):
+        raise ValueError(
+            "units in codes, in a second tier or in the middle of a read are no prefix; read the text anew"
+        )
+    parts: dict[str, list[Tensor]] = {"keys": [], "values": []}
+    heads = []
+    for nth, counters in enumerate(layers):
+        counts = tensors.get(f"layers.{nth}.counts")
+        if counts is None:  # (1, K, U, D), as many in each head
+            check_one_row(len(tensors[f"layers.{nth}.keys"]))
+            counts = torch.full((1, backbone.num_kv_heads), counters["fill"])
+        check_one_row(len(counts))
+        heads.append(tuple(counts[0].tolist()))
+        for name, part in parts.items():
+            states = tensors[f"layers.{nth}.{name}"]
+            part.append(states.reshape(-1, states.shape[-1]).clone())
+    return tuple(parts["keys"]), tuple(parts["values"]), tuple(heads)
 
 
 def check_one_row(rows: int) -> None:

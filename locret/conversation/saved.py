@@ -9,7 +9,7 @@ repository is run.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -148,11 +148,7 @@ class SavedContext:
 
     def kept(self, layer: int) -> list[Tensor]:
         """Return for every KV head of a full-attention layer the (C,) positions in the text that it holds."""
-        positions = self.saved.tensors[f"layers.{layer}.{POSITIONS}"].long()
-        if positions.dim() == 1:  # head after head, row after row
-            counts = self.saved.tensors[f"layers.{layer}.counts"][0].tolist()
-            return list(positions[: sum(counts)].split(counts))
-        return [head[head >= 0] for head in positions[0]]
+        return kept_heads(self.saved.tensors.__getitem__, layer)
 
     def kept_by_message(self) -> list[KeptTurn] | None:
         """Return what has stayed of each turn; None where the file does not say where they are."""
@@ -173,6 +169,15 @@ class SavedContext:
             return Prefix.from_saved(self.saved)
         except ValueError as error:
             return str(error).removeprefix(f"{self.path}: ")
+
+
+def kept_heads(tensor: Callable[[str], Tensor], layer: int) -> list[Tensor]:
+    """Return for every KV head of a layer of a file's first row, by its tensors, the positions that it holds."""
+    positions = tensor(f"layers.{layer}.{POSITIONS}").long()
+    if positions.dim() == 1:  # head after head, row after row
+        counts = tensor(f"layers.{layer}.counts")[0].tolist()
+        return list(positions[: sum(counts)].split(counts))
+    return [head[head >= 0] for head in positions[0]]
 
 
 def shown_text(text: str) -> str:

@@ -36,7 +36,7 @@ from locret.backbone.rotary import fixed_reach, rotary_parameters, uses_long_fac
 from locret.backbone.shape import Backbone
 from locret.base.fields import check_sampling, shown
 from locret.engines.prefix import Prefix
-from locret.engines.rows import NAME, Feed, Rows
+from locret.engines.rows import NAME, Feed, Rows, Shared
 from locret.generation import check_finite_logits
 
 Finish = Literal["stop", "length", "error"]
@@ -104,6 +104,9 @@ class Stored:
     digest: bytes
     """What tells its units from all others."""
     units: int
+    """Units per KV head, on average where they differ."""
+    end: int
+    """The position of the token that follows."""
     load: Callable[[], AbstractContextManager[Prefix]]
     """Gives the units while they are taken in."""
 
@@ -113,6 +116,7 @@ class _Held:
     """A context, and the rows that its units are in."""
 
     rows: list[int]
+    shared: Shared
     users: int = 0
 
 
@@ -120,9 +124,9 @@ class _Held:
 class _Request:
     held: _Held | None
     own: list[int]
-    """Rows of its own."""
+    """Its rows."""
     rows: Tensor
-    """All that it may see, the context's first."""
+    """The same as passes take them."""
     pending: list[int]
     """Tokens that are not in rows yet."""
     left: int
@@ -132,7 +136,7 @@ class _Request:
     on_token: Callable[[Written], None]
     processors: LogitsProcessorList
     done: int = 0
-    """Rows that are written."""
+    """How many of them are written."""
     over: bool = False
     """Whether it has ended or was cancelled; then nothing is told any more."""
     generator: torch.Generator | None = field(default=None, repr=False)
@@ -174,8 +178,7 @@ class PagedContexts:
         _check_at_least("kv_bytes", kv_bytes, 2 * self._row_bytes)
         self.planned_bytes = self._count * self._row_bytes
         """Bytes that are allocated once."""
-        self.longest = min(self._count, self.backbone.max_positions, fixed_reach(decoder) or self._count)
-        """Most positions that one answer can have: units, question and new tokens."""
+        self._positions: int = min(self.backbone.max_positions, fixed_reach(decoder) or self.backbone.max_positions)
         self._max_tokens, self._max_requests = max_batch_tokens, max_requests
         self._rotary, self._vocab_size = rotary_parameters(decoder), int(base.config.get_text_config().vocab_size)
         ends = base.generation_config.eos_token_id if base.generation_config is not None else None
@@ -262,7 +265,7 @@ class PagedContexts:
             ValueError: If it could never be answered.
         """
         ids, sampling, units = [int(one) for one in ids], sampling or Sampling(), 0 if prefix is None else prefix.units
-        self._check_question(ids, units, max_new_tokens, sampling)
+        self._check_question(ids, prefix, max_new_tokens, sampling)
         ends = self._ends if end_ids is None else frozenset(end_ids)
         digest = b"" if prefix is None else prefix.digest  # takes a while for large units, hence not under the lock
         more = len(ids) + max_new_tokens
@@ -272,8 +275,8 @@ class PagedContexts:
             held = self._take_in(loaded, digest, units, more)
             assert self._rows is not None
             own = self._rows.take(more)
-            rows, processors = self._rows.index([*(held.rows if held else ()), *own]), _processors(sampling)
-            request = _Request(held, own, rows, ids, max_new_tokens, ends, sampling, on_token, processors, units)
+            rows, processors = self._rows.index(own), _processors(sampling)
+            request = _Request(held, own, rows, ids, max_new_tokens, ends, sampling, on_token, processors)
             self._running.append(request)
             self._lock.notify_all()
         return partial(self._cancel, request)
@@ -332,7 +335,12 @@ class PagedContexts:
 
     # -- what is checked before anything is done -------------------------------------------------------------------
 
-    def _check_question(self, ids: Sequence[int], units: int, new: int, sampling: Sampling) -> None:
+    def room(self, units: int = 0, end: int = 0) -> int:
+        """Return how many tokens may follow so many units per KV head, the next of them at position `end`."""
+        tokens: int = min(self._count - units, self._positions - end)
+        return tokens
+
+    def _check_question(self, ids: Sequence[int], prefix: Prefix | Stored | None, new: int, sampling: Sampling) -> None:
         if not ids:
             raise ValueError("there is no token to answer; give at least one that follows what was read")
         if wrong := [one for one in ids if not 0 <= one < self._vocab_size]:
@@ -340,19 +348,20 @@ class PagedContexts:
         _check_at_least("max_new_tokens", new, 1)
         if (sampling.top_logprobs or 0) > self._vocab_size:
             raise ValueError(f"top_logprobs={sampling.top_logprobs} are more than the {self._vocab_size} tokens")
-        if (length := units + len(ids) + new) > self.longest:
+        units, end = (0, 0) if prefix is None else (prefix.units, prefix.end)
+        if (more := len(ids) + new) > (room := self.room(units, end)):
             raise ValueError(
-                f"{units} units, {len(ids)} tokens and up to {new} new ones are {length} positions, more than the "
-                f"{self.longest} that one answer can have; ask for fewer new tokens, or give the engine more memory"
+                f"{len(ids)} tokens and up to {new} new ones are {more} positions, more than the {max(room, 0)} that "
+                f"an answer can have after {units} units; ask for fewer new tokens, or give the engine more memory"
             )
 
     def _check_prefix(self, prefix: Prefix) -> None:
         # Files name the layers that rotate nothing as well, which follow from the backbone's type and shape.
         rotary = {name: value for name, value in prefix.rotary.items() if name != "still"}
         backbone, kind = self.backbone, prefix.model_type or self.backbone.model_type
-        shape = {(prefix.units, backbone.num_kv_heads, backbone.head_dim)}
-        theirs = len(prefix.keys), {tuple(one.shape) for one in (*prefix.keys, *prefix.values)}, prefix.vocab_size, kind
-        ours = backbone.num_layers, shape, self._vocab_size, backbone.model_type
+        shape = (prefix.units, backbone.num_kv_heads, backbone.head_dim)
+        theirs = len(prefix.keys), prefix.shapes, prefix.vocab_size, kind
+        ours = backbone.num_layers, {shape}, self._vocab_size, backbone.model_type
         if theirs != ours or (prefix.model_type and rotary != self._rotary):
             raise ValueError(
                 "the context was read with another backbone: layers, shapes of units, vocabulary, type and rotation "
@@ -396,8 +405,8 @@ class PagedContexts:
         if held is None:
             assert prefix is not None
             # No pass that runs looks at them; if this fails, they are still free.
-            self._rows.write(self._rows.free[-units:], prefix.keys, prefix.values)
-            held = self._held[digest] = _Held(self._rows.take(units))
+            shared = self._rows.write(self._rows.free[-units:], prefix)
+            held = self._held[digest] = _Held(self._rows.take(units), shared)
         self._held.move_to_end(digest)
         held.users += 1
         return held
@@ -448,9 +457,8 @@ class PagedContexts:
         """Feed the next tokens of requests, and tell what they write."""
         feeds = []
         for request, count in served:
-            end, units = request.done + count, 0 if request.held is None else len(request.held.rows)
-            last = count == len(request.pending)
-            feeds.append(Feed(request.pending[:count], request.rows[:end], units, last))
+            shared, last = None if request.held is None else request.held.shared, count == len(request.pending)
+            feeds.append(Feed(request.pending[:count], request.rows[: request.done + count], shared, last))
         if not feeds:
             return
         assert self._rows is not None

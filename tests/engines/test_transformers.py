@@ -40,11 +40,12 @@ class Read:
     prefix: Prefix
 
     @classmethod
-    def by(cls, model: Any, scorer: Any, seed: int, *, units: int = 50, tokens: int = 300) -> Read:
-        policy = RetentionPolicy(budget=units - 16, chunk_size=96, stabilizers=8, local_len=16)
+    def by(cls, model: Any, scorer: Any, seed: int, *, units: int = 50, tokens: int = 300, **policy: Any) -> Read:
+        uneven, policy = bool(policy), {"stabilizers": 8, **policy}
+        policy = RetentionPolicy(budget=units - 16, chunk_size=96, local_len=16, **policy)
         cache, text = RetentionCache(model, scorer, policy), ids(tokens, seed)
         prefill(model, torch.tensor([text]), cache)
-        prefix = Prefix.of(cache)
+        prefix = Prefix.of(cache, uneven=uneven)
         assert prefix.units == units
         return cls(model, text, cache, prefix)
 
@@ -118,6 +119,38 @@ def test_a_shuffled_batch_writes_what_generate_writes(model: PreTrainedModel, bo
     assert answered(engine_of(model, room), asked)  # with room for all, or for two contexts that take turns
 
 
+UNEVEN = {
+    "shares": {"head_budgets": "shares", "head_shares": (0.2, 3.0, 0.5, 0.3) * 5},
+    "spaced": {"head_budgets": "shares", "head_shares": (4.0, 0.2, 0.2, 0.2) * 2 + (1.0,) * 12, "spacing": 16},
+    "adaptive": {"head_budgets": "adaptive"},
+    "layers": {"layer_budgets": "pyramid", "pyramid_beta": 4},
+}
+
+
+@pytest.mark.parametrize("sizes", UNEVEN)
+def test_kv_heads_of_different_sizes_are_answered_as_by_generate(
+    model: PreTrainedModel, heads: RetainingHeads, books: list[Read], sizes: str, tmp_path: Path
+) -> None:
+    """Together with contexts of equal heads and other requests, from files, in the bytes of equal heads."""
+    policy = {"stabilizers": 2, **UNEVEN[sizes]}
+    uneven = [Read.by(model, heads, seed, **policy) for seed in range(2)]
+    for nth, book in enumerate(uneven):
+        counts = [one for layer in book.prefix.counts for one in layer]
+        assert max(counts) > min(counts), "each head has as many units, so nothing is tried"
+        with pytest.raises(ValueError, match="uniform budgets"):
+            Prefix.of(book.cache)
+        save_cache(book.cache, tmp_path / f"{nth}.ctx")
+        found = Prefix.from_file(tmp_path / f"{nth}.ctx", uneven=True)
+        assert (found.digest, found.units, found.end) == (book.prefix.digest, book.prefix.units, book.prefix.end)
+        book.prefix = found
+    asked = [(book, ids(5 + 3 * number, 100 + number)) for book in (*uneven, books[0]) for number in range(6)]
+    random.Random(0).shuffle(asked)
+    assert answered(engine_of(model, 4000), asked)
+    assert answered(engine_of(model, 115), asked)  # room for two contexts of 50 units per head, and an answer
+    with pytest.raises(ValueError, match="80 positions, more than the 65 that an answer"):
+        engine_of(model, 115).generate_batch([(uneven[0].prefix, ids(40, 1))], max_new_tokens=40)
+
+
 FAMILIES = ["llama-mqa", "phi3-partial", "llama-yarn", "granite", "qwen3-moe", "smollm3"]
 
 
@@ -148,7 +181,7 @@ def test_all_that_is_allocated_is_planned_and_nothing_grows(model: Any, books: l
     each = sum(states[:1].nbytes for states in (*books[0].prefix.keys, *books[0].prefix.values))
     with PagedContexts(model, kv_bytes=2_000_000) as engine:
         assert 2_000_000 - each < engine.planned_bytes <= 2_000_000
-        counted = sum(states.nbytes for layer in engine._rows.layers for states in layer)
+        counted = engine._rows.keys.nbytes + engine._rows.values.nbytes
         assert (counted, engine.used_bytes) == (engine.planned_bytes, 0)
         for _ in range(3):
             engine.generate_batch([(book.prefix, ids(9, 1)) for book in books], max_new_tokens=8)
@@ -166,7 +199,7 @@ def test_contexts_are_loaded_once_those_that_are_asked_stay_and_the_oldest_other
             loads.append(nth)
             yield books[nth].prefix
 
-        return Stored(b"%d" % nth, 50, load)
+        return Stored(b"%d" % nth, 50, 50, load)
 
     with engine_of(model, 200) as engine:
         for nth in (0, 1, 2, 0):

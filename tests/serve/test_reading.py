@@ -118,7 +118,7 @@ def test_memory_that_is_too_small_is_refused_with_what_is_needed(serving: LongCo
     needed = int(str(caught.value).split(" take ")[1].split(" bytes")[0].replace(",", ""))
     plan = MemoryPlan.of(serving, needed)
     assert plan.reading + plan.engine + plan.moving + plan.working == plan.kv_memory == needed
-    assert PagedContexts(serving.model, kv_bytes=plan.engine).longest >= plan.units + serving.policy.chunk_size
+    assert PagedContexts(serving.model, kv_bytes=plan.engine).room(plan.units) >= serving.policy.chunk_size
     with pytest.raises(ValueError, match="is too small"):
         MemoryPlan.of(serving, needed - 1)
     with pytest.raises(ValueError, match="--readers 0"):

@@ -89,15 +89,11 @@ def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "contexts").exists()
 
 
-def test_heads_that_recommend_shares_are_read_with_equal_heads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_shares_that_heads_recommend_are_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RetainingHeads.from_pretrained("checkpoints/tiny-heads").save_pretrained(tmp_path / "heads")
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
-    config["policy"] = {"budget": 64, "head_budgets": "shares", "head_shares": [1.0] * 20}
+    config["policy"] = {"budget": 64, "local_len": 8, "head_budgets": "shares", "head_shares": [1.0] * 20}
     (tmp_path / "heads" / "config.json").write_text(json.dumps(config))
     line = ["--model", "checkpoints/tiny", "--heads", str(tmp_path / "heads"), "--contexts", str(tmp_path), "--dry-run"]
-    assert command(line) == 0
-    assert "texts are read with equal KV heads" in capsys.readouterr().err
-    with pytest.raises(ValueError, match='head_budgets="shares"'):
-        command([*line, "--head-budgets", "shares"])
+    assert command([*line, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["units"] == 64 + 8
