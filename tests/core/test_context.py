@@ -45,6 +45,7 @@ def test_many_questions_leave_the_context_as_it_was(context: Context) -> None:
     assert all(map(torch.equal, before, after))
 
 
+@pytest.mark.slow
 def test_everything_that_can_be_read_gives_the_same_answer(lm: LongContextModel, tmp_path: Path) -> None:
     path = tmp_path / "a text.txt"
     path.write_text("\ufeff\n" + TEXT, encoding="utf-8")

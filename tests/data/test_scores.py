@@ -30,6 +30,7 @@ def test_short_answers_get_their_official_scores() -> None:
         assert score(task, said, right, *classes) == pytest.approx(wanted), (task, said)
 
 
+@pytest.mark.slow
 def test_overlaps_by_hand() -> None:
     metrics = {**vars(overlap), **vars(retrieval), "exact_match": lambda said, right: exact_match(said, right[0])}
     for metric, said, right, wanted in ANSWERS["metrics"]:

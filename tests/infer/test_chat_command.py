@@ -58,6 +58,7 @@ def test_a_text_is_read_later_and_a_context_of_python_is_loaded(
     assert "Chat('text.txt': 0 turns" in err
 
 
+@pytest.mark.slow
 def test_a_saved_chat_needs_nothing_that_its_file_says(chat: Chat, text: Path) -> None:
     for method, reads in (("locret", True), ("streaming", False)):
         tiny = ("--model", "checkpoints/tiny", "--method", method, "--budget", 64, "--max-new-tokens", 5)
