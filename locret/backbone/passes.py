@@ -1,4 +1,4 @@
-"""The one place where the decoder layers of a backbone are called, in step with other processes, and what a look tells.
+"""The one place where decoder layers run without logits, in step with other processes, and what a look tells.
 
 A layer of a sharded backbone (FSDP, ZeRO-3) comes together only where every process asks for it, so a process with
 fewer chunks, or a shorter answer, would leave the others waiting for ever. Here the processes agree before each pass:

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
 
 STORES: dict[str, type[Store]] = {store.name: store for store in (DenseStore, RaggedStore)}
-"""Every way of holding units. To add one: a file next to `ragged.py`, and its class here."""
+"""Every way of holding units as they are; fewer bits: `quantised.py`. To add one: a file next to `ragged.py`, and its
+class here."""
 
 
 def find_store(store: type[Store] | str) -> type[Store]:

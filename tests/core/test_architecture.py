@@ -13,7 +13,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("locret", "data", "train", "infer")
 MAY_IMPORT = {"train": ("data", "locret"), "infer": ("data", "locret"), "data": ("locret",), "locret": ()}
-"""The demonstration of infer uses the trainer too, as a process of its own."""
 STOREYS = (
     ("shipped", "backbone_names", "__main__", "_version", "environment", "pictures", "base", "cli", "hub"),
     ("backbone",),

@@ -71,7 +71,7 @@ class Filled:
             assert all((h[h >= 0].diff() > 0).all() for h in held)
 
     def evict(self, kind: str, budget: int, turned: bool = False) -> Any:
-        kept = SELECTORS[kind].select(self.store, Stay(budget, 2, 1))
+        kept = SELECTORS[STORES[kind].holds].select(self.store, Stay(budget, 2, 1))
         self.store.keep(kept, turned)
         return kept
 

@@ -13,6 +13,7 @@ import pytest
 
 import locret
 from locret import shipped
+from locret.__main__ import COMMANDS
 from locret.cli.command import parse_options
 from locret.infer.serve.command import OPTION_CLASSES
 
@@ -26,9 +27,14 @@ COMPARED = {"kvpress", "llama_cpp"}
 """Peers that are compared with where somebody has installed them."""
 
 
+def setup_cfg() -> ConfigParser:
+    found = ConfigParser()
+    found.read(ROOT / "setup.cfg")
+    return found
+
+
 def required(extra: str | None) -> set[str]:
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
+    setup = setup_cfg()
     lines = setup["options.extras_require"][extra] if extra else setup["options"]["install_requires"]
     return {line.split()[0].partition("[")[0].lower() for line in lines.splitlines() if line}
 
@@ -50,9 +56,14 @@ def imported(folder: Path) -> dict[str, str]:
     return found
 
 
+def test_installed_commands_are_those_that_locret_lists() -> None:
+    scripts = setup_cfg()["options.entry_points"]["console_scripts"].split("\n")
+    names = {line.partition(" = ")[0].removeprefix("locret-") for line in scripts if line} - {"locret"}
+    assert names == COMMANDS.keys() - {"kernels", "rows", "demo", "env"}, "the small ones go by `locret NAME`"
+
+
 def test_what_is_imported_comes_with_the_package_or_an_extra_and_the_server_with_its_own() -> None:
-    setup = ConfigParser()
-    setup.read(ROOT / "setup.cfg")
+    setup = setup_cfg()
     every = required(None).union(*(required(extra) for extra in setup["options.extras_require"])) | COMPARED
     rooms = [*((ROOT / room, every) for room in ("locret", "train", "infer", "data"))]
     for folder, installed in (*rooms, (ROOT / "infer/serve", required(None) | required("serve"))):
