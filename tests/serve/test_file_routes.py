@@ -19,6 +19,7 @@ from running import QUESTION, ROOT, Running, refused, running, text_with, until
 
 from locret import LongContextModel
 
+pytestmark = pytest.mark.slow
 MARKITDOWN = importlib.util.find_spec("markitdown") is not None
 HTML = f"<html><body><h1>Keys</h1><p>{text_with(43600)}</p><script>no()</script></body></html>"
 
