@@ -42,8 +42,18 @@ class Shared:
     """(C,)"""
     end: int
     """The position of the token that follows."""
-    heads: Sequence[Sequence[Tensor]] = ()
-    """For each layer and KV head the cells of its units, where these hold different numbers."""
+    counts: Sequence[Sequence[int]] = ()
+    """Units of each layer's KV heads, where these hold different numbers."""
+
+    def cells(self, layer: int, width: int) -> tuple[Tensor, ...]:
+        """Return for each KV head of a layer the cells of its units, of so many in a row.
+
+        They are computed at each use, because held they would take memory of which no plan knows.
+        """
+        counts = self.counts[layer]
+        first = sum(map(sum, self.counts[:layer]))
+        places = torch.arange(first, first + sum(counts), device=self.rows.device)
+        return tuple((self.rows[places // width] * width + places % width).split(list(counts)))
 
 
 @dataclass(frozen=True)
@@ -78,6 +88,11 @@ class Rows:
         self.free = list(range(count))
         self._memo = MaskMemo()
 
+    @property
+    def width(self) -> int:
+        """Cells of a row."""
+        return self.keys.shape[1] * self.keys.shape[2]
+
     def take(self, count: int) -> list[int]:
         """Return rows that nobody else has."""
         taken = self.free[len(self.free) - count :]
@@ -90,19 +105,15 @@ class Rows:
 
     def write(self, rows: Sequence[int], prefix: Prefix) -> Shared:
         """Write the units of a context into rows, and return how requests see them."""
-        index, heads = self.index(rows), list[tuple[Tensor, ...]]()
-        width = self.keys[0, ..., 0].numel()
-        cells = (index[:, None] * width + torch.arange(width, device=self.device)).flatten()
+        shared = Shared(self.index(rows), prefix.end, prefix.counts)
         for layer, (keys, values) in enumerate(zip(prefix.keys, prefix.values, strict=True)):
-            held = [(self.keys[:, layer], keys), (self.values[:, layer], values)]
-            places = index
+            held, places = [(self.keys[:, layer], keys), (self.values[:, layer], values)], shared.rows
             if prefix.counts:
                 held = [(self.keys.flatten(0, 2), keys), (self.values.flatten(0, 2), values)]
-                places, cells = cells.split([len(keys), len(cells) - len(keys)])
-                heads.append(places.split(list(prefix.counts[layer])))
+                places = torch.cat(shared.cells(layer, self.width))
             for buffer, states in held:
                 buffer.index_copy_(0, places, states.to(buffer))
-        return Shared(index, prefix.end, heads)
+        return shared
 
     @torch.no_grad()
     def run(self, feeds: Sequence[Feed]) -> Tensor:
@@ -192,12 +203,12 @@ def _grouped(feeds: list[tuple[int, Feed]]) -> _Group:
 def _view(held: Rows, layer: int, feed: Feed) -> View:
     """Return what the tokens of one request attend to in a layer."""
     shared = feed.shared
-    if shared is None or not shared.heads:
+    if shared is None or not shared.counts:
         rows = feed.own if shared is None else torch.cat([shared.rows, feed.own])
         keys, values = (one[:, layer].index_select(0, rows).transpose(0, 1) for one in (held.keys, held.values))
         return View(keys[None], values[None])
     own = _cells(held, layer, feed.own)
-    heads = [torch.cat(both) for both in zip(shared.heads[layer], own, strict=True)]
+    heads = [torch.cat(both) for both in zip(shared.cells(layer, held.width), own, strict=True)]
     segments = [[slice(start, end) for start, end in pairwise([0, *accumulate(map(len, heads))])]]
     cells = torch.cat(heads)
     keys, values = (one.flatten(0, 2).index_select(0, cells) for one in (held.keys, held.values))
@@ -213,10 +224,10 @@ def _cells(held: Rows, layer: int, rows: Tensor) -> list[Tensor]:
 def _attend_together(query: Tensor, held: Rows, layer: int, group: _Group, **how: Any) -> Tensor:
     """Let the (H, R, D) queries of a group attend, head by head where these hold different numbers of units."""
     shared = group.shared
-    if shared is None or not shared.heads:
+    if shared is None or not shared.counts:
         begins = group.own.new_empty(0) if shared is None else shared.rows
         return _by_products(query, held.keys[:, layer], held.values[:, layer], begins, group.own, group.there, **how)
-    heads, sinks = shared.heads[layer], how.pop("sinks")
+    heads, sinks = shared.cells(layer, held.width), how.pop("sinks")
     shares = [None] * len(heads) if sinks is None else sinks.chunk(len(heads))
     keys, values = (one.flatten(0, 2)[:, None] for one in (held.keys, held.values))
     parts = zip(query.chunk(len(heads)), heads, _cells(held, layer, group.own), shares, strict=True)
