@@ -27,7 +27,7 @@ from locret.cache.layer import HOST
 from locret.cache.over_ranks import own_state, whole_state
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
-from locret.cache.schema import DTYPES, check_units, checksum, dtype_of
+from locret.cache.schema import DTYPES, check_counts, check_units, checksum, dtype_of
 from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.heads.fingerprint import any_fingerprint, computation, different_computation
 from locret.heads.heads import RetainingHeads
@@ -316,6 +316,7 @@ def _checked_units(
             metadata = file.metadata()
         if "checksum" in metadata and checksum(metadata["state"], tensors) != metadata["checksum"]:
             raise ValueError("its checksum is another")
+        check_counts(tensors, state, backbone)
     except _ODD as error:
         raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
     # Earlier versions remembered more of what was read.

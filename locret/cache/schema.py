@@ -18,7 +18,7 @@ from locret.backbone.shape import BOTH, FULL, SLIDING, Backbone
 from locret.base.fields import shown
 from locret.cache.layer import HOST
 from locret.cache.rounding import forms_of, packed_bytes
-from locret.cache.store import COLUMNS
+from locret.cache.store import COLUMNS, STATES
 from locret.heads.fingerprint import crc
 from locret.policy.policy import RetentionPolicy
 
@@ -77,6 +77,17 @@ def check_units(
             raise ValueError(f"{name} is {list(found)} of {dtype} instead of {sizes} of {' or '.join(dtypes)}")
     if not rows:
         raise ValueError("it has no rows")
+
+
+def check_counts(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], backbone: Backbone) -> None:
+    """Refuse numbers of units per KV head that are not those of the units there are, or of the counters."""
+    for index, counters in enumerate(numbers["layers"]):
+        if (counts_BK := tensors.get(f"layers.{index}.counts")) is not None:
+            heads, units = backbone.shape(index).num_kv_heads, {len(tensors[f"layers.{index}.{n}"]) for n in STATES}
+            right = counts_BK.dtype == torch.int64 and counts_BK.shape[1:] == (heads,) and bool((counts_BK >= 0).all())
+            fills = units, int(counts_BK.sum(-1).max()) // heads
+            if not right or fills != ({int(counts_BK.sum())}, counters["fill"]):
+                raise ValueError(f"KV heads of layer {index} are said to hold other units than there are")
 
 
 def _wanted(
