@@ -62,11 +62,12 @@ def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
     if entry.going:
         done = {"bytes": progress.bytes, "total": progress.total, "seconds": round(progress.seconds, 3)}
     elif entry.state == "ready":
-        whole, rest = entry.units >= entry.tokens, f"{entry.units:,} of {entry.tokens:,} tokens"
+        rest = f"{entry.units:,} of {entry.tokens:,} tokens"
         where = "in every KV head" if entry.end == entry.units else "per KV head on average"
-        summary = f"kept whole: {rest} fit in the budget" if whole else f"kept {rest} {where}"
+        summary = f"kept whole: {rest} fit in the budget" if entry.whole else f"kept {rest} {where}"
     if look and entry.state == "ready":
-        with suppress(OSError, SafetensorError):  # it was deleted meanwhile
+        # It was deleted meanwhile, or what is wrong is said when it is asked.
+        with suppress(OSError, SafetensorError, RuntimeError, TypeError, ValueError, IndexError):
             share = shares_in(entry.path, entry.tokens)
     return {
         "object": "context",

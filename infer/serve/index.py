@@ -57,6 +57,8 @@ class Entry:
     """Tokens that were read."""
     units: int = 0
     """Units per KV head that stayed, on average where they differ."""
+    whole: bool = False
+    """Whether all did, in every layer."""
     end: int = 0
     """The position of the token that follows."""
     size: int = 0
@@ -152,7 +154,10 @@ class Index:
             state = check_header(path, self.lm.model, self.lm.scorer)
             entry.tokens, units = state["seen"], [counters["fill"] for counters in state["layers"]]
             entry.units, even = mean_units(units), state["policy"].get("head_budgets", "uniform") == "uniform"
+            entry.whole = min(units) >= entry.tokens
             entry.end = entry.units if even and len({*units}) == 1 else state["next_position"]
+            if type(entry.end) is not int or entry.end < entry.units:
+                raise ValueError(f"{shown(entry.end)} is no position after its units; save it again")
             if entry.named:
                 self._examine_named(entry, state["vocab_size"])
         except (Refusal, ValueError, OSError, SafetensorError, KeyError, TypeError, IndexError) as error:

@@ -185,8 +185,8 @@ class _Work:
         if most > room:
             raise Refusal(
                 400,
-                f"{body.limit} {most} do not fit: next to this prompt --kv-memory has room for {max(room, 0)}; ask for "
-                "fewer, or start the server with more",
+                f"{body.limit} {most} do not fit: next to this prompt there is room for {max(room, 0)} in --kv-memory "
+                f"and the backbone's {library.lm.backbone.max_positions:,} positions; ask for fewer, or give it more",
                 param=body.limit,
             )
         draws = body.temperature is None and (body.choices > 1 or bool(body.top_k) or body.top_p not in (None, 1))

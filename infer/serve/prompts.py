@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from locret.conversation.chat import LONGEST_ANSWER
 from locret.conversation.document import TokenStream, leading_special_ids
 from locret.conversation.turns import Talk
 from locret.infer.serve.index import Entry
@@ -90,7 +91,10 @@ class Prompts:
         if not ids:
             raise Refusal(400, "prompt is empty; write what is to be continued", param="prompt")
         holder, known = self.library.longest(ids[:-1], base)
-        return Prompt(ids, base, holder, known, len(ids) - known > self.lm.policy.chunk_size)
+        # What follows units that lie apart, up to a chunk before the last position, leaves an answer its place.
+        chunk, end = self.lm.policy.chunk_size, 0 if holder is None else holder.end
+        most = min(chunk, max(self.lm.backbone.max_positions - end - LONGEST_ANSWER, chunk // 2))
+        return Prompt(ids, base, holder, known, len(ids) - known > most)
 
     # -- without a context --------------------------------------------------------------------------------------------
 

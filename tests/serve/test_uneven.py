@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from running import POLICY, QUESTION, Running, running, text_with
+from running import FILLER, POLICY, QUESTION, Running, running, text_with
 
 from locret import Context, LongContextModel
 
@@ -60,3 +60,18 @@ def test_long_prompts_and_uploads_are_read_within_the_plan(server: Running, book
         "what is moved was planned, but for the header"
     )
     assert lm.load(library.folder / "new.ctx").memory().actual <= library.plan.reader
+
+
+def test_answers_have_their_place_where_units_reach_to_the_last_positions(
+    serving: LongContextModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving.model.config, "max_position_embeddings", 360)
+    lm = LongContextModel(serving.model, serving.tokenizer, serving.scorer, POLICY.changed(**SIZES))
+    with running((lm, tmp_path)) as server:
+        server.read("book", text_with(43600))
+        assert server.state.library.find("book").end > 360 - POLICY.chunk_size, "there is room, so nothing is tried"
+        asked = {"context": "book", "messages": [{"role": "user", "content": f"{FILLER * 4}\n\n{QUESTION}"}]}
+        answer = httpx.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).json()
+        assert answer["choices"][0] == answer["choices"][0] | {"finish_reason": "stop"}, "it was cut off"
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json={**asked, "max_tokens": 300}, timeout=60)
+        assert "in --kv-memory and the backbone's 360 positions; ask for fewer" in refused.json()["error"]["message"]
