@@ -128,4 +128,4 @@ def _selector(cache: RetentionCache, nth: int) -> Selector:
     heads = [shape.num_kv_heads for shape in cache.backbone.full_shapes]
     mean = sum(policy.head_shares) / len(policy.head_shares)
     own = policy.head_shares[sum(heads[:nth]) : sum(heads[: nth + 1])]
-    return ByShares(tuple(share / mean for share in own))
+    return ByShares(tuple(share / mean for share in own), cache.backbone.max_positions - policy.chunk_size)

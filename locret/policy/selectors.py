@@ -144,6 +144,8 @@ class ByShares:
 
     shares: tuple[float, ...]
     """Of each head of the layer, whose mean over the backbone is 1."""
+    most: int = 1 << 62
+    """Units that a head holds at most, as long as the others have a use for more: positions that a backbone has."""
 
     def select(self, units: Any, stay: Stay) -> KeptOverHeads:
         """See `Selector`."""
@@ -151,7 +153,9 @@ class ByShares:
 
     def of_row(self, scores: Tensor, positions: Tensor, numbers: list[int], stay: Stay) -> tuple[Tensor, Tensor]:
         """Return the ranks that stay of one row, and how many are in each head."""
-        parts, quotas = [], divided(stay.budget * len(numbers), self.shares, numbers, least=1)
+        units, bounded = stay.budget * len(numbers), [min(count, self.most) for count in numbers]
+        held = bounded if sum(bounded) >= min(units, sum(numbers)) else numbers
+        parts, quotas = [], divided(units, self.shares, held, least=1)
         for span, quota, share in zip(_spans(numbers), quotas, self.shares, strict=True):
             scores_11S, positions_11S = scores[None, None, span], positions[None, None, span]
             if share < SAMPLED:
