@@ -128,6 +128,7 @@ def test_leaving_a_stream_ends_the_answer_there_and_the_chat_goes_on(context: Co
         if len(shown) == 2:
             signal.raise_signal(signal.SIGINT)
 
+    started = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores the signal
     with pytest.raises(KeyboardInterrupt):
         chat.say(QUESTION, min_new_tokens=200, max_new_tokens=200, write=interrupt)
     assert "".join(shown) == chat.messages[-1]["content"]
@@ -135,10 +136,10 @@ def test_leaving_a_stream_ends_the_answer_there_and_the_chat_goes_on(context: Co
     with pytest.raises(ValueError, match="write=3 cannot be called; give a function of one text"):
         chat.say(QUESTION, write=3)
     shown.clear()
-    before = signal.signal(signal.SIGINT, lambda *_: shown.append("the user's own handler"))
+    signal.signal(signal.SIGINT, lambda *_: shown.append("the user's own handler"))
     assert chat.say(QUESTION, write=interrupt) == ANSWER
     assert "the user's own handler" in shown
-    signal.signal(signal.SIGINT, before)
+    signal.signal(signal.SIGINT, started)
 
 
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"max_new_tokens": 3}, {"stop_strings": ["key"]}])
