@@ -29,7 +29,7 @@ from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
 from locret.cache.schema import DTYPES, check_counts, check_units, checksum, dtype_of
 from locret.cache.store import POSITIONS, DenseStore, Workspace
-from locret.heads.fingerprint import any_fingerprint, computation, different_computation
+from locret.heads.fingerprint import any_fingerprint, computation, different_computation, other_weights
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
@@ -244,20 +244,18 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
             f"it was made by a model that computes something else ({found}); load that one, with its adapter, or read "
             "the text again"
         )
-    # What is before a colon says in which form the weights are held.
-    (form, _, ours), (their_form, _, theirs) = (
-        str(one or "").rpartition(":") for one in (any_fingerprint(cache.model), state.get("weights"))
-    )
-    if not ours or not theirs or form != their_form:
+    ours, theirs = any_fingerprint(cache.model), state.get("weights")
+    if (other := other_weights(ours, theirs)) is None:
         why = "these are held in another form" if theirs else "the file does not record them"
         warn_user(
             f"whether {cache.backbone.model_type} has the weights that this cache was made with is unknown ({why}); "
             "with other weights its answers mean nothing"
         )
-    elif ours != theirs:
+    elif other:
+        then, now = (str(one).rpartition(":")[2][:12] for one in (theirs, ours))
         raise ValueError(
-            f"it was made with other weights of this backbone (fingerprint {theirs[:12]!r} in the file, {ours[:12]!r} "
-            "in the model), and its keys and values mean nothing to these; load those weights, or read the text again"
+            f"it was made with other weights of this backbone (fingerprint {then!r} in the file, {now!r} in the "
+            "model), and its keys and values mean nothing to these; load those weights, or read the text again"
         )
 
 

@@ -23,6 +23,7 @@ from locret.backbone.shape import Backbone
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import SavedCache, read_saved
 from locret.cache.export import check_one_row, is_uneven, uneven_units
+from locret.heads.fingerprint import any_fingerprint
 
 if TYPE_CHECKING:
     from locret.conversation.context import Context
@@ -44,6 +45,7 @@ class Prefix:
         model_type: The backbone's, which tells an engine in which order it holds a head.
         rotary: How the backbone rotates keys, as its config says it.
         backbone: Its shape; None where nobody has said it.
+        weights: `any_fingerprint` of the backbone, "" where nobody has said it.
         counts: Units of each layer's KV heads, where these differ.
         next_position: And the position of the token that follows.
     """
@@ -55,6 +57,7 @@ class Prefix:
     model_type: str = ""
     rotary: Mapping[str, Any] = field(default_factory=dict)
     backbone: Backbone | None = None
+    weights: str = ""
     counts: tuple[tuple[int, ...], ...] = ()
     next_position: int = 0
 
@@ -74,6 +77,7 @@ class Prefix:
             "model_type": cache.backbone.model_type,
             "rotary": rotary_parameters(find_decoder(cache.model)),
             "backbone": cache.whole,
+            "weights": any_fingerprint(cache.model) or "",
         }
         if uneven and is_uneven(cache.policy, {layer.fill for layer in cache.governed}):
             cache.check_whole()
@@ -101,7 +105,7 @@ class Prefix:
         """Return the prefix that a file that has been read is; see `from_file`."""
         state, backbone = saved.state, saved.backbone
         what: dict[str, Any] = {"tokens": state["seen"], "model_type": backbone.model_type, "backbone": backbone}
-        what |= {name: state[name] for name in ("vocab_size", "rotary")}
+        what |= {name: state[name] for name in ("vocab_size", "rotary")} | {"weights": state.get("weights") or ""}
         if uneven and is_uneven(saved.policy, {counters["fill"] for counters in state["layers"]}):
             return cls._uneven(saved.tensors, state, saved.policy, **what)
         return cls(*saved.prefix(), **what)

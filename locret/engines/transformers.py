@@ -38,6 +38,7 @@ from locret.base.fields import check_sampling, shown
 from locret.engines.prefix import Prefix
 from locret.engines.rows import NAME, Feed, Rows, Shared
 from locret.generation import check_finite_logits
+from locret.heads.fingerprint import any_fingerprint, other_weights
 
 Finish = Literal["stop", "length", "error"]
 _LOG = logging.getLogger(__name__)
@@ -182,6 +183,7 @@ class PagedContexts:
         self._max_tokens, self._max_requests = max_batch_tokens, max_requests
         self._rotary, self._vocab_size = rotary_parameters(decoder), int(base.config.get_text_config().vocab_size)
         ends = base.generation_config.eos_token_id if base.generation_config is not None else None
+        self._weights = any_fingerprint(model)
         self._ends = frozenset([] if ends is None else [ends] if isinstance(ends, int) else ends)
         self._model = _second_tree(base)
         self._lock = threading.Condition()
@@ -366,6 +368,12 @@ class PagedContexts:
             raise ValueError(
                 "the context was read with another backbone: layers, shapes of units, vocabulary, type and rotation "
                 f"are {theirs} {rotary} in it, and {ours} {self._rotary} here; read the text with this backbone"
+            )
+
+        if other_weights(prefix.weights, self._weights):
+            raise ValueError(
+                "the context was read with other weights of this backbone, to which its units mean nothing; read the "
+                "text with these, or start the engine with those"
             )
 
     def _loaded(self, prefix: Prefix | Stored | None, more: int) -> AbstractContextManager[Prefix | None]:

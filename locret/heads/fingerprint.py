@@ -83,6 +83,12 @@ def any_fingerprint(model: nn.Module) -> str | None:
     return f"{' '.join(sorted(forms))}:{digest.hexdigest()}"
 
 
+def other_weights(one: str | None, another: str | None) -> bool | None:
+    """Return whether two of `any_fingerprint` are of other weights; None if that is unknown, or the forms differ."""
+    (form, _, digits), (other_form, _, others) = (str(given or "").rpartition(":") for given in (one, another))
+    return digits != others if digits and others and form == other_form else None
+
+
 def keep_samples(model: nn.Module) -> None:
     """Sample weights for good, before they are rounded; or those that processes hold parts of, which all call it."""
     samples = []

@@ -156,6 +156,15 @@ def test_kv_heads_of_different_sizes_are_answered_as_by_generate(
         engine_of(model, 115).generate_batch([(uneven[0].prefix, ids(40, 1))], max_new_tokens=40)
 
 
+def test_a_context_of_other_weights_is_refused(model: PreTrainedModel, books: list[Read]) -> None:
+    other = AutoModelForCausalLM.from_pretrained("checkpoints/tiny", dtype=torch.bfloat16).eval()
+    assert engine_of(other).generate_batch([(books[0].prefix, ids(5, 1))], max_new_tokens=2), "the same ones, rounded"
+    with torch.no_grad():
+        other.lm_head.weight.mul_(1.5)
+    with pytest.raises(ValueError, match="read with other weights of this backbone, to which its units mean nothing"):
+        engine_of(other).generate_batch([(books[0].prefix, ids(5, 1))])
+
+
 FAMILIES = ["llama-mqa", "phi3-partial", "llama-yarn", "granite", "qwen3-moe", "smollm3"]
 
 
