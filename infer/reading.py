@@ -34,7 +34,16 @@ from locret.infer.infer_options import GenerationOptions, ModelOptions, PlacedMo
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import EQUAL, SHARES
 from locret.scorers import Scorer
-from locret.scorers.chosen import EVERY_UNIT, FULL, MEASURED, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
+from locret.scorers.chosen import (
+    EVERY_UNIT,
+    FULL,
+    WITHOUT_EVICTION,
+    asks_shares,
+    check_matches,
+    chosen_heads,
+    load_scorer,
+    may_share,
+)
 
 
 @dataclass
@@ -131,8 +140,7 @@ def ready(
     device = loading.device_of_source(model)
     named = replace(named, heads=chosen_heads(named.heads, model.model))
     usual = (model.shard, model.store, policy.kv_memory) == (None, None, None)
-    usual &= "head_budgets" not in chosen or policy.head_budgets == "shares"
-    scorer, recommended = load_scorer(named, sharing=usual)
+    scorer, recommended = load_scorer(named, sharing=usual and may_share(policy, chosen))
     if named.label == FULL:
         for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
             raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
@@ -155,7 +163,7 @@ def ready(
     )
     final = draft.final(run)
     sizing.check_fits(run, final)
-    asked = bool({"head_budgets", "spacing"} & {*chosen}) or recommended != MEASURED or named.spec is not None
+    asked = asks_shares(named, chosen, recommended)
     return Ready(model, named, scorer, final, config, device, dtype, run, asked)
 
 

@@ -98,13 +98,12 @@ def _load(
     from locret.conversation.head_shares import sharing
     from locret.loading.weights import DISK, plan_weights
     from locret.policy.resolve import resolve_options
-    from locret.scorers.chosen import MEASURED, check_matches, chosen_heads, load_scorer
+    from locret.scorers.chosen import asks_shares, check_matches, chosen_heads, load_scorer, may_share
 
     device = loading.device_of_source(model)
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
-    usual = "head_budgets" not in chosen or policy.head_budgets == "shares"
-    rates, recommended = load_scorer(scorer, sharing=usual)
-    asked = bool({"head_budgets", "spacing"} & chosen) or recommended != MEASURED or scorer.spec is not None
+    rates, recommended = load_scorer(scorer, sharing=may_share(policy, chosen))
+    asked = asks_shares(scorer, chosen, recommended)
     config = loading.load_config(model)
     final = resolve_options(policy, chosen, recommended, None, describe(config).max_positions, scorer.changes)
     check_matches(scorer, rates, config)

@@ -65,6 +65,8 @@ class Prefix:
     def of(cls, read: RetentionCache | Context, *, uneven: bool = False) -> Prefix:
         """Return the prefix that a cache or a context is; with `uneven` also if its KV heads differ in units.
 
+        Processes that share the weights by tensor parallelism all have to call it, as they do to save.
+
         Raises:
             ValueError: If it would be no ordinary prefix; see `RetentionCache.to_dynamic_cache`. Or if it has more than
                 one row.

@@ -14,7 +14,7 @@ import openai
 import pytest
 from running import MODEL, started, text_with
 
-from locret import RetainingHeads
+from locret import RetainingHeads, RetentionPolicy
 from locret.infer.serve.command import command
 
 pytestmark = pytest.mark.slow
@@ -89,11 +89,16 @@ def test_a_dry_run_prints_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "contexts").exists()
 
 
-def test_shares_that_heads_recommend_are_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_shares_that_heads_recommend_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     RetainingHeads.from_pretrained("checkpoints/tiny-heads").save_pretrained(tmp_path / "heads")
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
-    config["policy"] = {"budget": 64, "local_len": 8, "head_budgets": "shares", "head_shares": [1.0] * 20}
+    shares = [0.5, 1.5] * 10
+    config["policy"] = {"budget": 64, "local_len": 8, "head_budgets": "shares", "head_shares": shares}
     (tmp_path / "heads" / "config.json").write_text(json.dumps(config))
-    line = ["--model", "checkpoints/tiny", "--heads", str(tmp_path / "heads"), "--contexts", str(tmp_path), "--dry-run"]
-    assert command([*line, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["units"] == 64 + 8
+    served = list[RetentionPolicy]()
+    monkeypatch.setattr("locret.infer.serve.command._serve", lambda state, *_: served.append(state.lm.policy))
+    line = ["--model", "checkpoints/tiny", "--heads", str(tmp_path / "heads"), "--contexts", str(tmp_path)]
+    for given in ([], ["--head-budgets", "uniform"]):
+        command([*line, "--port", "0", "--kv-memory", "64MiB", *given])
+    assert [policy.head_budgets for policy in served] == ["shares", "uniform"]
+    assert served[0].head_shares == tuple(shares)
