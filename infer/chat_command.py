@@ -50,7 +50,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         if saved is not None:
             model, scorer = saved.model, saved.scorer
             _warn_of_later(about.context, chosen)
-        plan = ready(model, scorer, policy, chosen, generation, protect=about.protect)
+        plan = ready(model, scorer, policy, chosen, generation)
         with plan.loaded(about.template) as lm:
             conversation = Conversation(lm, about, generation, saved)
             conversation.begin()

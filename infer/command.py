@@ -110,7 +110,6 @@ def execute(options: Options, ranks: Ranks) -> None:
             options.generation,
             count,
             foresee=foresee,
-            protect=prompt.protect,
         )
     with ranks.together():
         ranks.agree({"what auto came to": plan.policy.to_dict()}, "give --kv-memory as a number")

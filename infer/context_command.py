@@ -60,7 +60,7 @@ def read(
         document = None if output.dry_run else opened(text)
         groups = (model, scorer, policy, given, GenerationOptions())
         foresee = output.dry_run and text.again
-        plan = ready(*groups, partial(counted, model, text, document, None), foresee=foresee, protect=text.protect)
+        plan = ready(*groups, partial(counted, model, text, document, None), foresee=foresee)
         check_savable(plan.policy, output.output)
         warn_of_growth(plan)
         if document is None:

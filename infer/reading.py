@@ -128,12 +128,11 @@ def ready(
     count: Callable[[], int] | None = None,
     *,
     foresee: bool = False,
-    protect: Collection[str] = (),
 ) -> Ready:
     """Resolve the options of a command that reads.
 
     `count` counts the text's tokens where the plan depends on them, and `foresee` says that it does so anyway; without
-    it there is no such text. What is in `protect` stays whatever its scores, for which KV heads need equal sizes.
+    it there is no such text.
     """
     if model.store is not None:
         find_store(model.store)
@@ -145,7 +144,7 @@ def ready(
         for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
             raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
     shares = recommended.get("head_budgets") == "shares" and "head_budgets" not in {*chosen, *named.changes}
-    if shares and (protect or model.shard == "tp"):
+    if shares and model.shard == "tp":
         recommended = {name: value for name, value in recommended.items() if name not in SHARES}
         warn_user(EQUAL)
     draft = sizing.drafted(policy, chosen, recommended, named.changes)

@@ -20,7 +20,7 @@ from locret.base.fields import shown
 from locret.cache.cache import RetentionCache
 from locret.cache.export import check_one_row
 from locret.cache.layer import RetentionLayer
-from locret.cache.protected import Protected
+from locret.cache.protected import Protected, promised
 from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore
 from locret.heads.fingerprint import different_computation
 from locret.policy.growth import divided
@@ -231,7 +231,8 @@ def _budgets(caches: Sequence[RetentionCache], budget: int) -> tuple[int, ...]:
     last = caches[-1]
     held = [sum(cache.governed[nth].fill for cache in caches) for nth in range(len(last.governed))]
     own = min(budget, last.scorer.recent(budget))
-    most = layer_budgets(_resized(last.policy, budget), len(held), None, own)
+    taken = sum(promised(cache.protected, budget) for cache in caches)
+    most = layer_budgets(_resized(last.policy, budget), len(held), None, own, taken)
     return tuple(divided(sum(most), most, held, least=1))
 
 
@@ -239,7 +240,7 @@ def _stays(cache: RetentionCache, budget: int, whole: RetentionCache | None = No
     """Return what stays in each layer of a cache, or of a whole that ends with it, as at the end of a read."""
     held = whole or cache
     most = _budgets([held], budget)
-    protected, local = Protected(held.protected, budget, most), cache.policy.local_len
+    protected, local = Protected(held.protected, cache.policy, most, budget), cache.policy.local_len
     return [protected.stay(nth, held.seen, cache.scorer, units, min(units, local)) for nth, units in enumerate(most)]
 
 
@@ -251,7 +252,7 @@ def _cut(cache: RetentionCache, stays: Sequence[Stay]) -> None:
 def _share(caches: Sequence[RetentionCache], budget: int) -> None:
     """Cut each cache to its share of what stays beside the local tokens, which are those of the last."""
     last, most = caches[-1], _budgets(caches, budget)
-    protected = [Protected(cache.protected, budget, most) for cache in caches]
+    protected = [Protected(cache.protected, cache.policy, most, budget) for cache in caches]
     read = sum(cache.seen for cache in caches)
     for nth, room in enumerate(most):
         layers = [cache.governed[nth] for cache in caches]
@@ -275,7 +276,7 @@ def _skip(cache: RetentionCache, tokens: int) -> None:
     if len({layer.fill for layer in cache.governed}) == 1:  # layers that hold as many go on to
         most = [max(most)] * len(most)
     units = [layer.fill for layer in cache.governed]
-    protected = Protected(cache.protected, cache.policy.budget, units)
+    protected = Protected(cache.protected, cache.policy, units)
     for nth, (layer, count) in enumerate(zip(cache.governed, most, strict=True)):
         stay = protected.stay(nth, cache.seen, cache.scorer, units[nth] - count, 0)._replace(recent=0, sinks=0)
         layer.store.keep(_without(layer, tokens, count, stay), turned=False)

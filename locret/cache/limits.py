@@ -11,7 +11,7 @@ import torch
 from locret import lookups, mergers, prefill_attention, scorers
 from locret.backbone.shape import Backbone
 from locret.cache.layer import RetentionLayer
-from locret.cache.protected import Protected
+from locret.cache.protected import Protected, promised
 from locret.cache.rounding import forms_of
 from locret.policy.budget import cache_bytes, host_bytes
 from locret.policy.growth import adaptive_sizes
@@ -169,14 +169,9 @@ class Limits:
 
     def protect(self, rows: Rows) -> None:
         """Keep the spans of each row, or of all rows alike, whatever the scores."""
-        policy = self.policy
-        if rows and policy.head_budgets == "shares":
-            raise ValueError(
-                'protect keeps units in every KV head, but head_budgets="shares" leaves some heads no room for them; '
-                'use head_budgets="uniform", or leave protect out'
-            )
-        own = layer_budgets(policy, self.layers, None, self._recent(policy.budget))
-        self._protected = Protected(rows, policy.budget, own)
+        policy, self._promised = self.policy, promised(rows, self.policy.budget)
+        own = layer_budgets(policy, self.layers, None, self._recent(policy.budget), self._promised)
+        self._protected = Protected(rows, policy, own)
 
     def check_protected(self, slots: int) -> None:
         """Refuse protected spans that the policy cannot hold; see `Protected.check`."""
@@ -194,7 +189,8 @@ class Limits:
         """Return the plan of a text after what is `held`."""
         recent = self._recent(self.policy.budget)
         sinks = self.scorer.sink_tokens(1, 0)  # of the least memory: shares of a budget are none of it
-        return plan(self.policy, self.layers, prompt_tokens, held=held, recent=recent, sinks=sinks, tail=self.tail)
+        how = {"recent": recent, "sinks": sinks, "tail": self.tail, "promised": self._promised}
+        return plan(self.policy, self.layers, prompt_tokens, held=held, **how)
 
     def slots(self, prompt_tokens: int | None, new_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the slots per layer, and of its second tier, for a first text and an answer."""

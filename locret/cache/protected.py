@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from locret.policy.policy import RetentionPolicy
@@ -19,15 +19,26 @@ _LONG = 1 << 62
 """Tokens of which all have been read."""
 
 
+def promised(rows: Rows, budget: int) -> int:
+    """Return the units that spans take of every KV head, as far as that is known before a text is read."""
+    return max((Guarantee.of(_known(spans), budget).needed(_LONG) for spans in rows), default=0)
+
+
+def _known(spans: Iterable[Span]) -> list[Span]:
+    return [one for one in spans if one.end is not None or one.share is not None]
+
+
 class Protected:
     """What is protected in every layer."""
 
-    def __init__(self, rows: Rows, budget: int, layers: Sequence[int]) -> None:
+    def __init__(self, rows: Rows, policy: RetentionPolicy, layers: Sequence[int], budget: int | None = None) -> None:
+        """Take what layers hold per KV head, and a `budget` other than the policy's."""
         self.rows, self._layers = rows, layers
-        budgets = [min(budget, units) for units in layers]
+        budget = policy.budget if budget is None else budget
+        # Where layers have shares, each has been promised room for what it comes to of the whole budget.
+        budgets = [budget if policy.head_budgets == "shares" else min(budget, units) for units in layers]
         self._guarantees = [tuple(Guarantee.of(spans, units) for spans in rows) for units in budgets]
-        known = [[one for one in spans if one.end is not None or one.share is not None] for spans in rows]
-        self._known = [[Guarantee.of(spans, units) for spans in known] for units in budgets]
+        self._known = [[Guarantee.of(_known(spans), units) for spans in rows] for units in budgets]
 
     def stay(
         self, nth: int, read: int, scorer: Scorer, budget: int, recent: int, way_out: str = "raise budget"
@@ -52,7 +63,8 @@ class Protected:
         if not self.rows:
             return
         _check_rules(policy, [span for spans in self.rows for span in spans])
-        given = policy.when == "chunk" and "stabilizers" not in policy.wanted
+        # KV heads that have shares let their newest units yield.
+        given = policy.when == "chunk" and "stabilizers" not in policy.wanted and policy.head_budgets != "shares"
         beside = {"stabilizers": policy.stabilizers if given else 0, f"the units of merge={policy.merge}": slots}
         for nth, units in enumerate(self._layers):
             needed = max(one.needed(_LONG) for one in self._known[nth])

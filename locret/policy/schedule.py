@@ -86,6 +86,7 @@ def plan(
     recent: int = 0,
     sinks: int = 0,
     tail: int | None = None,
+    promised: int = 0,
 ) -> Schedule:
     """Plan a read.
 
@@ -99,6 +100,7 @@ def plan(
         recent: Newest units that the scorer keeps by right; like stabilizers they are not part of a pyramid.
         sinks: First tokens that the scorer keeps by right, for which growing memory has room from its first step.
         tail: Tokens read after the last chunk; `local_len` if None.
+        promised: Units that protected spans take of every KV head.
     """
     tail = policy.local_len if tail is None else tail
     start = tuple(held) if held is not None else (0,) * layers
@@ -108,10 +110,10 @@ def plan(
                 f'memory="{policy.memory}" grows over all chunks of a prompt, whose length is unknown here; '
                 'give its token ids as a tensor, or use memory="fixed"'
             )
-        budgets = layer_budgets(policy, layers, None, recent)
+        budgets = layer_budgets(policy, layers, None, recent, promised)
         return _endless(policy, budgets, start)
     chunked = max(0, prompt_tokens - tail)
-    budgets = layer_budgets(policy, layers, [units + chunked for units in start], recent)
+    budgets = layer_budgets(policy, layers, [units + chunked for units in start], recent, promised)
     local = prompt_tokens - chunked
     if policy.when == "prompt_end":
         return _at_prompt_end(policy, budgets, start, chunked, local)
@@ -142,12 +144,17 @@ def protected(policy: RetentionPolicy, kept: int) -> int:
 
 
 def layer_budgets(
-    policy: RetentionPolicy, layers: int, competing: Sequence[int] | None, recent: int = 0
+    policy: RetentionPolicy, layers: int, competing: Sequence[int] | None, recent: int = 0, promised: int = 0
 ) -> tuple[int, ...]:
-    """Return the units that each layer may keep, when so many per KV head of each compete for them (None: many)."""
+    """Return the units that each layer may keep, when so many per KV head of each compete for them (None: many).
+
+    Where layers have shares, these are of what every KV head has beside the units that it was `promised`.
+    """
     if policy.head_budgets == "shares":
-        most = None if competing is None else [max(1, units) for units in competing]
-        return shared_budgets(policy.budget, layers, policy.layer_shares, most)
+        promised = min(promised, policy.budget - 1)
+        most = None if competing is None else [max(1, units - promised) for units in competing]
+        own = shared_budgets(policy.budget - promised, layers, policy.layer_shares, most)
+        return tuple(promised + units for units in own)
     if policy.layer_budgets == "uniform":
         return (policy.budget,) * layers
     window = max(recent, policy.stabilizers if policy.when == "chunk" else 0)

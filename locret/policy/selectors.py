@@ -137,7 +137,7 @@ class ByShares:
     Finding what is asked is the work of a few heads (DuoAttention, arXiv 2410.10819); the others need little of a text.
     Those with less than half of the mean share keep their few best units and an even sample of the others: what they
     do is weigh all they see, and a few hundred loud units would outweigh it. The newest units that stay whatever their
-    score are at most a quarter of what a head keeps.
+    score are at most a quarter of what a head keeps. Every head holds what is guaranteed, and a share of the rest.
     """
 
     store: ClassVar[str] = "ragged"
@@ -155,12 +155,16 @@ class ByShares:
         """Return the ranks that stay of one row, and how many are in each head."""
         units, bounded = stay.budget * len(numbers), [min(count, self.most) for count in numbers]
         held = bounded if sum(bounded) >= min(units, sum(numbers)) else numbers
-        parts, quotas = [], divided(units, self.shares, held, least=1)
+        parts, quotas = [], divided(units, self.shares, held, least=max(1, stay.guaranteed))
         for span, quota, share in zip(_spans(numbers), quotas, self.shares, strict=True):
             scores_11S, positions_11S = scores[None, None, span], positions[None, None, span]
             if share < SAMPLED:
                 scores_11S = _sampled(scores_11S, positions_11S)
-            pinned = staying(scores_11S, positions_11S, stay._replace(recent=min(stay.recent, quota // 4)))
+            own = stay._replace(recent=min(stay.recent, quota // 4))
+            if stay.guarantees:
+                recent = min(own.recent, quota - stay.guaranteed)
+                own = own._replace(recent=recent, sinks=min(stay.sinks, quota - stay.guaranteed - recent))
+            pinned = staying(scores_11S, positions_11S, own)
             parts.append(select_kept(scores_11S, quota, pinned)[0, 0] + span.start)
         return torch.cat(parts), torch.tensor(quotas)
 

@@ -35,6 +35,7 @@ OTHERS = {
     "ragged heads": {"head_budgets": "adaptive"},
     "ragged heads without a floor": {"head_budgets": "adaptive", "head_floor": 0.0},
     "at the end": {"when": "prompt_end"},
+    "shares": {"head_budgets": "shares", "head_shares": tuple(0.25 + (5 * nth % 7) / 4 for nth in range(6))},
 }
 BLOCKS = {"budget": 64, "recall_by": "infllm:block=8,local=16,init=4,topk=2", "chunk_size": 8, "recall": 0}
 BLOCKS |= {"stabilizers": 0}
@@ -58,6 +59,8 @@ def layer_budgets(cache: RetentionCache) -> list[int]:
     """Return for every KV head the budget that shares are of: the policy's, or its layer's if that is smaller."""
     own = budgets_of(cache.policy, len(cache.backbone.layers), None)
     heads = [shape.num_kv_heads for shape in cache.backbone.full_shapes]
+    if cache.policy.head_budgets == "shares":
+        own = (cache.policy.budget,) * len(heads)
     return [min(cache.policy.budget, units) for units, count in zip(own, heads, strict=True) for _ in range(count)]
 
 
@@ -116,9 +119,13 @@ def test_guarantees_hold_after_every_chunk_and_take_no_byte(family: str, name: s
     prefill(model, ids, cache, on_chunk=look)
     check_guaranteed(cache, spans)
     assert chunks
-    assert cache.memory().actual == bare.memory().actual <= cache.memory().planned == bare.memory().planned
-    assert cache.memory().peak == bare.memory().peak
-    assert [layer.fill for layer in cache.governed] == [layer.fill for layer in bare.governed]
+    fills, without = ([layer.fill for layer in one.governed] for one in (cache, bare))
+    assert cache.memory().actual <= cache.memory().planned
+    if rules.head_budgets == "shares":  # a layer of many units may be full at another chunk, or never
+        assert sum(fills) == sum(without)
+    else:
+        assert fills == without
+        assert cache.memory() == bare.memory()
     assert any(len(set(spans[0].within(TOKENS)) - set(head.tolist())) for head in every_head(bare))
 
 
@@ -178,7 +185,7 @@ def test_an_answer_evicts_nothing_that_is_protected(num_beams: int) -> None:
     assert max(layer.fill for layer in cache.governed) <= 44
 
 
-@pytest.mark.parametrize("name", ["fixed", "ragged heads", "two tiers", "rounded"])
+@pytest.mark.parametrize("name", ["fixed", "ragged heads", "shares", "two tiers", "rounded"])
 def test_copies_files_and_smaller_caches_protect_on(name: str, tmp_path: Any) -> None:
     rules = policy(**{**POLICIES, **OTHERS}[name])
     cache, ids = by_lot(rules), prompt(TOKENS, seed=6)
@@ -195,7 +202,7 @@ def test_copies_files_and_smaller_caches_protect_on(name: str, tmp_path: Any) ->
     check_guaranteed(small, SPANS)
 
 
-@pytest.mark.parametrize("name", ["fixed", "ragged heads"])
+@pytest.mark.parametrize("name", ["fixed", "ragged heads", "shares"])
 @pytest.mark.parametrize("afterwards", [False, True])
 def test_texts_read_apart_keep_what_each_protects(name: str, afterwards: bool) -> None:
     caches, lengths, model = [], (TOKENS, 90, 70), build("llama")
@@ -212,7 +219,7 @@ def test_texts_read_apart_keep_what_each_protects(name: str, afterwards: bool) -
     spans += [Span(starts[2] + 8, starts[2] + 12), Span(starts[2] + 20, starts[2] + 60, 0.125)]
     assert whole.protected == (tuple(spans),)
     check_guaranteed(whole, spans, most=32)  # what they were read with
-    assert max(layer.fill for layer in whole.governed) <= 60
+    assert sum(layer.fill for layer in whole.governed) <= 60 * len(whole.governed)
     with pytest.raises(ValueError, match=r"need \d+ units .* raise budget, or protect less"):
         joined([Part(one.copy()) for one in caches], 24)
 
