@@ -1,5 +1,7 @@
 # `make demo` and `make test` do all the set-up on a fresh machine; the environment is made once and reused.
-# Modules are compiled when they are first used, since most never are.
+# Modules are compiled when they are first used, since most never are; so what they come to has to be written.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
