@@ -14,6 +14,7 @@ from torch import Tensor
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, loading, prefill
 from locret.heads.fingerprint import weight_fingerprint
 from locret.infer.infer_options import ModelOptions
+from locret.loading.eight_bits import pack
 from locret.loading.weights import WeightPlan, label_of, plan_weights
 from locret.train.step import train_step
 
@@ -91,6 +92,21 @@ def test_what_cannot_be_is_one_sentence_before_weights_are_read(
         with pytest.raises(ValueError, match=message) as caught:
             attempt(**options)
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read the memory of a process from")
+def test_eight_bits_leave_the_memory_of_the_wider_weights_to_others() -> None:
+    def mebibytes() -> int:
+        return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) // 1024
+
+    torch.empty(6 * 2**20)  # once so much was freed, glibc takes smaller tensors from the heap
+    wide = [torch.nn.Linear(1024, 1024) for _ in range(48)]
+    model = torch.nn.Sequential(*wide[::2])
+    between = wide[1::2]  # so that what is freed lies between what stays
+    del wide
+    before = mebibytes()
+    pack(model)
+    assert before - mebibytes() > 48 and len(between) == 24  # 96 MiB of weights, 24 of codes
 
 
 def test_eight_bits_on_a_cpu_compute_what_the_rounded_weights_do(tmp_path: Path) -> None:
