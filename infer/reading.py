@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
-from itertools import chain, dropwhile
+from itertools import chain, dropwhile, islice
 from pathlib import Path
 from typing import Any
 
@@ -236,6 +236,12 @@ def opened(text: TextOptions) -> Document:
 def open_all(names: Sequence[str], setting: str) -> Document:
     """Open a file, a folder or a page; several become one text, each below its name."""
     found = [fetched(name, setting) if is_address(name) else open_file(name, setting=setting) for name in names]
+    empty = f"{setting}%s is empty; give a text to read, or leave it out"
+    for one in found:  # what has no words is refused before a backbone is loaded
+        begun = list(islice(blocks := iter(one.pieces or ()), 2))
+        if len(begun) < 2 and not "".join(begun).strip():
+            raise ValueError(empty % one.name)
+        one.pieces = chain(begun, blocks)
     if len(found) == 1:
         return found[0]
 
@@ -243,7 +249,7 @@ def open_all(names: Sequence[str], setting: str) -> Document:
         for one in found:
             blocks = dropwhile(lambda block: not block.strip(), one.pieces or ())
             if (first := next(blocks, None)) is None:
-                raise ValueError(f"{setting}{one.name} is empty; give a text to read, or leave it out")
+                raise ValueError(empty % one.name)
             yield from chain([f"# {one.name}\n\n", first], blocks, ["\n\n"])
 
     sizes = [one.size for one in found if one.size is not None]

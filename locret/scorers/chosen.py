@@ -51,8 +51,8 @@ def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[Retai
         if spec is None:
             spec = method_spec.parse(scorers.FALLBACK + ("+head_shares+spaced" if sharing else ""))  # `MEASURED`
             warn_user(
-                f"without trained heads the scorer {spec} decides which units stay; give heads for this backbone, or "
-                "another scorer"
+                f"without trained heads the scorer {spec} decides which units stay; give heads for this backbone "
+                f"({AUTO_HEADS} looks for shipped ones), or another scorer"
             )
         if options.label == FULL:
             return keeping_all()

@@ -208,6 +208,7 @@ REFUSED = {
     "--attn eager": "--attn eager",
     "--attn flash_attention_2": "locret[flash]",
     "--question {blank}": "--question is empty",
+    "--prompt-file {nothing}": "--prompt-file nothing.txt is empty; give a text to read",
     "--max-new-tokens 0": "--max-new-tokens 0 is too small; give 1 or more",
     "--temperature 1e-40": "--temperature 1e-40",
     "--top-p 0.5": "set a temperature",
@@ -252,7 +253,9 @@ def test_refusals_are_one_sentence_with_setting_value_and_way_out(
         config = AutoConfig.from_pretrained(backbone)
         config.num_hidden_layers = 3
         RetainingHeads.for_model(config, hidden_dim=8).save_pretrained(tmp_path / "other")
-    words = line.format(recipe=recipe, backbone=backbone, other=tmp_path / "other", blank="{blank}").split()
+    (nothing := tmp_path / "nothing.txt").write_text("\n \n")
+    named = {"recipe": recipe, "backbone": backbone, "nothing": nothing, "other": tmp_path / "other"}
+    words = line.format(**named, blank="{blank}").split()
     outcome = infer(*usual, *(" " if word == "{blank}" else word for word in words))
     assert (outcome.code, outcome.out) == (2, ""), outcome
     assert len(outcome.err.strip().splitlines()) == 1, outcome.err
