@@ -50,7 +50,14 @@ class Recalled:
     L, or 1 where all share them."""
     values: Tensor
     there: Tensor | None = None
-    """Shaped like the keys, but for D: False for what is no unit, where rows hold different numbers; None: all are."""
+    """Shaped like the keys, but for D: False for what is no unit, where rows or heads hold different numbers; None: all
+    are."""
+
+    def of_head(self, row: int, head: int, kv_heads: int) -> Recalled:
+        """Return what the queries of one KV head of one row recall."""
+        own = self.keys.shape[1] // kv_heads
+        where = slice(row, row + 1), slice(head * own, (head + 1) * own)
+        return Recalled(self.keys[where], self.values[where], None if self.there is None else self.there[where])
 
 
 @dataclass(frozen=True)
@@ -141,13 +148,14 @@ def attend(
     how = _How(scaling, memo, softcap, window, sinks)
     if view.far is not None:
         return _attend_near_and_far(view.keys, view.values, view.far, how)
-    if view.recalled is not None:
+    if view.recalled is not None and view.segments is None:
         return _attend_both(query, view, view.recalled, how._replace(window=None))
     if view.sparse is not None:
         return view.sparse(query, view, scaling, softcap, sinks)
     if view.segments is None:
         return _attend(query, view.keys, view.values, how, view.row_start)
-    if query.shape[0] == query.shape[2] == 1 and how.softcap is None and window is None and sinks is None:
+    plain = how.softcap is None and window is None and sinks is None and view.recalled is None
+    if query.shape[0] == query.shape[2] == 1 and plain:
         return _attend_once(query, view.keys, view.values, view.segments[0], scaling)
     group = query.shape[1] // len(view.segments[0])
     out = query.new_empty(*query.shape[:-1], view.values.shape[-1])
@@ -156,7 +164,12 @@ def attend(
             asking = slice(head * group, (head + 1) * group)
             key, value = (states[row : row + 1, :, span] for states in (view.keys, view.values))
             own = how if sinks is None else how._replace(sinks=sinks[asking])
-            out[row, asking] = _attend(query[row : row + 1, asking], key, value, own)[0]
+            if view.recalled is None:
+                out[row, asking] = _attend(query[row : row + 1, asking], key, value, own)[0]
+                continue
+            recalled = view.recalled.of_head(row, head, len(heads))
+            both = _attend_both(query[row : row + 1, asking], View(key, value), recalled, own._replace(window=None))
+            out[row, asking] = both[0]
     return out
 
 

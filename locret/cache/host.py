@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from locret.backbone.attention import Recalled
-from locret.cache.store import NO_UNIT, POSITIONS, QUERIES, SCORES, DenseStore, UnitRanks
+from locret.cache.ragged import RaggedStore, distances
+from locret.cache.store import EMPTY, NO_UNIT, POSITIONS, QUERIES, SCORES, DenseStore, UnitRanks
 from locret.cache.units import Units, Workspace
 from locret.lookups import Ask, Lookup
-from locret.policy.selectors import score_order
+from locret.policy.selectors import Kept, KeptPerHead, score_order
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,8 +36,8 @@ class HostTier(Units):
     """Units that were evicted from the fast tier of one layer."""
 
     store: DenseStore
-    """Holds them, in the form of the fast tier's store, with a workspace of its own."""
-    fast: DenseStore
+    """Holds them as the fast tier's store does, but with as many slots in all heads; its workspace is its own."""
+    fast: DenseStore | RaggedStore
     lookup: Lookup
     """Finds what a query recalls."""
     most: int | None
@@ -51,6 +52,8 @@ class HostTier(Units):
     """Bytes fetched from here so far."""
     counter = "host_fill"
     _index: tuple[Any] | None = None
+    _padded: bool = False
+    """Whether a row or head holds fewer units than others."""
 
     @property
     def batch(self) -> int:
@@ -86,21 +89,26 @@ class HostTier(Units):
         """Make room for this many units, or for all that may be held."""
         self.store.reserve(units if self.most is None else min(units, self.most))
 
-    def take_in(self, gone: Tensor) -> None:
-        """Take the (B, K, G) units of these ranks, which the fast tier is about to drop, as far as they find room."""
-        fast = self.fast
+    def take_in(self, kept: Kept) -> None:
+        """Take the units that the fast tier is about to drop, all but the kept ones, as far as they find room."""
+        fast, even = self.fast, isinstance(kept, KeptPerHead)
+        gone = kept.gone() if even else _gone(fast.held(POSITIONS) != NO_UNIT, kept)
         batch, kv_heads, coming = gone.shape
         here = fast.keys.device if self.resident else torch.device("cpu")
         gone = gone.to(here)
         heads = torch.arange(batch * kv_heads, device=here).view(batch, kv_heads, 1)
-        first = self.store.fill
-        room = coming if self.most is None else min(coming, self.most - first)
+        first, wanted = self.store.fill, coming
+        if first and not even:  # heads that hold fewer than others have free slots
+            own = (self.store.held(POSITIONS) != NO_UNIT).sum(-1)
+            wanted = max(int((own + (gone != NO_UNIT).sum(-1)).max()) - first, 0)
+        room = wanted if self.most is None else min(wanted, self.most - first)
         if first + room > self.store.capacity:
             self.reserve(max(first + room, 2 * self.store.capacity))
-        if coming > room:
+        if coming > room or not even:
             self._open(room)
-            columns = (fast.held(name).to(here).gather(2, gone) for name in (SCORES, POSITIONS))
-            new, old = _order(*columns), _order(self.store.held(SCORES), self.store.held(POSITIONS))
+            scores, positions = (fast.held(name).to(here).gather(2, gone.clamp_min(0)) for name in (SCORES, POSITIONS))
+            new = _order(scores, positions.masked_fill(gone == NO_UNIT, NO_UNIT))
+            old = _order(self.store.held(SCORES), self.store.held(POSITIONS))
             compared = min(coming, self.store.fill)
             best, worst = new.topk(compared, dim=-1), old.topk(compared, dim=-1, largest=False)
             # Best against worst, second best against second worst: once one is not better, no other is.
@@ -121,8 +129,8 @@ class HostTier(Units):
         """Have `new` more slots, which hold no unit yet."""
         first = self.store.fill
         self.store.open(self.fast, new)
-        self.store.held(SCORES)[:, :, first:] = -torch.inf
-        self.store.held(POSITIONS)[:, :, first:] = NO_UNIT
+        for name, buffer in self.store.buffers.items():  # what is masked counts nothing, unless it is NaN
+            buffer[:, :, first : self.store.fill] = EMPTY.get(name, 0)
 
     def recalled(self, query: Tensor, **asked: Any) -> Recalled | None:
         """Return what (B, N, L, D) queries attend to besides the fast tier; None where nothing was evicted yet."""
@@ -139,7 +147,7 @@ class HostTier(Units):
             window=window,
             keys=keys,
             positions=positions,
-            padded=store.row_start is not None,
+            padded=self._padded,
             index=self._index[0],
             count=min(self.recall, store.fill),
             **asked,
@@ -190,8 +198,9 @@ class HostTier(Units):
         """Put units in the order of the text, behind the empty slots of short rows."""
         if self.store.fill:
             self.store.sort()
-            empty = (self.store.held(POSITIONS)[:, 0] == NO_UNIT).sum(-1)
-            self.store.row_start = empty if bool(empty.any()) else None
+            empty = (self.store.held(POSITIONS) == NO_UNIT).sum(-1)
+            self._padded = bool(empty.any())
+            self.store.row_start = empty.amin(-1) if bool(empty.amin(-1).any()) else None
 
     def ranks(self) -> tuple[UnitRanks, UnitRanks]:
         """Return the ranks, among the units of both tiers, of the fast ones and of these; puts these in order."""
@@ -203,7 +212,22 @@ class HostTier(Units):
         here, there = mine.device, others.device
         own = torch.arange(mine.shape[-1], device=here) + torch.searchsorted(others.to(here), mine)
         fast_ranks = torch.arange(others.shape[-1], device=here) + torch.searchsorted(mine, others.to(here))
+        if isinstance(self.fast, RaggedStore) and self.fast.spacing > 1:
+            every = mine.new_full((*mine.shape[:2], held), NO_UNIT).scatter_(2, own, mine)
+            far = self._spread(every.scatter_(2, fast_ranks, others.to(here)))
+            held = int(far.max())
+            own, fast_ranks = held - far.gather(2, own), held - far.gather(2, fast_ranks)
         return UnitRanks(fast_ranks.to(there), held), UnitRanks(own, held)
+
+    def _spread(self, positions: Tensor) -> Tensor:
+        """Return (B, K, S) how far units of both tiers, ascending, are from the next token where they are spaced."""
+        assert isinstance(self.fast, RaggedStore)
+        far, after = torch.empty_like(positions, dtype=torch.int64), self.fast.upcoming or 0
+        for own, its in zip(far.flatten(0, 1), positions.flatten(0, 1), strict=True):
+            units = max(int((its != NO_UNIT).sum()), 1)
+            apart = max(1, min(self.fast.spacing, self.fast.reach // units))
+            own.copy_(distances(its, its.new_full((1,), after), apart))
+        return far
 
     def select_rows(self, rows: Tensor) -> None:
         self.store.select_rows(rows)
@@ -240,12 +264,26 @@ class HostTier(Units):
         self.store.tensors = {n: self.store._anew(n, held).copy_(held) for n, held in self.store.tensors.items()}
         self.forget()
 
-    def copy_beside(self, fast: DenseStore) -> Self:
+    def copy_beside(self, fast: DenseStore | RaggedStore) -> Self:
         """Return an independent copy beside the copy of its fast tier."""
         twin = copy.copy(self)
         twin.store, twin.fast = self.store.copy(Workspace()), fast
         twin.forget()
         return twin
+
+
+def _gone(there: Tensor, kept: Kept) -> Tensor:
+    """Return (B, K, G) int64 ranks of the units that go, ascending; -1 behind those of heads that drop fewer.
+
+    Args:
+        there: (B, K, S) bool, False in front of heads with fewer units than others; ranks are counted in it.
+        kept: The units that stay, counted through all heads of a row.
+    """
+    goes = torch.zeros_like(there)
+    for own, held, ranks in zip(goes.flatten(1), there.flatten(1), kept.gone(), strict=True):
+        own[held.nonzero()[ranks, 0]] = True
+    order = goes.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., : int(goes.sum(-1).max())]
+    return order.masked_fill(~goes.gather(-1, order), NO_UNIT)
 
 
 def _order(scores: Tensor, positions: Tensor) -> Tensor:

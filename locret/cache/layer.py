@@ -16,9 +16,10 @@ from locret.backbone.chunk import Projections
 from locret.cache.blocks import Blocks
 from locret.cache.host import HostTier
 from locret.cache.merging import Folding
+from locret.cache.ragged import RaggedStore
 from locret.cache.store import SCORES, DenseStore, Part, Store, UnitRanks
 from locret.cache.units import Units, Workspace
-from locret.policy.selectors import KeptPerHead, Selector, Stay
+from locret.policy.selectors import Selector, Stay
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -115,8 +116,7 @@ class RetentionLayer(CacheLayerMixin):
         settled = self.rotated
         self.unsettle(base, None)
         if self.host is not None:
-            assert isinstance(kept, KeptPerHead)
-            self.host.take_in(kept.gone())
+            self.host.take_in(kept)
         if self.folding is not None:
             self.folding.fold(self.store, kept, stay, by_text=not self.compact)
         self.store.keep(kept, turned=False)
@@ -156,7 +156,7 @@ class RetentionLayer(CacheLayerMixin):
         twin = copy.copy(self)
         twin.store = self.store.copy(workspace)
         if self.host is not None:
-            assert isinstance(twin.store, DenseStore)
+            assert isinstance(twin.store, DenseStore | RaggedStore)
             twin.host = self.host.copy_beside(twin.store)
         return twin
 

@@ -80,10 +80,10 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
             f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{policy.head_budgets}" selects '
             f'"{selector.store}" ones; change head_budgets, or take another store'
         )
-    if policy.has_host and not issubclass(kind, DenseStore):
+    if policy.has_host and not issubclass(kind, DenseStore | RaggedStore):
         raise ValueError(
             f"store {kind.name} has no second tier, but host_budget={policy.host_budget} and recall_by="
-            f"{policy.recall_by}; leave those out, or derive the store from locret.cache.store.DenseStore"
+            f"{policy.recall_by}; leave those out, or derive the store from one of ours"
         )
     check_backbone(policy, backbone, index)
     if policy.recalls_blocks:
@@ -95,7 +95,7 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
     def store(workspace: Workspace, *, host: bool = False) -> Store:
         form = forms_of(policy, len(backbone.layers), host=host)[nth]
         if form is None:
-            return kind(rotary, workspace, columns)
+            return (DenseStore if host and issubclass(kind, RaggedStore) else kind)(rotary, workspace, columns)
         if cache.store is not None:
             raise ValueError(
                 f"store {kind.name} holds units as they are, but key_bits={policy.key_bits} and value_bits="
@@ -108,7 +108,7 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
         own.spacing, own.reach = policy.spacing, backbone.max_positions - policy.chunk_size
     if policy.host_budget is not None and (lookup := policy.lookup()) is not None:
         far, limits = store(Workspace(), host=True), cache.limits
-        assert isinstance(own, DenseStore)
+        assert isinstance(own, DenseStore | RaggedStore)
         assert isinstance(far, DenseStore)
         beside = limits.resident[nth]
         far.empty = torch.empty if beside else host_memory

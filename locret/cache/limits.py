@@ -234,8 +234,9 @@ class Limits:
         if schedule.shared:  # a layer may keep less than the mean
             evicted = seen
         if self._answering is not None:
-            evicted = max(evicted, seen + new_tokens - self.answering(nth, 1).budget)
-        return evicted
+            seen += new_tokens
+            evicted = max(evicted, seen - self.answering(nth, 1).budget)
+        return seen if evicted > 0 and self.policy.head_budgets != "uniform" else evicted  # a head may keep a few
 
     def answer_capacity(self, nth: int, units: int) -> int:
         """Return the slots a layer needs to grow to `units` while an answer is written."""

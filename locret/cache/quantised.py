@@ -17,7 +17,7 @@ from torch import Tensor
 from locret.backbone.attention import View
 from locret.backbone.rotary import Rotary
 from locret.cache.rounding import COUNT, PLACE, Form
-from locret.cache.store import QUERIES, STATES, DenseStore, UnitRanks, Workspace
+from locret.cache.store import QUERIES, STATES, DenseStore, Store, UnitRanks, Workspace
 from locret.lookups.base import Keys, RoundedKeys
 from locret.policy.selectors import Kept, KeptPerHead
 
@@ -244,11 +244,11 @@ class QuantisedStore(DenseStore):
                 states[:, :, span] = decoded
         return states.view(*shape, like.shape[-1])
 
-    def lag_like(self, fast: DenseStore) -> None:
+    def lag_like(self, fast: Store) -> None:
         self.tensors.pop("lags", None)
         self.tensors |= {name: lags for name, lags in fast.tensors.items() if name == "lags"}
 
-    def open(self, like: DenseStore, new: int) -> None:
+    def open(self, like: Store, new: int) -> None:
         if "keys" not in self.tensors:
             self.capacity = max(self.capacity, self.fill + new)
             device = self.empty((0,), dtype=PLACE, device=like.tensors["exact"].device).device

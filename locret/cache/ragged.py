@@ -139,7 +139,11 @@ class RaggedStore(Store):
         if newest is not None:
             batch, heads, new, dim = newest.shape
             keys = self.workspace.take((batch, heads, self.capacity, dim), self.capacity, newest).view(keys.shape)
-            self._rotate_old(new, base, keys)
+            most = self.longest - new  # older units end, in each head, before position `base`
+            for row, spans in enumerate(self.segments if most else ()):
+                for span in spans:
+                    old, angles = slice(span.start, span.stop - new), self._angles(row, span, new, base, most)
+                    self.rotary.turn(self.keys[row, old], *angles, out=keys[row, old])
             keys.flatten(0, 1).index_copy_(0, self._newest(new).flatten(), newest.flatten(0, 2))
             self._rotated = None
         return View(keys[:, None], self.values[:, None], segments=self.segments)
@@ -151,16 +155,6 @@ class RaggedStore(Store):
         first_BK1 = torch.tensor(first, device=device)[..., None]
         return first_BK1 if new == 1 else first_BK1 + torch.arange(new, device=device)
 
-    def _rotate_old(self, new: int, base: int, out: Tensor) -> None:
-        """Write rotated keys of all but the newest units: in each head they end before position `base`."""
-        most = self.longest - new
-        if not most:
-            return
-        for row, spans in enumerate(self.segments):
-            for span in spans:
-                old, (cos, sin) = slice(span.start, span.stop - new), self._angles(row, span, new, base, most)
-                self.rotary.turn(self.keys[row, old], cos, sin, out=out[row, old])
-
     def _angles(self, row: int, span: slice, new: int, base: int, most: int) -> tuple[Tensor, Tensor]:
         """Return cosines and sines of all but a head's newest units, which end before `base`; `most` are the most."""
         old = slice(span.start, span.stop - new)
@@ -171,8 +165,7 @@ class RaggedStore(Store):
             return cos[most - count :], sin[most - count :]
         positions = self.tensors[POSITIONS][row]
         after = positions[old.stop : old.stop + 1] if new else positions.new_full((1,), self.upcoming or 0)
-        steps = positions[old].diff(append=after).clamp_(1, apart)
-        return self.rotary.at(base - steps.flip(0).cumsum(0).flip(0), self.keys)
+        return self.rotary.at(base - distances(positions[old], after, apart), self.keys)
 
     def parts(self, view: View, new: int, newest_only: bool) -> Iterator[Part]:
         """Yield the new units of all heads; or, unless only those matter, one head after another."""
@@ -252,8 +245,20 @@ class RaggedStore(Store):
             return
         turn, longest = self.rotary.turn_back if back else self.rotary.turn, self.longest
         for row, spans in enumerate(self.segments):
-            for span in spans:
-                self.keys[row, span] = turn(self.keys[row, span], *self._angles(row, span, 0, base, longest))
+            for head, span in enumerate(spans):
+                if ranks is None:
+                    angles = self._angles(row, span, 0, base, longest)
+                else:
+                    own = ranks.ranks[row, head, longest - (span.stop - span.start) :]
+                    angles = self.rotary.at(own + (base - ranks.held), self.keys)
+                self.keys[row, span] = turn(self.keys[row, span], *angles)
+
+    def units(self, heads_U: Tensor, ranks_U: Tensor) -> dict[str, Tensor]:
+        """Return units, (U, ...) each buffer, by head, rows x KV heads counted through, and rank in `held`."""
+        rows = torch.arange(len(self.counts))[:, None] * self.keys.shape[1]
+        first = (rows + self.starts + self.counts - self.longest).flatten().to(ranks_U.device)
+        where = first[heads_U] + ranks_U
+        return {name: buffer.flatten(0, 1).index_select(0, where) for name, buffer in self.buffers.items()}
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)
@@ -304,3 +309,8 @@ class RaggedStore(Store):
     def advance(self, by: int = 1) -> None:
         self.fill += by
         self.tensors["counts"] = self.counts + by
+
+
+def distances(positions_S: Tensor, after_1: Tensor, apart: int) -> Tensor:
+    """Return (S,) how far a head's units are from what comes after them, if neighbours are so far apart at most."""
+    return positions_S.diff(append=after_1).clamp_(1, apart).flip(0).cumsum(0).flip(0)

@@ -102,7 +102,8 @@ def _wanted(
             continue
         for tier in ("", HOST) if full and counters.get("host_fill") else ("",):
             units = counters["host_fill" if tier else "fill"] if full else None
-            lead = (None,) if full and policy.head_budgets != "uniform" else ("rows", shape.num_kv_heads, units)
+            packed = full and not tier and policy.head_budgets != "uniform"
+            lead = (None,) if packed else ("rows", shape.num_kv_heads, units)
             for name, dim in {"keys": shape.head_dim, "values": shape.value_dim}.items():
                 coder = None if form is None else form.keys if name == "keys" else form.values
                 coded = coder is not None and not coder.exact

@@ -375,12 +375,14 @@ class DenseStore(Store):
         """Return what another store holds as this one would hold it."""
         return {name: buffer[:, :, : store.fill] for name, buffer in store.buffers.items()}
 
-    def lag_like(self, fast: DenseStore) -> None:
+    def lag_like(self, fast: Store) -> None:
         """Let positions of rows lag behind those of the longest as in another tier; only codes know of that."""
 
-    def open(self, like: DenseStore, new: int) -> None:
-        """Have `new` more slots in use, their contents not set, for units as another store of this kind has them."""
-        self._make_room(like.keys[:, :, :new], like.values[:, :, :new])
+    def open(self, like: Store, new: int) -> None:
+        """Have `new` more slots in use, their contents not set, for units as another store has them."""
+        heads = like.held(POSITIONS).shape[1]
+        shape = len(like.keys), heads, new, -1
+        self._make_room(*(states.flatten(1, -2)[:, None, :1].expand(shape) for states in (like.keys, like.values)))
         self.fill += new
 
     def units(self, heads_U: Tensor, ranks_U: Tensor) -> dict[str, Tensor]:

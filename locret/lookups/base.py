@@ -105,6 +105,9 @@ class Lookup(Chosen):
     reading: ClassVar[bool] = False
     """Whether the chunks of a text recall too, from what was evicted before; with original positions only."""
 
+    uneven: ClassVar[bool] = False
+    """Whether KV heads may hold different numbers of units."""
+
     def index(self, keys: Keys, positions: Tensor) -> Any:
         """Return what speeds up the search, built once for units that do not change.
 

@@ -27,6 +27,7 @@ class ExactLookup(Lookup):
 
     name: ClassVar[str] = "exact"
     over_ranks: ClassVar[bool] = True
+    uneven: ClassVar[bool] = True
 
     def choose(self, ask: Ask) -> Tensor:
         """See `Lookup`; ranks are (B, K, L, R)."""

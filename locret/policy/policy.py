@@ -358,9 +358,9 @@ _CLASHES: tuple[tuple[Callable[[RetentionPolicy], bool], str], ...] = (
         "recall={recall} is more than host_budget={host_budget} can hold; lower recall, or raise host_budget",
     ),
     (
-        lambda own: own.has_host and own.head_budgets != "uniform" and not own.recalls_blocks,
-        'head_budgets="{head_budgets}" gives heads different numbers of units, which a second tier cannot follow; use '
-        'head_budgets="uniform", or leave host_budget out',
+        lambda own: own.head_budgets != "uniform" and (found := own.lookup()) is not None and not found.uneven,
+        'head_budgets="{head_budgets}" gives heads different numbers of units, among which recall_by="{recall_by}" '
+        'finds none; use recall_by="exact", or head_budgets="uniform"',
     ),
     (
         lambda own: own.recalls_blocks and not own.exact_bits,

@@ -37,7 +37,7 @@ def resolve(
 
     Recommended numbers belong to the recommended budget. Below it, those that follow from a budget (see
     `RetentionPolicy`) are at most what the smaller one allows. Recommended shares of KV heads yield to a choice that
-    they cannot stand beside, such as a second tier.
+    they cannot stand beside, such as fewer bits.
 
     Args:
         own: Numbers that the user chose, or that follow from what the user chose; None where one is left open

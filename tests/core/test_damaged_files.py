@@ -49,6 +49,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "ragged": {"head_budgets": "adaptive"},
     "sliding": {},
     "tiers": {"host_budget": 9, "recall": 3, "positions": "original"},
+    "tier of uneven heads": {"host_budget": 19, "recall": 3, "head_budgets": "adaptive"},
     "codes": {"key_bits": 4, "value_bits": 8, "exact_recent": 4},
 }
 TEXT = "The grass is green. " * 8 + "The pass key is 71432. Remember it. " + "The sky is blue. " * 8

@@ -45,7 +45,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"host_budget": 40}, "host_budget=40 keeps units that nothing recalls"),
     ({"host_budget": 40, "recall": 41}, "recall=41 is more than host_budget=40 can hold"),
     ({"host_budget": "most", "recall": 1}, "host_budget=most is neither"),
-    ({"host_budget": 40, "recall": 4, "head_budgets": "adaptive"}, "different numbers of units"),
+    ({"recall_by": "quest", "recall": 1, "host_budget": 40, "head_budgets": "adaptive"}, 'quest" finds none'),
     ({"head_budgets": "shares", "layer_budgets": "pyramid"}, "shares out the layers too"),
     ({"head_budgets": "shares", "when": "prompt_end"}, "keep the newest units of every KV head"),
     (
@@ -152,7 +152,12 @@ SMALL = {"budget": 256, "chunk_size": 1024, "stabilizers": 100, "local_len": 32}
         ({"decode_budget": None}, {"decode_budget": 1000}, {"decode_budget": None}),
         ({"head_budgets": "uniform"}, {"head_budgets": "adaptive", "host_budget": 9000, "recall": 8}, {"recall": 8}),
         ({"budget": 1000}, MEASURED, MEASURED),
-        ({"host_budget": "all", "recall": 8}, MEASURED, {"head_budgets": "uniform", "spacing": 1, "recall": 8}),
+        ({"host_budget": "all", "recall": 8}, MEASURED, {**MEASURED, "recall": 8}),
+        (
+            {"host_budget": "all", "recall": 8, "recall_by": "quest"},
+            MEASURED,
+            {"head_budgets": "uniform", "spacing": 1},
+        ),
         ({"key_bits": 4}, {**MEASURED, "head_shares": [0.5, 1.5]}, {"head_budgets": "uniform", "head_shares": None}),
     ],
 )

@@ -34,6 +34,7 @@ OTHERS = {
     "a pyramid": {"layer_budgets": "pyramid", "pyramid_beta": 2, "budget": 48},
     "ragged heads": {"head_budgets": "adaptive"},
     "ragged heads without a floor": {"head_budgets": "adaptive", "head_floor": 0.0},
+    "two tiers of ragged heads": {"head_budgets": "adaptive", "host_budget": 30, "recall": 4},
     "at the end": {"when": "prompt_end"},
     "shares": {"head_budgets": "shares", "head_shares": (0.25, 1.5, 0.5, 0.25, 2.0, 1.5)},
 }

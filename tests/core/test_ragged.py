@@ -75,11 +75,12 @@ def test_a_scorer_that_selects_equally_many_units_for_every_head_is_refused(mode
             RetentionCache(model, name, policy())
 
 
-def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(model: Any) -> None:
+@pytest.mark.parametrize("tier", [{}, {"host_budget": 20, "recall": 4}, {"host_budget": "all", "recall": 99}])
+def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(model: Any, tier: dict[str, Any]) -> None:
     """With room for every distance, logits are those of original positions; without any, those of ranks."""
 
     def read(**changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        own = policy(head_budgets="shares", head_shares=(0.5, 1.0, 1.5, 2.0, 0.5, 0.5), **changes)
+        own = policy(head_budgets="shares", head_shares=(0.5, 1.0, 1.5, 2.0, 0.5, 0.5), **tier, **changes)
         cache, found = RetentionCache(model, "random", own), []
         for text in (prompt(70), prompt(40, seed=1)):  # the second turns the keys back first
             found.append(prefill(model, text, cache))

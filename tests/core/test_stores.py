@@ -178,6 +178,7 @@ EVERYTHING = {"when": "prompt_end", "host_budget": "all", "recall": 500}
 UNIT = 2 * 8 * 4 + 8
 """Bytes of key, value, score and position."""
 both_positions = pytest.mark.parametrize("positions", ["compact", "original"])
+both_heads = pytest.mark.parametrize("heads", ["uniform", "adaptive"])
 
 
 def new_cache(model: Any, **changes: Any) -> RetentionCache:
@@ -196,11 +197,13 @@ def answer(model: Any, cache: RetentionCache, ids: torch.Tensor | None = None, n
 
 
 @both_positions
+@both_heads
 @pytest.mark.parametrize("tokens", [47, 1])
 def test_an_answer_that_evicts_loses_nothing_where_everything_is_recalled(
-    model: Any, positions: str, tokens: int
+    model: Any, positions: str, heads: str, tokens: int
 ) -> None:
     ids, changes = prompt(tokens), {"positions": positions, "decode_budget": 22, "decode_interval": 5, **EVERYTHING}
+    changes["head_budgets"] = heads
     cache = new_cache(model, **changes)
     theirs: Any = model.generate(ids, max_new_tokens=40, output_logits=True, return_dict_in_generate=True, **GREEDY)
     torch.testing.assert_close(answer(model, cache, ids, 40), torch.stack(theirs.logits, 1), atol=2e-4, rtol=0)
@@ -225,10 +228,11 @@ def test_bytes_of_a_tier_and_of_what_is_recalled_are_what_one_counts_by_hand(mod
     assert cache.memory().moved - memory.moved == 5 * 3 * 2 * 4 * 8 * 8
 
 
+@both_heads
 def test_a_tier_that_an_answer_filled_is_no_larger_than_it_may_be_and_is_saved_in_order(
-    model: Any, tmp_path: Path
+    model: Any, heads: str, tmp_path: Path
 ) -> None:
-    cache = read(model, 20, decode_budget=22, decode_interval=1)
+    cache = read(model, 20, decode_budget=22, decode_interval=1, head_budgets=heads)
     answer(model, cache, new=40)
     memory = cache.memory()
     assert memory.host == memory.host_planned == 3 * 2 * 19 * UNIT

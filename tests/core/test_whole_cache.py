@@ -67,6 +67,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "pyramid": {"layer_budgets": "pyramid", "pyramid_beta": 4},
     "adaptive heads": {"head_budgets": "adaptive"},
     "head shares": {"head_budgets": "shares", "stabilizers": 0},
+    "spaced head shares": {"head_budgets": "shares", "stabilizers": 0, "spacing": 5},
     "linear": {"memory": "linear"},
     "square_sqrt": {"memory": "square_sqrt"},
     "adaptive memory": {"memory": "adaptive"},
@@ -303,10 +304,11 @@ def test_what_is_kept_and_said_is_what_the_slow_oracle_keeps_and_says(run: Run) 
     torch.testing.assert_close(logits[0].double(), expected, atol=2e-5, rtol=0)
 
 
-@examples(8)
+@examples(12)
 @example(run=Run("llama", HEADS, (), (20, 11, 4, 5), 70), tier="tier", second=20)
+@example(run=Run("llama", HEADS, ("adaptive heads",), (20, 11, 4, 5), 70), tier="tier", second=20)
 @given(
-    run=runs(families=("llama", "llama-mqa", "qwen3"), names=(HEADS,), parts=("positions",)),
+    run=runs(families=("llama", "llama-mqa", "qwen3"), names=(HEADS,), parts=("positions", "adaptive heads")),
     tier=st.sampled_from(TIERS),
     second=st.integers(1, 40),
 )
@@ -333,8 +335,11 @@ def test_both_tiers_hold_and_recall_what_the_slow_oracle_does(run: Run, tier: st
             run.numbers,
             (rules.host_budget if isinstance(rules.host_budget, int) else None, rules.recall),
             original_positions=rules.positions == "original",
+            split=(rules.head_floor, True) if "adaptive heads" in run.parts else None,
         )
-    assert cache.memory().host_units == len(held[0][0])
+    for layer, units in zip(cache.governed, held, strict=True):
+        its = layer.host.store.held("positions")[0] if layer.host.fill else [torch.empty(0)] * len(units)
+        assert [sorted(own[own >= 0].tolist()) for own in its] == units
     torch.testing.assert_close(first[0].double(), logits[0], atol=2e-5, rtol=0)
     torch.testing.assert_close(torch.cat(out.logits).double(), logits, atol=2e-5, rtol=0)
 

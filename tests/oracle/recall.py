@@ -52,6 +52,7 @@ def answer_with_recall(
     tier: tuple[int | None, int],
     *,
     original_positions: bool = False,
+    split: tuple[float, bool] | None = None,
 ) -> tuple[list[list[list[int]]], Tensor]:
     """Read prompts as `read_prompt` does, but let their local tokens and the answers recall what was evicted.
 
@@ -68,6 +69,7 @@ def answer_with_recall(
         numbers: Budget, chunk size, stabilizers, local length.
         tier: Host budget (None: all), and units recalled.
         original_positions: Rotate by place in the text instead of rank.
+        split: See `read_prompt`.
 
     Returns:
         Per layer and KV head the positions that the second tier holds; and (1 + A, vocabulary) logits of the last
@@ -83,7 +85,7 @@ def answer_with_recall(
 
     def evict(index: int, guard: int) -> None:
         held = fast[index]
-        fast[index] = _evict(held, budget, guard, None)
+        fast[index] = _evict(held, budget, guard, split)
         for head, (before, after) in enumerate(zip(held, fast[index], strict=True)):
             stayed = {unit[0] for unit in after}
             gone = [unit for unit in before if unit[0] not in stayed]
