@@ -12,13 +12,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from locret.backbone.attention import Recalled
-from locret.cache.ragged import RaggedStore, distances
+from locret.cache.ragged import RaggedStore, distances, most_apart
 from locret.cache.store import EMPTY, NO_UNIT, POSITIONS, QUERIES, SCORES, DenseStore, UnitRanks
 from locret.cache.units import Units, Workspace
 from locret.lookups import Ask, Lookup
@@ -202,8 +203,11 @@ class HostTier(Units):
             self._padded = bool(empty.any())
             self.store.row_start = empty.amin(-1) if bool(empty.amin(-1).any()) else None
 
-    def ranks(self) -> tuple[UnitRanks, UnitRanks]:
-        """Return the ranks, among the units of both tiers, of the fast ones and of these; puts these in order."""
+    def ranks(self, *, again: bool) -> tuple[UnitRanks, UnitRanks]:
+        """Return the ranks, among the units of both tiers, of the fast ones and of these; puts these in order.
+
+        Those that are spaced are as far apart as they were before if it is done `again`, to turn keys back.
+        """
         self.forget()
         self._arrange()
         mine = self.store.held(POSITIONS).contiguous()
@@ -214,18 +218,17 @@ class HostTier(Units):
         fast_ranks = torch.arange(others.shape[-1], device=here) + torch.searchsorted(mine, others.to(here))
         if isinstance(self.fast, RaggedStore) and self.fast.spacing > 1:
             every = mine.new_full((*mine.shape[:2], held), NO_UNIT).scatter_(2, own, mine)
-            far = self._spread(every.scatter_(2, fast_ranks, others.to(here)))
+            far = self._spread(every.scatter_(2, fast_ranks, others.to(here)), again)
             held = int(far.max())
             own, fast_ranks = held - far.gather(2, own), held - far.gather(2, fast_ranks)
         return UnitRanks(fast_ranks.to(there), held), UnitRanks(own, held)
 
-    def _spread(self, positions: Tensor) -> Tensor:
+    def _spread(self, positions: Tensor, again: bool) -> Tensor:
         """Return (B, K, S) how far units of both tiers, ascending, are from the next token where they are spaced."""
         assert isinstance(self.fast, RaggedStore)
         far, after = torch.empty_like(positions, dtype=torch.int64), self.fast.upcoming or 0
-        for own, its in zip(far.flatten(0, 1), positions.flatten(0, 1), strict=True):
-            units = max(int((its != NO_UNIT).sum()), 1)
-            apart = max(1, min(self.fast.spacing, self.fast.reach // units))
+        aparts = chain.from_iterable(most_apart(self.fast, (positions != NO_UNIT).sum(-1), again=again))
+        for own, its, apart in zip(far.flatten(0, 1), positions.flatten(0, 1), aparts, strict=True):
             own.copy_(distances(its, its.new_full((1,), after), apart))
         return far
 

@@ -146,7 +146,9 @@ class RetentionLayer(CacheLayerMixin):
         if self.host is None:
             (self.store.unrotate if back else self.store.rotate)(base)
             return
-        ranks: tuple[UnitRanks | None, UnitRanks | None] = self.host.ranks() if self.host.fill else (None, None)
+        ranks: tuple[UnitRanks | None, UnitRanks | None] = (
+            self.host.ranks(again=back) if self.host.fill else (None, None)
+        )
         self.host.store.lag_like(self.host.fast)
         for store, own in zip((self.host.fast, self.host.store), ranks, strict=True):
             (store.unrotate if back else store.rotate)(base, own)

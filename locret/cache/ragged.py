@@ -31,7 +31,7 @@ class RaggedStore(Store):
     """
 
     name = holds = "ragged"
-    uncounted = ("counts", "starts")
+    uncounted = ("counts", "starts", "apart")
     once = None
     spacing = 1
     """How far apart the positions of two neighbours may be; 1: units have their ranks."""
@@ -79,6 +79,8 @@ class RaggedStore(Store):
     def _fill_from(self, rows: Sequence[tuple[RaggedStore, int]], capacity: int) -> None:
         """Take over rows of stores, in new buffers of so many slots."""
         counts, filled = torch.stack([store.counts[row] for store, row in rows]), {}
+        if all("apart" in store.tensors for store, _ in rows):
+            filled["apart"] = torch.stack([store.tensors["apart"][row] for store, row in rows])
         widths = counts + capacity - self.fill
         starts = (widths.cumsum(1) - widths).tolist()
         for name, like in rows[0][0].buffers.items():
@@ -142,7 +144,9 @@ class RaggedStore(Store):
             most = self.longest - new  # older units end, in each head, before position `base`
             for row, spans in enumerate(self.segments if most else ()):
                 for span in spans:
-                    old, angles = slice(span.start, span.stop - new), self._angles(row, span, new, base, most)
+                    old = slice(span.start, span.stop - new)
+                    apart = min(self.spacing, self.reach // max(old.stop - old.start, 1))
+                    angles = self._angles(row, span, new, base, most, apart)
                     self.rotary.turn(self.keys[row, old], *angles, out=keys[row, old])
             keys.flatten(0, 1).index_copy_(0, self._newest(new).flatten(), newest.flatten(0, 2))
             self._rotated = None
@@ -155,11 +159,13 @@ class RaggedStore(Store):
         first_BK1 = torch.tensor(first, device=device)[..., None]
         return first_BK1 if new == 1 else first_BK1 + torch.arange(new, device=device)
 
-    def _angles(self, row: int, span: slice, new: int, base: int, most: int) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of all but a head's newest units, which end before `base`; `most` are the most."""
+    def _angles(self, row: int, span: slice, new: int, base: int, most: int, apart: int) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of all but a head's newest units, which end before `base`; `most` are the most.
+
+        Neighbours are so far `apart` at most.
+        """
         old = slice(span.start, span.stop - new)
         count = old.stop - old.start
-        apart = min(self.spacing, self.reach // max(count, 1))
         if apart <= 1 or not count:
             cos, sin = self.rotary.table(base - most, most, self.keys)
             return cos[most - count :], sin[most - count :]
@@ -244,10 +250,11 @@ class RaggedStore(Store):
         if not self.fill:
             return
         turn, longest = self.rotary.turn_back if back else self.rotary.turn, self.longest
+        aparts = most_apart(self, self.counts, again=back) if ranks is None else []
         for row, spans in enumerate(self.segments):
             for head, span in enumerate(spans):
                 if ranks is None:
-                    angles = self._angles(row, span, 0, base, longest)
+                    angles = self._angles(row, span, 0, base, longest, aparts[row][head])
                 else:
                     own = ranks.ranks[row, head, longest - (span.stop - span.start) :]
                     angles = self.rotary.at(own + (base - ranks.held), self.keys)
@@ -283,7 +290,7 @@ class RaggedStore(Store):
         packed = {}
         for name, buffer in self.buffers.items():
             packed[name] = torch.cat([buffer[row, self._slots(row, buffer.device)] for row in range(self.batch)])
-        return {**packed, "counts": self.counts}
+        return {**packed, **{name: self.tensors[name] for name in ("counts", "apart") if name in self.tensors}}
 
     def load(self, tensors: Mapping[str, Tensor], fill: int) -> None:
         super().load(tensors, fill)
@@ -311,6 +318,13 @@ class RaggedStore(Store):
         self.tensors["counts"] = self.counts + by
 
 
+def most_apart(store: RaggedStore, counts_BK: Tensor, *, again: bool) -> list[list[int]]:
+    """Return how far apart neighbours among so many units are at most, by row and head; `again`: as was said before."""
+    if not again or "apart" not in store.tensors:  # files of earlier versions do not say it
+        store.tensors["apart"] = (store.reach // counts_BK.cpu().clamp_min(1)).clamp(max=store.spacing)
+    return store.tensors["apart"].tolist()
+
+
 def distances(positions_S: Tensor, after_1: Tensor, apart: int) -> Tensor:
     """Return (S,) how far a head's units are from what comes after them, if neighbours are so far apart at most."""
-    return positions_S.diff(append=after_1).clamp_(1, apart).flip(0).cumsum(0).flip(0)
+    return positions_S.diff(append=after_1).clamp_(1, max(1, apart)).flip(0).cumsum(0).flip(0)

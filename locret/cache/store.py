@@ -30,7 +30,7 @@ COLUMNS = {SCORES: torch.float32, POSITIONS: torch.int32}
 """What every cache knows about a unit."""
 STATES, QUERIES = ("keys", "values"), "remembered queries"
 _OF_CODES = ("key_scales", "value_scales", "key_frame", "value_frame", "exact_keys", "exact_values", "exact", "places")
-_RESERVED = {*STATES, *COLUMNS, *_OF_CODES, "counts", "starts", "following", "lags", QUERIES, ROW_START}
+_RESERVED = {*STATES, *COLUMNS, *_OF_CODES, "counts", "starts", "apart", "following", "lags", QUERIES, ROW_START}
 _GROWTH = 256
 _TURNED = 4096
 _EVEN = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import oracle as reference
@@ -12,7 +13,17 @@ from families import prompt
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from locret import LongContextModel, RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, scorers
+from locret import (
+    LongContextModel,
+    RetainingHeads,
+    RetentionCache,
+    RetentionPolicy,
+    generate,
+    load_cache,
+    prefill,
+    save_cache,
+    scorers,
+)
 from locret.cache.compose import shrunk
 from locret.conversation.head_shares import counted
 from locret.policy.growth import divided, shared_budgets
@@ -103,6 +114,27 @@ def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(mo
     for change in ({"positions": "original"}, {"head_budgets": "uniform"}):
         shares = {"head_budgets": "shares", "head_shares": (1.0,), "spacing": 4, **change}
         assert policy(**shares).idle()["spacing"] == "head-budgets shares"
+
+
+@pytest.mark.parametrize("tier", [{}, {"host_budget": 20, "recall": 4}])
+def test_spaced_keys_are_turned_back_from_where_they_were_however_long_the_answer(
+    model: Any, tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(model.config, "max_position_embeddings", 100)  # a longer answer leaves less room between units
+    shares = {"head_budgets": "shares", "head_shares": (0.5, 1.0, 1.5, 2.0, 0.5, 0.5)}
+    cache = RetentionCache(model, "random", policy(**shares, budget=16, spacing=5, **tier))
+    prefill(model, prompt(90), cache)
+    answered = cache.copy()
+    generate(model, cache=answered, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    save_cache(answered, tmp_path / "a.ctx")
+    for other in (answered, load_cache(tmp_path / "a.ctx", model, "random"), answered.split(1)[0]):
+        before = cache.copy()
+        for layer, longer in zip(before.governed, other.governed, strict=True):
+            layer.unsettle(before.next_position, before.seen)
+            longer.unsettle(other.next_position, other.seen)
+            for own, its in zip(layer.store.segments[0], longer.store.segments[0], strict=True):
+                keys = longer.store.keys[0, its][: own.stop - own.start]
+                torch.testing.assert_close(keys, layer.store.keys[0, own], atol=1e-5, rtol=0)
 
 
 SHARED: dict[str, Any] = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 4}
