@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ import pytest
 from running import QUESTION, ROOT, Running, refused, running, text_with, until
 
 from locret import LongContextModel
+from locret.infer.speed.served import ServedOptions, measure
 
 pytestmark = pytest.mark.slow
 MARKITDOWN = importlib.util.find_spec("markitdown") is not None
@@ -125,3 +127,11 @@ def test_what_converts_ends_after_its_time_and_with_the_server() -> None:
         child = psutil.Process(int(server.stdout.readline()))
         server.kill()
         until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_a_server_is_measured_by_whole_texts_or_by_contexts(server: Running) -> None:
+    about = ServedOptions(url=f"{server.url}/v1", model="tiny", tokenizer="checkpoints/tiny", texts=[2], tokens=300)
+    whole, named = measure(about), measure(replace(about, contexts=True))
+    assert (named.keys() - whole.keys(), len(whole["at_once"])) == ({"read_seconds"}, 2)
+    assert min(found["at_once"][1]["first_words"] for found in (whole, named)) > 0
+    assert sum(entry.name.startswith("text") for entry in server.state.library.entries()) == 2

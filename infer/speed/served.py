@@ -1,0 +1,139 @@
+"""Questions about long texts to any server of OpenAI's API, locret-serve or another: seconds and answers per second.
+
+    python -m locret.infer.speed.served --url http://127.0.0.1:8000/v1 --model smollm2 --contexts
+
+A number is planted at a third of every text, and asked for. With `--contexts` texts are uploaded first, and
+questions name them; without, each question brings its whole text, which the server may find in a cache of its own.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from statistics import median
+from typing import Any
+
+from locret.cli.command import parse_options, print_json, run
+from locret.data.real import texts
+from locret.loading.backbone import tokenizer_of
+
+_FACT, _QUESTION = "The bridge has {} bolts.", "How many bolts does the bridge have?"
+_ALONE, _ANSWER = 3, 16
+"""Texts that are asked about one after the other, and tokens of an answer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedOptions:
+    """Which server is asked, and about what."""
+
+    url: str = "http://127.0.0.1:8000/v1"
+    """Of the server's API."""
+    model: str = "smollm2"
+    """As the server calls it."""
+    tokenizer: str = "smollm2"
+    """Counts tokens: a backbone."""
+    contexts: bool = False
+    """Upload the texts to locret-serve, and ask about its contexts."""
+    texts: list[int] = field(default_factory=lambda: [4, 16])
+    """How many texts are asked about at once."""
+    tokens: int = 7500
+    """Of a text."""
+
+
+@dataclass(frozen=True)
+class _Text:
+    name: str
+    text: str
+    key: str
+
+
+def _texts(options: ServedOptions) -> list[_Text]:
+    """Return pieces of the real texts, which begin at different places, each with a number of its own."""
+    tokenizer, rng = tokenizer_of(options.tokenizer), random.Random(0)
+    whole = "\n\n".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(texts().rglob("*.txt")))
+    ids, found = tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"], []
+    for nth in range(max(options.texts) + 1):  # one more, which is fresh
+        begin = nth * len(ids) // (max(options.texts) + 1)
+        words = tokenizer.decode((ids + ids)[begin : begin + options.tokens]).split(" ")
+        key = f"{rng.randrange(10**4, 10**5)}"
+        words.insert(len(words) // 3, _FACT.format(key))
+        found.append(_Text(f"text{nth}-{key}", " ".join(words), key))
+    return found
+
+
+@dataclass(frozen=True)
+class _Server:
+    client: Any
+    options: ServedOptions
+    read: bool
+    """Whether questions name contexts."""
+
+    def answer(self, text: _Text) -> tuple[bool, float]:
+        """Return whether the number was found, and the seconds to the answer's first words."""
+        asked = _QUESTION if self.read else f"{text.text}\n\n{_QUESTION}"
+        model, start, first, said = self.options.model, time.perf_counter(), 0.0, ""
+        for part in self.client.chat.completions.create(
+            model=f"{model}:{text.name}" if self.read else model,
+            messages=[{"role": "user", "content": asked}],
+            max_tokens=_ANSWER,
+            temperature=0,
+            stream=True,
+        ):
+            if part.choices and (new := part.choices[0].delta.content):
+                first, said = first or time.perf_counter() - start, said + new
+        return text.key in said, first
+
+    def alone(self, about: Sequence[_Text]) -> float:
+        """Return the median of seconds to the first words."""
+        return median(self.answer(text)[1] for text in about)
+
+    def together(self, about: Sequence[_Text]) -> dict[str, Any]:
+        """Ask about all texts at once."""
+        start = time.perf_counter()
+        with ThreadPoolExecutor(len(about)) as pool:
+            found = list(pool.map(self.answer, about))
+        seconds = time.perf_counter() - start
+        firsts = sorted(first for _, first in found)
+        return {
+            "texts": len(about),
+            "right": sum(right for right, _ in found),
+            "per_second": len(about) / seconds,
+            "first_words": median(firsts),
+            "last_first_words": firsts[-1],
+        }
+
+
+def measure(options: ServedOptions) -> dict[str, Any]:
+    """Ask a running server; return seconds and answers per second."""
+    from openai import OpenAI
+
+    client = OpenAI(base_url=options.url, api_key="unused", timeout=3600, max_retries=0)
+    *about, fresh = _texts(options)
+    server, record = _Server(client, options, options.contexts), dict[str, Any](options=asdict(options))
+    if options.contexts:
+        start = time.perf_counter()
+        for text in about:
+            client.post(
+                f"/contexts?name={text.name}&wait=true",
+                cast_to=object,
+                content=text.text.encode(),
+                options={"headers": {"Content-Type": "text/plain"}},
+            )
+        record["read_seconds"] = (time.perf_counter() - start) / len(about)
+    record["fresh"] = _Server(client, options, False).alone([fresh])
+    record["first"], record["again"] = (server.alone(about[:_ALONE]) for _ in range(2))
+    record["at_once"] = [server.together(about[:count]) for count in options.texts for _ in range(2)]
+    return record
+
+
+def command(argv: Sequence[str] | None = None) -> int:
+    (options,), _ = parse_options("locret.infer.speed.served", "Ask a server about texts.", [ServedOptions], argv)
+    print_json(measure(options))
+    return 0
+
+
+if __name__ == "__main__":
+    run(command, prog="python -m locret.infer.speed.served")
