@@ -314,7 +314,7 @@ def _checked_units(
             metadata = file.metadata()
         if "checksum" in metadata and checksum(metadata["state"], tensors) != metadata["checksum"]:
             raise ValueError("its checksum is another")
-        check_counts(tensors, state, backbone)
+        check_counts(tensors, state, backbone, policy.spacing)
     except _ODD as error:
         raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
     # Earlier versions remembered more of what was read.

@@ -79,8 +79,8 @@ def check_units(
         raise ValueError("it has no rows")
 
 
-def check_counts(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], backbone: Backbone) -> None:
-    """Refuse numbers of units per KV head that are not those of the units there are, or of the counters."""
+def check_counts(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], backbone: Backbone, spacing: int) -> None:
+    """Refuse numbers of units per KV head that are not those of the units there are, and distances that are none."""
     for index, counters in enumerate(numbers["layers"]):
         if (counts_BK := tensors.get(f"layers.{index}.counts")) is not None:
             heads, units = backbone.shape(index).num_kv_heads, {len(tensors[f"layers.{index}.{n}"]) for n in STATES}
@@ -88,6 +88,10 @@ def check_counts(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], back
             fills = units, int(counts_BK.sum(-1).max()) // heads
             if not right or fills != ({int(counts_BK.sum())}, counters["fill"]):
                 raise ValueError(f"KV heads of layer {index} are said to hold other units than there are")
+            apart_BK = tensors.get(f"layers.{index}.apart", 0 * counts_BK)
+            known = (apart_BK.dtype, apart_BK.shape) == (counts_BK.dtype, counts_BK.shape)
+            if not known or bool(((apart_BK < 0) | (apart_BK > spacing)).any()):
+                raise ValueError(f"layers.{index}.apart is no number of places, up to {spacing}, for each KV head")
 
 
 def _wanted(

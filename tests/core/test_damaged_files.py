@@ -244,16 +244,17 @@ def test_other_types_and_shapes_are_refused_by_what_is_wrong_with_them(saved: di
             KINDS[f"cache, {form}"].load(tmp_path / "other")
 
 
-@pytest.mark.parametrize("change", ["more", "negative", "elsewhere", "float", "heads", "rows"])
-def test_counts_of_units_that_are_not_there_are_refused(saved: dict[str, Path], tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize("name", ["counts", "apart"])
+@pytest.mark.parametrize("change", ["negative", "more", "elsewhere", "float", "heads", "rows"])
+def test_wrong_numbers_of_kv_heads_are_refused(saved: dict[str, Path], tmp_path: Path, change: str, name: str) -> None:
     metadata, tensors = content(saved["cache, ragged"])
-    counts = tensors["layers.1.counts"]
+    counts = tensors[f"layers.1.{name}"]
     ways = {"more": counts + 1, "negative": counts + torch.tensor([99, -99]), "float": counts.float()}
     ways |= {"elsewhere": counts + torch.tensor([[4], [-4]]), "heads": counts[:, :1], "rows": counts.repeat(2, 1)}
-    tensors["layers.1.counts"] = ways[change].contiguous()
+    tensors[f"layers.1.{name}"] = ways[change].contiguous()
     metadata["checksum"] = checksum(metadata["state"], tensors)
     (tmp_path / "other").write_bytes(save(tensors, metadata))
-    with pytest.raises(ValueError, match=r"it is damaged \(KV heads of layer 1 are said to hold other units"):
+    with pytest.raises(ValueError, match=r"it is damaged \((KV heads of layer 1 are said|layers.1.apart is no number)"):
         KINDS["cache, ragged"].load(tmp_path / "other")
 
 

@@ -247,8 +247,7 @@ def test_refusals_are_one_sentence_with_setting_value_and_way_out(
     if line not in WITH_WEIGHTS:
         monkeypatch.setattr("locret.loading.load_model", lambda *_: pytest.fail("weights were loaded"))
     usual = usual if not line.startswith("--scorer") or line.count("--") == 1 else (*usual[:2], *usual[4:])
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("budgett: 3\n")
+    (recipe := tmp_path / "recipe.yaml").write_text("budgett: 3\n")
     if "{other}" in line:
         config = AutoConfig.from_pretrained(backbone)
         config.num_hidden_layers = 3
