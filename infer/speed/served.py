@@ -42,6 +42,10 @@ class ServedOptions:
     tokens: int = 7500
     """Of a text."""
 
+    def __post_init__(self) -> None:
+        if not self.texts or min(*self.texts, self.tokens) < 1:
+            raise ValueError(f"--texts {self.texts} and --tokens {self.tokens}: give 1 or more")
+
 
 @dataclass(frozen=True)
 class _Text:
@@ -84,6 +88,8 @@ class _Server:
         ):
             if part.choices and (new := part.choices[0].delta.content):
                 first, said = first or time.perf_counter() - start, said + new
+        if not first:
+            raise ValueError(f"{self.options.url} answers {text.name} without a word, so there is no time to its first")
         return text.key in said, first
 
     def alone(self, about: Sequence[_Text]) -> float:
@@ -131,7 +137,16 @@ def measure(options: ServedOptions) -> dict[str, Any]:
 
 def command(argv: Sequence[str] | None = None) -> int:
     (options,), _ = parse_options("locret.infer.speed.served", "Ask a server about texts.", [ServedOptions], argv)
-    print_json(measure(options))
+    try:
+        from openai import OpenAIError
+    except ImportError as error:
+        raise ValueError("questions are asked with the package openai; run pip install 'locret[serve]'") from error
+    try:
+        print_json(measure(options))
+    except OpenAIError as error:
+        raise OSError(
+            f"--url {options.url}: {error}; start the server, check --model, or delete its contexts"
+        ) from error
     return 0
 
 
