@@ -48,13 +48,15 @@ class ServedOptions:
 
 
 @dataclass(frozen=True)
-class _Text:
+class Planted:
+    """A text, and the number in it that is asked for."""
+
     name: str
     text: str
     key: str
 
 
-def _texts(options: ServedOptions) -> list[_Text]:
+def _texts(options: ServedOptions) -> list[Planted]:
     """Return pieces of the real texts, which begin at different places, each with a number of its own."""
     tokenizer, rng = tokenizer_of(options.tokenizer), random.Random(0)
     whole = "\n\n".join(file.read_text(encoding="utf-8", errors="replace") for file in sorted(texts().rglob("*.txt")))
@@ -64,23 +66,25 @@ def _texts(options: ServedOptions) -> list[_Text]:
         words = tokenizer.decode((ids + ids)[begin : begin + options.tokens]).split(" ")
         key = f"{rng.randrange(10**4, 10**5)}"
         words.insert(len(words) // 3, _FACT.format(key))
-        found.append(_Text(f"text{nth}-{key}", " ".join(words), key))
+        found.append(Planted(f"text{nth}-{key}", " ".join(words), key))
     return found
 
 
 @dataclass(frozen=True)
-class _Server:
+class Asking:
+    """How a server is asked."""
+
     client: Any
     options: ServedOptions
-    read: bool
+    named: bool
     """Whether questions name contexts."""
 
-    def answer(self, text: _Text) -> tuple[bool, float]:
+    def answer(self, text: Planted) -> tuple[bool, float]:
         """Return whether the number was found, and the seconds to the answer's first words."""
-        asked = _QUESTION if self.read else f"{text.text}\n\n{_QUESTION}"
+        asked = _QUESTION if self.named else f"{text.text}\n\n{_QUESTION}"
         model, start, first, said = self.options.model, time.perf_counter(), 0.0, ""
         for part in self.client.chat.completions.create(
-            model=f"{model}:{text.name}" if self.read else model,
+            model=f"{model}:{text.name}" if self.named else model,
             messages=[{"role": "user", "content": asked}],
             max_tokens=_ANSWER,
             temperature=0,
@@ -92,11 +96,11 @@ class _Server:
             raise ValueError(f"{self.options.url} answers {text.name} without a word, so there is no time to its first")
         return text.key in said, first
 
-    def alone(self, about: Sequence[_Text]) -> float:
+    def alone(self, about: Sequence[Planted]) -> float:
         """Return the median of seconds to the first words."""
         return median(self.answer(text)[1] for text in about)
 
-    def together(self, about: Sequence[_Text]) -> dict[str, Any]:
+    def together(self, about: Sequence[Planted]) -> dict[str, Any]:
         """Ask about all texts at once."""
         start = time.perf_counter()
         with ThreadPoolExecutor(len(about)) as pool:
@@ -118,7 +122,7 @@ def measure(options: ServedOptions) -> dict[str, Any]:
 
     client = OpenAI(base_url=options.url, api_key="unused", timeout=3600, max_retries=0)
     *about, fresh = _texts(options)
-    server, record = _Server(client, options, options.contexts), dict[str, Any](options=asdict(options))
+    server, record = Asking(client, options, options.contexts), dict[str, Any](options=asdict(options))
     if options.contexts:
         start = time.perf_counter()
         for text in about:
@@ -129,7 +133,7 @@ def measure(options: ServedOptions) -> dict[str, Any]:
                 options={"headers": {"Content-Type": "text/plain"}},
             )
         record["read_seconds"] = (time.perf_counter() - start) / len(about)
-    record["fresh"] = _Server(client, options, False).alone([fresh])
+    record["fresh"] = Asking(client, options, named=False).alone([fresh])
     record["first"], record["again"] = (server.alone(about[:_ALONE]) for _ in range(2))
     record["at_once"] = [server.together(about[:count]) for count in options.texts for _ in range(2)]
     return record

@@ -13,17 +13,8 @@ from families import prompt
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from locret import (
-    LongContextModel,
-    RetainingHeads,
-    RetentionCache,
-    RetentionPolicy,
-    generate,
-    load_cache,
-    prefill,
-    save_cache,
-    scorers,
-)
+from locret import LongContextModel, RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, scorers
+from locret.cache.cache_file import load_cache, save_cache
 from locret.cache.compose import shrunk
 from locret.conversation.head_shares import counted
 from locret.policy.growth import divided, shared_budgets
