@@ -7,7 +7,7 @@ A context in JSON, as every route here returns it:
      "made": {}, "progress": {"bytes": 16676, "total": 33352, "seconds": 1.4}, "summary": null,
      "kept": null}
 
-state is "waiting" (for a reader), "reading", "ready", "failed" or "damaged"; message says why of the last two. bytes
+state is "waiting" (for a reader), "reading", "ready", "failed" or "unusable"; message says why of the last two. bytes
 are those of its file. made: {"bytes", "sha256", "seconds"} of an upload. progress: null once it is ready. summary: how
 much is kept then, in words; where all is, "kept whole: 1,699 of 1,699 tokens fit in the budget". kept: for 50 stretches
 of the text which share of each is kept, 0 to 1; null in lists, and until it is ready.

@@ -38,7 +38,7 @@ SUFFIX, AUTO, UPLOADS = ".ctx", "auto", ".uploads"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """What a context may be called: no name is a path, hidden, or longer than a file system takes."""
 _T = TypeVar("_T")
-State = Literal["waiting", "reading", "ready", "failed", "damaged"]
+State = Literal["waiting", "reading", "ready", "failed", "unusable"]
 
 
 @dataclass(eq=False)
@@ -126,7 +126,7 @@ class Index:
         files = (path for path in self.folder.glob(f"*{SUFFIX}") if not path.name.startswith("."))
         found = {_printable(path.name.removesuffix(SUFFIX)): path for path in files}
         for name, entry in list(self.named.items()):
-            if entry.state in ("ready", "damaged") and name not in found:
+            if entry.state in ("ready", "unusable") and name not in found:
                 del self.named[name]
         for name, path in found.items():
             known = self.named.get(name)
@@ -144,7 +144,7 @@ class Index:
         return entry
 
     def examine(self, entry: Entry) -> Entry:
-        """Look at the header of a file: it is ready, or damaged. Its units are checked when they are loaded."""
+        """Look at the header of a file: it is ready, or unusable. Its units are checked when they are loaded."""
         entry.status, entry.message, path = "ready", "", entry.path
         try:
             status = path.lstat()
@@ -161,7 +161,7 @@ class Index:
             if entry.named:
                 self._examine_named(entry, state["vocab_size"])
         except (Refusal, ValueError, OSError, SafetensorError, KeyError, TypeError, IndexError) as error:
-            entry.status, entry.message = "damaged", self.told(error)
+            entry.status, entry.message = "unusable", self.told(error)
             entry.size -= isinstance(error, OSError)  # so that it is looked at again
         finally:
             entry.job = None
@@ -200,7 +200,7 @@ class Index:
         with self.moving:
             save_cache(cache, path, notes=notes)
 
-    def damaged(self, entry: Entry, error: Exception) -> Refusal:
+    def unusable(self, entry: Entry, error: Exception) -> Refusal:
         """Take note that a file cannot be used, and return what to say."""
         if not entry.path.exists():
             if not entry.named:
@@ -211,8 +211,8 @@ class Index:
             return Refusal(404, f"context {entry.name} was deleted", param="context", code="context_not_found")
         if isinstance(error, OSError):  # the disk's trouble, not the file's
             return Refusal(fault_of(error), f"context {entry.name} cannot be read: {self.told(error)}")
-        entry.status, entry.message = "damaged", self.told(error)
-        return Refusal(409, f"context {entry.name} cannot be asked: {entry.message}", param="context", code="damaged")
+        entry.status, entry.message = "unusable", self.told(error)
+        return Refusal(409, f"context {entry.name} cannot be asked: {entry.message}", param="context", code="unusable")
 
     def told(self, error: object) -> str:
         """Return what went wrong in one sentence that does not tell where the server keeps contexts."""

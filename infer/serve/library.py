@@ -311,7 +311,7 @@ class Library:
             found: Prefix = self._index.load(entry, partial(Prefix.from_file, uneven=True))
         except (ValueError, OSError) as error:
             with self._lock:
-                raise self._index.damaged(entry, error) from error
+                raise self._index.unusable(entry, error) from error
         return found
 
     def stored(self, entry: Entry) -> Stored:

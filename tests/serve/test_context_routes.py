@@ -93,7 +93,7 @@ def test_a_file_whose_name_is_no_utf_8_is_listed_and_spoils_nothing(client: http
     for content in (b"", (shared.folder / "short.ctx").read_bytes()):
         file.write_bytes(content)
         assert names(client) == ["book", "no\\udcff", "short"]
-        assert shown(client, "no\\udcff")["state"] == "damaged"
+        assert shown(client, "no\\udcff")["state"] == "unusable"
     assert client.delete("/contexts/no\\udcff").status_code == 200
     assert not file.exists()
 

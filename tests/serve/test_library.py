@@ -84,9 +84,9 @@ def test_a_link_out_of_the_folder_is_not_followed(library: Library, read: Read, 
     (library.folder / "b.ctx").symlink_to(outside)
     os.mkfifo(library.folder / "c.ctx")
     states = {entry.name: entry.state for entry in library.entries()}
-    assert states == {"a": "ready", "b": "damaged", "c": "damaged"}
+    assert states == {"a": "ready", "b": "unusable", "c": "unusable"}
     refused = refusal(lambda: library.prefix(library.get("b")))
-    assert (refused.status, refused.code) == (409, "damaged")
+    assert (refused.status, refused.code) == (409, "unusable")
     assert str(tmp_path) not in refused.message
     for name in ("b", "c"):
         library.delete(name)
@@ -94,7 +94,7 @@ def test_a_link_out_of_the_folder_is_not_followed(library: Library, read: Read, 
     assert [entry.name for entry in library.entries()] == ["a"]
 
 
-def test_damaged_files_are_listed_with_their_sentence(library: Library, read: Read, book: str, tiny_llama: Any) -> None:
+def test_unusable_files_are_listed_with_their_sentence(library: Library, read: Read, book: str, tiny_llama: Any) -> None:
     other = RetentionCache(tiny_llama, "streaming", RetentionPolicy(budget=16, chunk_size=16))
     prefill(tiny_llama, torch.arange(40)[None] % 60, other)
     save_cache(other, library.folder / "other.ctx")
@@ -111,7 +111,7 @@ def test_damaged_files_are_listed_with_their_sentence(library: Library, read: Re
             assert library.get(name).state == "ready"  # its units are looked at when they are loaded
             refusal(lambda name=name: library.prefix(library.get(name)))
         entry = library.find(name)
-        assert entry.state == "damaged", name
+        assert entry.state == "unusable", name
         assert entry.message
         assert str(library.folder) not in entry.message
         assert refusal(lambda name=name: library.get(name)).status == 409
