@@ -82,7 +82,7 @@ class Way:
 
     def passes(self, backbone: Backbone, policy: RetentionPolicy, length: int) -> list[Pass]:
         """Return the forward passes of a prompt, and one without tokens for what is held when writing begins."""
-        schedule = Limits(self.policy(policy), self.scorer(), len(backbone.layers)).plan(length)
+        schedule = Limits(self.policy(policy), self.scorer(), backbone).plan(length)
         steps = (*schedule.steps, schedule.last)
         held = (schedule.held, *(step.kept for step in steps))
         return [*(Pass(step.tokens, tuple(units)) for step, units in zip(steps, held, strict=False)), Pass(0, held[-1])]

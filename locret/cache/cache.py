@@ -115,7 +115,7 @@ class RetentionCache(Whole):
         """The layers with latent attention."""
         self.rotary = Rotary(self.decoder, unrotated_layers(model, backbone))
         self.rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(self.decoder)
-        self.workspace, self.limits = Workspace(), Limits(self.policy, scorer, len(backbone.layers))
+        self.workspace, self.limits = Workspace(), Limits(self.policy, scorer, backbone)
         self.copies_memory: CacheMemory | None = None
         """Of the copy that held the beams, or the other answers, of the answer written last; None for one alone."""
         self._account = Account(backbone, self.limits, compute_dtype(model).itemsize)

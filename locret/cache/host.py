@@ -13,13 +13,14 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from locret.backbone.attention import Recalled
-from locret.cache.ragged import RaggedStore, distances, most_apart
+from locret.cache.ragged import PackedTier, RaggedStore, distances, most_apart
 from locret.cache.store import EMPTY, NO_UNIT, POSITIONS, QUERIES, SCORES, DenseStore, UnitRanks
 from locret.cache.units import Units, Workspace
 from locret.lookups import Ask, Lookup
@@ -36,13 +37,13 @@ _MOVED = 4096
 class HostTier(Units):
     """Units that were evicted from the fast tier of one layer."""
 
-    store: DenseStore
-    """Holds them as the fast tier's store does, but with as many slots in all heads; its workspace is its own."""
+    store: DenseStore | PackedTier
+    """Holds them as the fast tier's store does; its workspace is its own."""
     fast: DenseStore | RaggedStore
     lookup: Lookup
     """Finds what a query recalls."""
-    most: int | None
-    """Units per KV head; None: all that come."""
+    most: int
+    """Units per KV head, on average."""
     recall: int
     """Units that each query recalls."""
     resident: bool = False
@@ -56,19 +57,11 @@ class HostTier(Units):
     _padded: bool = False
     """Whether a row or head holds fewer units than others."""
 
-    @property
-    def batch(self) -> int:
-        return self.store.batch
-
-    @property
-    def fill(self) -> int:  # type: ignore[override]
-        """Units per KV head, empty slots of short rows included."""
-        return self.store.fill
-
-    @property
-    def capacity(self) -> int:  # type: ignore[override]
-        """Units per KV head that there is room for."""
-        return self.store.capacity
+    batch = property(attrgetter("store.batch"))
+    fill = property(attrgetter("store.fill"))
+    """Units per KV head, on average, empty slots of short rows included."""
+    capacity = property(attrgetter("store.capacity"))
+    longest = property(attrgetter("store.longest"))
 
     @property
     def queries(self) -> Tensor | None:
@@ -88,50 +81,46 @@ class HostTier(Units):
 
     def reserve(self, units: int) -> None:
         """Make room for this many units, or for all that may be held."""
-        self.store.reserve(units if self.most is None else min(units, self.most))
+        self.store.reserve(min(units, self.most))
 
     def take_in(self, kept: Kept) -> None:
         """Take the units that the fast tier is about to drop, all but the kept ones, as far as they find room."""
-        fast, even = self.fast, isinstance(kept, KeptPerHead)
-        gone = kept.gone() if even else _gone(fast.held(POSITIONS) != NO_UNIT, kept)
+        fast, store = self.fast, self.store
+        gone = kept.gone() if isinstance(kept, KeptPerHead) else _gone(fast.held(POSITIONS) != NO_UNIT, kept)
         batch, kv_heads, coming = gone.shape
         here = fast.keys.device if self.resident else torch.device("cpu")
         gone = gone.to(here)
         heads = torch.arange(batch * kv_heads, device=here).view(batch, kv_heads, 1)
-        first, wanted = self.store.fill, coming
-        if first and not even:  # heads that hold fewer than others have free slots
-            own = (self.store.held(POSITIONS) != NO_UNIT).sum(-1)
-            wanted = max(int((own + (gone != NO_UNIT).sum(-1)).max()) - first, 0)
-        room = wanted if self.most is None else min(wanted, self.most - first)
-        if first + room > self.store.capacity:
-            self.reserve(max(first + room, 2 * self.store.capacity))
-        if coming > room or not even:
-            self._open(room)
+        first, room = store.fill, min(coming, self.most - store.fill)
+        if isinstance(store, PackedTier):
+            store.open(fast, (gone != NO_UNIT).sum(-1).cpu())
+        else:
+            if first + room > store.capacity:
+                self.reserve(max(first + room, 2 * store.capacity))
+            store.open(fast, room)
+            for name, buffer in store.buffers.items():  # what is masked counts nothing, unless it is NaN
+                buffer[:, :, first : store.fill] = EMPTY.get(name, 0)
+        if coming > room or isinstance(store, PackedTier):
             scores, positions = (fast.held(name).to(here).gather(2, gone.clamp_min(0)) for name in (SCORES, POSITIONS))
             new = _order(scores, positions.masked_fill(gone == NO_UNIT, NO_UNIT))
-            old = _order(self.store.held(SCORES), self.store.held(POSITIONS))
-            compared = min(coming, self.store.fill)
+            old = _order(store.held(SCORES), store.held(POSITIONS))
+            if isinstance(store, PackedTier):  # what is no slot takes no unit
+                missing = (store.longest - store.counts).to(here)[..., None]
+                old.masked_fill_(torch.arange(store.longest, device=here) < missing, torch.iinfo(torch.int64).max)
+            compared = min(coming, store.longest)
             best, worst = new.topk(compared, dim=-1), old.topk(compared, dim=-1, largest=False)
             # Best against worst, second best against second worst: once one is not better, no other is.
             better = best.values > worst.values
             heads = heads.expand_as(better)[better]
             ranks, slots = gone.gather(2, best.indices)[better], worst.indices[better]
         else:
-            self._open(coming)
             heads, ranks = heads.expand_as(gone).flatten(), gone.flatten()
             slots = torch.arange(first, first + coming, device=here).expand_as(gone).flatten()
         for start in range(0, len(ranks), _MOVED):
             span = slice(start, start + _MOVED)
             units = fast.units(heads[span].to(fast.keys.device), ranks[span].to(fast.keys.device))
-            self.store.put(heads[span], slots[span], {name: tensor.to(here) for name, tensor in units.items()})
+            store.put(heads[span], slots[span], {name: tensor.to(here) for name, tensor in units.items()})
         self.forget()
-
-    def _open(self, new: int) -> None:
-        """Have `new` more slots, which hold no unit yet."""
-        first = self.store.fill
-        self.store.open(self.fast, new)
-        for name, buffer in self.store.buffers.items():  # what is masked counts nothing, unless it is NaN
-            buffer[:, :, first : self.store.fill] = EMPTY.get(name, 0)
 
     def recalled(self, query: Tensor, **asked: Any) -> Recalled | None:
         """Return what (B, N, L, D) queries attend to besides the fast tier; None where nothing was evicted yet."""
@@ -150,7 +139,7 @@ class HostTier(Units):
             positions=positions,
             padded=self._padded,
             index=self._index[0],
-            count=min(self.recall, store.fill),
+            count=min(self.recall, store.longest),
             **asked,
         )
         ranks = self.lookup.choose(ask)
@@ -165,7 +154,11 @@ class HostTier(Units):
                 there = of_head.gather(2, ranks.clamp_min(0).flatten(2)).view(ranks.shape) != NO_UNIT
                 there &= ranks >= 0
         found, values = self._fetched(ranks, query.device)
-        return Recalled(found, values, None if there is None else there.to(query.device))
+        there = None if there is None else there.to(query.device)
+        if there is not None and isinstance(store, PackedTier):  # what is masked counts nothing, unless it is NaN
+            found, values = (states.masked_fill(~there[..., None], 0) for states in (found, values))
+            there = None if bool(there.all()) else there
+        return Recalled(found, values, there)
 
     def _fetched(self, ranks: Tensor | None, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return keys and values of units, (B, heads, queries, R, D), on the device; what is held as codes moves so."""
@@ -201,7 +194,8 @@ class HostTier(Units):
             self.store.sort()
             empty = (self.store.held(POSITIONS) == NO_UNIT).sum(-1)
             self._padded = bool(empty.any())
-            self.store.row_start = empty.amin(-1) if bool(empty.amin(-1).any()) else None
+            if isinstance(self.store, DenseStore):
+                self.store.row_start = empty.amin(-1) if bool(empty.amin(-1).any()) else None
 
     def ranks(self, *, again: bool) -> tuple[UnitRanks, UnitRanks]:
         """Return the ranks, among the units of both tiers, of the fast ones and of these; puts these in order.
@@ -242,12 +236,11 @@ class HostTier(Units):
         self.forget()
 
     def join(self, others: Sequence[Self], room: int = 0) -> None:
-        some = any(tier.fill for tier in others)
-        for tier in others:
-            if some:  # those that nothing came to have buffers too
-                tier.store.open(tier.fast, 0)
-            tier._arrange()
-        self.store.join([tier.store for tier in others])
+        if any(tier.fill for tier in others):
+            for tier in others:
+                tier.store.open(tier.fast, 0)  # those that nothing came to have buffers too
+                tier._arrange()
+            self.store.join([tier.store for tier in others])  # type: ignore[misc]
         self.moved += sum(tier.moved - self.moved for tier in others)  # each has gone on counting from here
         self.forget()
 

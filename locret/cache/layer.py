@@ -72,7 +72,7 @@ class RetentionLayer(CacheLayerMixin):
     @property
     def held(self) -> int:
         """Units of both tiers, of the KV head that holds the most."""
-        return self.store.longest + (0 if self.tier is None else self.tier.fill)
+        return self.store.longest + (0 if self.tier is None else self.tier.longest)
 
     @property
     def tier(self) -> HostTier | Blocks | None:

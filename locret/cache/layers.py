@@ -14,12 +14,12 @@ from locret.cache.host import HostTier, host_memory
 from locret.cache.layer import RetentionLayer
 from locret.cache.merging import Folding
 from locret.cache.quantised import QuantisedStore
-from locret.cache.ragged import RaggedStore
+from locret.cache.ragged import PackedTier, RaggedStore, mean_units
 from locret.cache.rounding import forms_of
 from locret.cache.sliding import SlidingLayer
 from locret.cache.states import EmptyLayer
 from locret.cache.store import DenseStore, Store, Workspace
-from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
+from locret.policy.policy import NO_MERGER, RetentionPolicy
 from locret.policy.selectors import ByShares, OverHeads, PerHead, Selector
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
     def store(workspace: Workspace, *, host: bool = False) -> Store:
         form = forms_of(policy, len(backbone.layers), host=host)[nth]
         if form is None:
-            return (DenseStore if host and issubclass(kind, RaggedStore) else kind)(rotary, workspace, columns)
+            return (PackedTier if host and issubclass(kind, RaggedStore) else kind)(rotary, workspace, columns)
         if cache.store is not None:
             raise ValueError(
                 f"store {kind.name} holds units as they are, but key_bits={policy.key_bits} and value_bits="
@@ -109,11 +109,12 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
     if policy.host_budget is not None and (lookup := policy.lookup()) is not None:
         far, limits = store(Workspace(), host=True), cache.limits
         assert isinstance(own, DenseStore | RaggedStore)
-        assert isinstance(far, DenseStore)
-        beside = limits.resident[nth]
+        assert isinstance(far, DenseStore | PackedTier)
+        beside, most = limits.resident[nth], torch.tensor(limits.tiers[nth])
         far.empty = torch.empty if beside else host_memory
-        most = None if policy.host_budget == EVERYTHING else int(policy.host_budget)
-        tier = HostTier(far, own, lookup, most, policy.recall, beside, limits.windows[nth])
+        if isinstance(far, PackedTier):
+            far.most = most
+        tier = HostTier(far, own, lookup, mean_units(most), policy.recall, beside, limits.windows[nth])
     folding = None if cache.merger is None else Folding(cache.merger, cache.merging, index)
     return RetentionLayer(own, selector, policy.positions == "compact", tier, folding)
 

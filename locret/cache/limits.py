@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 
@@ -14,13 +14,14 @@ from locret.cache.layer import RetentionLayer
 from locret.cache.protected import Protected, promised
 from locret.cache.rounding import forms_of
 from locret.policy.budget import cache_bytes, host_bytes
-from locret.policy.growth import adaptive_sizes
+from locret.policy.growth import adaptive_sizes, divided
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.protection import Rows
 from locret.policy.schedule import Schedule, decode_budgets, layer_budgets, lookahead, plan, protected
 from locret.policy.selectors import Stay
 from locret.scorers import Scorer
 
+_MANY = 1 << 40
 BLOCK_SCORER = "streaming"
 """What goes with blocks: units stay by their place in the text."""
 
@@ -127,6 +128,20 @@ def column_bytes(scorer: Scorer) -> int:
     return sum(dtype.itemsize for dtype in scorer.columns.values())
 
 
+def _tiers(policy: RetentionPolicy, heads: Sequence[int], positions: int) -> list[tuple[int, ...]]:
+    """Return how many units KV heads hold in second tiers: in all as many as if each held `host_budget`.
+
+    Heads with shares hold theirs, `recall` at least, and no more than there are positions beside the fast tier.
+    """
+    most, shares = policy.host_budget or 0, policy.head_shares or ()
+    if not isinstance(most, int) or policy.head_budgets != "shares":
+        return [(most if isinstance(most, int) else _MANY,) * own for own in heads]
+    fast = (int(policy.budget * len(shares) * share / sum(shares)) for share in shares)
+    room = [max(most, positions - policy.chunk_size - units) for units in fast]
+    units = iter(divided(most * len(shares), shares, room, least=policy.recall))
+    return [tuple(islice(units, own)) for own in heads]
+
+
 def _tokens(schedule: Schedule) -> int:
     return sum(step.tokens for step in (*schedule.steps, schedule.last))
 
@@ -134,12 +149,15 @@ def _tokens(schedule: Schedule) -> int:
 class Limits:
     """Says what stays in the `nth` full-attention layer."""
 
-    def __init__(self, policy: RetentionPolicy, scorer: Scorer, layers: int) -> None:
+    def __init__(self, policy: RetentionPolicy, scorer: Scorer, backbone: Backbone) -> None:
+        layers = len(backbone.layers)
         self.policy, self.scorer, self.layers = policy, scorer, layers
+        self.tiers = _tiers(policy, [shape.num_kv_heads for shape in backbone.full_shapes], backbone.max_positions)
+        """Most units of each KV head in the second tier of each layer."""
         self.schedule: Schedule | None = None
         answering = self._recent(policy.decode_budget or 1)
         self._answering = decode_budgets(policy, layers, answering)
-        self.lookahead = lookahead(policy)
+        self.lookahead = lookahead(policy, 0 if policy.host_grows else max(map(max, self.tiers)))
         """Tokens of a text of unknown length that must be seen to know that it is a long one."""
         found, self._blocks = policy.lookup(), policy.blocks() if policy.recalls_blocks else None
         if found is not None:
@@ -165,7 +183,7 @@ class Limits:
     def of(cls, backbone: Backbone, scorer: Scorer, policy: RetentionPolicy) -> Limits:
         """Return the limits of a backbone's layers."""
         heads = [shape.num_kv_heads for shape in backbone.full_shapes]
-        return cls(with_shares(policy, scorer, heads, planned=True), scorer, len(heads))
+        return cls(with_shares(policy, scorer, heads, planned=True), scorer, backbone)
 
     def protect(self, rows: Rows) -> None:
         """Keep the spans of each row, or of all rows alike, whatever the scores."""
@@ -212,12 +230,12 @@ class Limits:
         most = self.policy.host_budget
         if self._blocks is not None:
             return self.host_answering(held, new_tokens + (0 if schedule.endless else _tokens(schedule)))
-        if most is None or (schedule.endless and most == EVERYTHING):
-            return (0,) * self.layers
         if schedule.endless:
-            return (int(most),) * self.layers
-        evicted = (self._most_evicted(schedule, nth, units, new_tokens) for nth, units in enumerate(held))
-        return tuple(units if most == EVERYTHING else min(units, int(most)) for units in evicted)
+            evicted = [0 if most == EVERYTHING else _MANY] * self.layers
+        else:
+            evicted = [self._most_evicted(schedule, nth, units, new_tokens) for nth, units in enumerate(held)]
+        most_units = zip(evicted, self.tiers, strict=True)
+        return tuple(-(-sum(min(units, one) for one in own) // len(own)) for units, own in most_units)
 
     def host_answering(self, held: Sequence[int], new_tokens: int) -> tuple[int, ...]:
         """Return the slots of each layer's second tier for so many more tokens, where each of them goes there."""

@@ -18,7 +18,7 @@ from locret.backbone.attention import View
 from locret.backbone.rotary import Rotary
 from locret.cache.rounding import COUNT, PLACE, Form
 from locret.cache.store import QUERIES, STATES, DenseStore, Store, UnitRanks, Workspace
-from locret.lookups.base import Keys, RoundedKeys
+from locret.lookups.base import Keys, KeysInSpans
 from locret.policy.selectors import Kept, KeptPerHead
 
 if TYPE_CHECKING:
@@ -210,7 +210,9 @@ class QuantisedStore(DenseStore):
             self.tensors["following"] = self.tensors["following"] - 1
 
     def all_keys(self) -> Keys:
-        return _KeysInCodes(self)
+        like = self.tensors["exact_keys"]
+        shape = (*like.shape[:2], self.fill, like.shape[-1])
+        return KeysInSpans(shape, like.device, lambda span: self.states_of("keys", self.held_of("keys", span)))
 
     def as_held(self, ranks: Tensor | None) -> dict[str, Tensor]:
         """See `DenseStore`: codes and scales."""
@@ -301,18 +303,6 @@ class QuantisedStore(DenseStore):
         super().load(tensors, fill)
         if "following" in self.tensors:
             self.tensors |= zip(_TURNS, self.tensors["following"].cpu(), strict=True)
-
-
-class _KeysInCodes(RoundedKeys):
-    """Keys of a store of codes."""
-
-    def __init__(self, store: QuantisedStore) -> None:
-        like = store.tensors["exact_keys"]
-        self._store, self.device = store, like.device
-        self.shape = (*like.shape[:2], store.fill, like.shape[-1])
-
-    def span(self, start: int, end: int) -> Tensor:
-        return self._store.states_of("keys", self._store.held_of("keys", slice(start, end)))
 
 
 def _table(rotary: Rotary, starts: Tensor, length: int, like: Tensor) -> tuple[Tensor, Tensor]:

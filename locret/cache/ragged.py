@@ -16,10 +16,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from locret.backbone.attention import View
-from locret.cache.store import COLUMNS, EMPTY, POSITIONS, SCORES, Part, Slots, Store, UnitRanks
+from locret.cache.store import COLUMNS, EMPTY, NO_UNIT, POSITIONS, SCORES, STATES, Part, Slots, Store, UnitRanks
+from locret.lookups.base import Keys, KeysInSpans
+from locret.policy.budget import largest_budget
 from locret.policy.selectors import Kept, KeptOverHeads
 
 
@@ -31,8 +34,7 @@ class RaggedStore(Store):
     """
 
     name = holds = "ragged"
-    uncounted = ("counts", "starts", "apart")
-    once = None
+    uncounted = once = ("counts", "starts", "apart")
     spacing = 1
     """How far apart the positions of two neighbours may be; 1: units have their ranks."""
     reach = 0
@@ -50,20 +52,10 @@ class RaggedStore(Store):
         """(B, K) int64 first slot of each head, on the CPU."""
         return self.tensors["starts"]
 
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """What units have, (B, K * capacity, ...)."""
-        return {name: tensor for name, tensor in self.tensors.items() if name not in self.uncounted}
-
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        batch, heads, _, dim = keys.shape
-        shape = (batch, heads * self.capacity)
-        self.tensors = {
-            "keys": keys.new_empty(*shape, dim),
-            "values": values.new_empty(*shape, values.shape[-1]),
-            **{name: torch.empty(shape, dtype=dtype, device=keys.device) for name, dtype in self.dtypes.items()},
-        }
-        self._count(torch.zeros(batch, heads, dtype=torch.int64), self.capacity)
+        super()._allocate(keys, values)
+        self.tensors = {name: slots.flatten(1, 2) for name, slots in self.buffers.items()}
+        self._count(torch.zeros(keys.shape[:2], dtype=torch.int64), self.capacity)
 
     def _count(self, counts_BK: Tensor, capacity: int) -> None:
         """Let heads hold so many units, with the room that there is behind each."""
@@ -81,17 +73,17 @@ class RaggedStore(Store):
         counts, filled = torch.stack([store.counts[row] for store, row in rows]), {}
         if all("apart" in store.tensors for store, _ in rows):
             filled["apart"] = torch.stack([store.tensors["apart"][row] for store, row in rows])
-        widths = counts + capacity - self.fill
-        starts = (widths.cumsum(1) - widths).tolist()
+        sources = [(store, row, store.segments[row]) for store, row in rows]
         for name, like in rows[0][0].buffers.items():
-            new = like.new_empty(len(rows), counts.shape[1] * capacity, *like.shape[2:])
-            for target, (store, row) in enumerate(rows):
-                for span, start in zip(store.segments[row], starts[target], strict=True):
-                    new[target, start : start + span.stop - span.start] = store.tensors[name][row, span]
-            filled[name] = new
+            shape = len(rows), counts.shape[1] * capacity, *like.shape[2:]
+            filled[name] = self.empty(shape, dtype=like.dtype, device=like.device)
         # Last: where there is no memory for it, the store is what it was.
-        self.tensors |= filled
         self._count(counts, capacity)
+        for target, (store, row, spans) in enumerate(sources):
+            for span, own in zip(spans, self.segments[target], strict=True):
+                for name in store.buffers:
+                    filled[name][target, own] = store.tensors[name][row, span]
+        self.tensors |= filled
 
     @property
     def longest(self) -> int:
@@ -257,19 +249,18 @@ class RaggedStore(Store):
                     angles = self._angles(row, span, 0, base, longest, aparts[row][head])
                 else:
                     own = ranks.ranks[row, head, longest - (span.stop - span.start) :]
+                    if not len(own):
+                        continue
                     angles = self.rotary.at(own + (base - ranks.held), self.keys)
                 self.keys[row, span] = turn(self.keys[row, span], *angles)
 
-    def units(self, heads_U: Tensor, ranks_U: Tensor) -> dict[str, Tensor]:
-        """Return units, (U, ...) each buffer, by head, rows x KV heads counted through, and rank in `held`."""
+    def first_slots(self, device: torch.device) -> Tensor:
         rows = torch.arange(len(self.counts))[:, None] * self.keys.shape[1]
-        first = (rows + self.starts + self.counts - self.longest).flatten().to(ranks_U.device)
-        where = first[heads_U] + ranks_U
-        return {name: buffer.flatten(0, 1).index_select(0, where) for name, buffer in self.buffers.items()}
+        return (rows + self.starts + self.counts - self.longest).flatten().to(device)
 
     def select_rows(self, rows: Tensor) -> None:
         super().select_rows(rows)
-        fill = int(self.counts.sum(1).max()) // self.counts.shape[1] if self.batch else self.fill
+        fill = mean_units(self.counts) if self.batch else self.fill
         if fill < self.fill:  # the longest row is gone, and there is more room behind the heads of the others
             self.fill = fill
             self._resize(self.capacity)
@@ -311,11 +302,51 @@ class RaggedStore(Store):
         mask = self.keys.new_zeros(empty.shape).masked_fill_(empty, -torch.inf)[:, :, None]
         rows = torch.arange(len(ends), device=device)[:, None] * len(slots)
         openings = torch.arange(ends.numel(), device=device) * len(slots) + ends.flatten()
-        return Slots(self.keys[:, None], self.values[:, None], self._flat(), rows + ends, mask, openings)
+        flat = tuple(self.flat_buffers((*STATES, POSITIONS)).values())
+        return Slots(self.keys[:, None], self.values[:, None], flat, rows + ends, mask, openings)
 
     def advance(self, by: int = 1) -> None:
         self.fill += by
         self.tensors["counts"] = self.counts + by
+
+
+class PackedTier(RaggedStore):
+    """Units of a second tier, packed: each KV head has room of its own for as many as it may hold."""
+
+    most: Tensor
+    """(K,) int64 units that each KV head may hold."""
+
+    def _count(self, counts_BK: Tensor, capacity: int) -> None:
+        super()._count(counts_BK, capacity)
+        level = largest_budget(lambda units: mean_units(self._widths(units)), capacity, 0, capacity * len(self.most))
+        widths = self._widths(level or 0)
+        self.tensors |= {"starts": widths.cumsum(1) - widths}
+
+    def _widths(self, units: int) -> Tensor:
+        """Return (B, K) room for what is held, and for so many units where they may be held."""
+        return self.counts.maximum(self.most.clamp(max=units))
+
+    def open(self, like: Store, coming: Tensor | int) -> None:
+        """Have more slots in use, which hold no unit yet: as many as come, (B, K), to each head, or as it may hold."""
+        self._make_room(*(held.unflatten(1, (len(self.most), -1))[:, :, :0] for held in (like.keys, like.values)))
+        before, counts = self.counts, (self.counts + coming).minimum(self.most).maximum(self.counts)
+        if bool((self.starts + counts > F.pad(self.starts[:, 1:], (0, 1), value=self.keys.shape[1])).any()):
+            self.reserve(mean_units(self._widths(2 * int(counts.max()))))
+        self.fill, self.tensors["counts"] = mean_units(counts), counts
+        for row, spans in enumerate(self.segments):
+            for span, old in zip(spans, before[row].tolist(), strict=True):
+                self.tensors[POSITIONS][row, span.start + old : span.stop] = NO_UNIT
+
+    def all_keys(self) -> Keys:
+        """Return (B, K, units, D), anything in front of those of heads that hold fewer."""
+        shape, device = (*self.counts.shape, self.longest, self.keys.shape[-1]), self.keys.device
+        ranks = torch.arange(self.longest, device=device).expand(shape[:3])
+        return KeysInSpans(shape, device, lambda span: self._picked(("keys",), ranks[:, :, span])["keys"])
+
+
+def mean_units(counts_BK: Tensor) -> int:
+    """Return how many slots per KV head hold the units of any row, rounded up."""
+    return -(-int(counts_BK.sum(-1).max()) // counts_BK.shape[-1])
 
 
 def most_apart(store: RaggedStore, counts_BK: Tensor, *, again: bool) -> list[list[int]]:

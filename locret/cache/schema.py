@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
+from itertools import product
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from locret.backbone.shape import BOTH, FULL, SLIDING, Backbone
 from locret.base.fields import shown
 from locret.cache.layer import HOST
+from locret.cache.ragged import mean_units
 from locret.cache.rounding import forms_of, packed_bytes
 from locret.cache.store import COLUMNS, STATES
 from locret.heads.fingerprint import crc
@@ -81,14 +83,14 @@ def check_units(
 
 def check_counts(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], backbone: Backbone, spacing: int) -> None:
     """Refuse numbers of units per KV head that are not those of the units there are, and distances that are none."""
-    for index, counters in enumerate(numbers["layers"]):
-        if (counts_BK := tensors.get(f"layers.{index}.counts")) is not None:
-            heads, units = backbone.shape(index).num_kv_heads, {len(tensors[f"layers.{index}.{n}"]) for n in STATES}
+    for tier, (index, counters) in product(("", HOST), enumerate(numbers["layers"])):
+        if (counts_BK := tensors.get((own := f"layers.{index}.{tier}") + "counts")) is not None:
+            heads, units = backbone.shape(index).num_kv_heads, {len(tensors[own + name]) for name in STATES}
             right = counts_BK.dtype == torch.int64 and counts_BK.shape[1:] == (heads,) and bool((counts_BK >= 0).all())
-            fills = units, int(counts_BK.sum(-1).max()) // heads
-            if not right or fills != ({int(counts_BK.sum())}, counters["fill"]):
+            fills = units, mean_units(counts_BK)
+            if not right or fills != ({int(counts_BK.sum())}, counters["host_fill" if tier else "fill"]):
                 raise ValueError(f"KV heads of layer {index} are said to hold other units than there are")
-            apart_BK = tensors.get(f"layers.{index}.apart", 0 * counts_BK)
+            apart_BK = tensors.get(own + "apart", 0 * counts_BK)
             known = (apart_BK.dtype, apart_BK.shape) == (counts_BK.dtype, counts_BK.shape)
             if not known or bool(((apart_BK < 0) | (apart_BK > spacing)).any()):
                 raise ValueError(f"layers.{index}.apart is no number of places, up to {spacing}, for each KV head")
@@ -106,7 +108,7 @@ def _wanted(
             continue
         for tier in ("", HOST) if full and counters.get("host_fill") else ("",):
             units = counters["host_fill" if tier else "fill"] if full else None
-            packed = full and not tier and policy.head_budgets != "uniform"
+            packed = full and policy.head_budgets != "uniform"
             lead = (None,) if packed else ("rows", shape.num_kv_heads, units)
             for name, dim in {"keys": shape.head_dim, "values": shape.value_dim}.items():
                 coder = None if form is None else form.keys if name == "keys" else form.values

@@ -9,7 +9,7 @@ its original position, whatever else a scorer declares) is a column that travels
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -65,7 +65,7 @@ class Slots(NamedTuple):
     keys: Tensor
     """(B, K, S, D), those that can be attended to; where heads lie back to back, (B, 1, S, D)."""
     values: Tensor
-    flat: tuple[Tensor, Tensor, Tensor]
+    flat: tuple[Tensor, ...]
     """Keys, values and positions of all slots of all rows and heads, (slots, ...)."""
     places: Tensor
     """(B, K) int64: the coming unit's among those."""
@@ -75,7 +75,76 @@ class Slots(NamedTuple):
     """Where the mask becomes 0 with the coming unit, among all of its numbers."""
 
 
-class Store(Units, ABC):
+class Slotted(Units, ABC):
+    """Units in buffers of slots, and the way to each by its KV head and its rank in `held`."""
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """What units have, (B, K, capacity, ...); a ragged store has (B, K * capacity, ...)."""
+        return {name: tensor for name, tensor in self.tensors.items() if self._slotted(name)}
+
+    @abstractmethod
+    def held(self, name: str) -> Tensor:
+        """Return a column, (B, K, units), at the right; what `EMPTY` says where a head has fewer units."""
+
+    def first_slots(self, device: torch.device) -> Tensor:
+        """Return (B * K,) where rank 0 in `held` is, counting slots through all rows and KV heads."""
+        return torch.arange(0, self.tensors[POSITIONS].numel(), self.capacity, device=device)
+
+    def flat_buffers(self, names: Iterable[str]) -> dict[str, Tensor]:
+        last = self.tensors[POSITIONS].ndim - 1
+        return {name: self.tensors[name].flatten(0, last) for name in names}
+
+    def units(self, heads_U: Tensor, ranks_U: Tensor) -> dict[str, Tensor]:
+        """Return units as they are held, (U, ...) each buffer, by head, rows x KV heads counted through, and rank."""
+        where = self.first_slots(ranks_U.device)[heads_U] + ranks_U
+        return {name: slots.index_select(0, where) for name, slots in self.flat_buffers(self.buffers).items()}
+
+    def put(self, heads_U: Tensor, ranks_U: Tensor, units: Mapping[str, Tensor]) -> None:
+        """Write what `units` of a store of the same kind returned over the units of these ranks."""
+        where = self.first_slots(ranks_U.device)[heads_U] + ranks_U
+        for name, slots in self.flat_buffers(self.buffers).items():
+            slots.index_copy_(0, where, units[name])
+
+    def as_held(self, ranks: Tensor | None) -> dict[str, Tensor]:
+        """Return what `as_states` needs of units by (B, heads, ...) ranks, or of all units.
+
+        Heads are KV heads, or a multiple of them: several for each KV head, one after another.
+        """
+        return self._picked(STATES, ranks)
+
+    def _picked(self, names: Sequence[str], ranks: Tensor | slice | None) -> dict[str, Tensor]:
+        """Return buffers of units by ranks, of a span of slots, or of all."""
+        if not isinstance(ranks, Tensor):
+            span = slice(0, self.fill) if ranks is None else ranks
+            return {name: self.tensors[name][:, :, span] for name in names}
+        where = self._where(ranks).flatten()
+        flat = self.flat_buffers(names).items()
+        return {name: slots.index_select(0, where).view(*ranks.shape, *slots.shape[1:]) for name, slots in flat}
+
+    def as_states(self, held: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return keys and values (B, heads, ..., D) of what `as_held` returned, on the device where that is now."""
+        return held["keys"], held["values"]
+
+    def _where(self, ranks: Tensor) -> Tensor:
+        """Return where units of (B, heads, ...) ranks are, counting slots through all rows and KV heads."""
+        first = self.first_slots(ranks.device)
+        first = first.repeat_interleave(ranks.shape[0] * ranks.shape[1] // len(first))
+        return (first.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) + ranks).clamp_(min=0)
+
+    def sort(self) -> None:
+        """Put units in the order of their positions, one head at a time."""
+        order = self.held(POSITIONS).argsort(dim=-1, stable=True)
+        for head, order_S in enumerate(order.flatten(0, 1)):
+            ranks = (order_S != torch.arange(len(order_S), device=order_S.device)).nonzero()[:, 0]
+            heads = torch.full_like(ranks, head)
+            self.put(heads, ranks, self.units(heads, order_S[ranks]))
+
+    def lag_like(self, fast: Store) -> None:
+        """Let positions of rows lag behind those of the longest as in another tier; only codes know of that."""
+
+
+class Store(Slotted):
     """Keys, values and columns of one layer's units, in ascending order per KV head, in buffers of fixed size.
 
     Args:
@@ -135,9 +204,16 @@ class Store(Units, ABC):
     def _resize(self, capacity: int) -> None:
         """Have buffers of `capacity` slots, if there are any buffers."""
 
-    @abstractmethod
+    def _kinds(self, keys: Tensor, values: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return what a unit has of each buffer: its shape and dtype."""
+        columns = {name: ((), dtype) for name, dtype in self.dtypes.items()}
+        return {"keys": (keys.shape[3:], keys.dtype), "values": (values.shape[3:], values.dtype), **columns}
+
     def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        """Make buffers for states of this kind."""
+        """Make buffers (B, K, capacity, ...) for states of this kind."""
+        shape, kinds = (*keys.shape[:2], self.capacity), self._kinds(keys, values)
+        made = {n: self.empty((*shape, *own), dtype=dtype, device=keys.device) for n, (own, dtype) in kinds.items()}
+        self.tensors = made | self.tensors
 
     def _make_room(self, keys: Tensor, values: Tensor) -> None:
         """Have buffers with room for L more units."""
@@ -183,18 +259,9 @@ class Store(Units, ABC):
         keys = self.workspace.take((batch, heads, slots, wide), max(self.capacity, slots), view.keys)
         return replace(view, keys=torch.cat(parts, dim=-1, out=keys), values=parts[1])
 
-    @property
-    @abstractmethod
-    def longest(self) -> int:
-        """Units of the KV head that holds the most."""
-
     @abstractmethod
     def parts(self, view: View, new: int, newest_only: bool) -> Iterator[Part]:
         """Yield what a scorer rates together of a view with `new` units per head; older ones if they matter."""
-
-    @abstractmethod
-    def held(self, name: str) -> Tensor:
-        """Return a column, (B, K, units), at the right; what `EMPTY` says where a head has fewer units."""
 
     @abstractmethod
     def write(self, name: str, values: Tensor, where: tuple[int, int] | None = None) -> None:
@@ -247,32 +314,11 @@ class Store(Units, ABC):
         magnitude = cos[0, 0]  # scaled tables carry a factor, which the keys have already
         return self.rotary.turn(keys.float(), (cos / magnitude)[moved], (sin / magnitude)[moved]).to(keys.dtype)
 
-    def _flat(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keys, values and positions of all slots, counted through all rows and heads."""
-        positions = self.tensors[POSITIONS].view(-1)
-        keys, values = (self.tensors[name].view(len(positions), -1) for name in STATES)
-        return keys, values, positions
-
 
 class DenseStore(Store):
     """As many units in all heads: buffers (B, K, capacity, D) or (B, K, capacity), the first `fill` slots in use."""
 
     name = holds = "dense"
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """What units have, (B, K, capacity, ...)."""
-        return {name: tensor for name, tensor in self.tensors.items() if self._slotted(name)}
-
-    def _kinds(self, keys: Tensor, values: Tensor) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return what a unit has of each buffer: its shape and dtype."""
-        columns = {name: ((), dtype) for name, dtype in self.dtypes.items()}
-        return {"keys": (keys.shape[3:], keys.dtype), "values": (values.shape[3:], values.dtype), **columns}
-
-    def _allocate(self, keys: Tensor, values: Tensor) -> None:
-        shape, kinds = (*keys.shape[:2], self.capacity), self._kinds(keys, values)
-        made = {n: self.empty((*shape, *own), dtype=dtype, device=keys.device) for n, (own, dtype) in kinds.items()}
-        self.tensors = made | self.tensors
 
     def _resize(self, capacity: int) -> None:
         larger = dict(self.tensors)
@@ -308,10 +354,6 @@ class DenseStore(Store):
             self.rotary.turn(keys[:, :, :old], cos, sin, out=turned[:, :, :old])
         turned[:, :, old:] = newest
         return View(turned, values, self.row_start)
-
-    @property
-    def longest(self) -> int:
-        return self.fill
 
     def parts(self, view: View, new: int, newest_only: bool) -> Iterator[Part]:
         """Yield one part with everything."""
@@ -375,56 +417,10 @@ class DenseStore(Store):
         """Return what another store holds as this one would hold it."""
         return {name: buffer[:, :, : store.fill] for name, buffer in store.buffers.items()}
 
-    def lag_like(self, fast: Store) -> None:
-        """Let positions of rows lag behind those of the longest as in another tier; only codes know of that."""
-
     def open(self, like: Store, new: int) -> None:
         """Have `new` more slots in use, their contents not set, for units as another store has them."""
-        heads = like.held(POSITIONS).shape[1]
-        shape = len(like.keys), heads, new, -1
-        self._make_room(*(states.flatten(1, -2)[:, None, :1].expand(shape) for states in (like.keys, like.values)))
+        self._make_room(*(states[:, :, :1].expand(-1, -1, new, -1) for states in (like.keys, like.values)))
         self.fill += new
-
-    def units(self, heads_U: Tensor, ranks_U: Tensor) -> dict[str, Tensor]:
-        """Return units as they are held, (U, ...) each buffer, by head, rows x KV heads counted through, and rank."""
-        where = heads_U * self.capacity + ranks_U
-        return {name: buffer.flatten(0, 2).index_select(0, where) for name, buffer in self.buffers.items()}
-
-    def put(self, heads_U: Tensor, ranks_U: Tensor, units: Mapping[str, Tensor]) -> None:
-        """Write what `units` of a store of the same kind returned over the units of these ranks."""
-        where = heads_U * self.capacity + ranks_U
-        for name, buffer in self.buffers.items():
-            buffer.flatten(0, 2).index_copy_(0, where, units[name])
-
-    def as_held(self, ranks: Tensor | None) -> dict[str, Tensor]:
-        """Return what `as_states` needs of units by (B, heads, ...) ranks, or of all units.
-
-        Heads are KV heads, or a multiple of them: several for each KV head, one after another.
-        """
-        return self._picked(STATES, ranks)
-
-    def _picked(self, names: Sequence[str], ranks: Tensor | slice | None) -> dict[str, Tensor]:
-        """Return buffers of units by ranks, of a span of slots, or of all."""
-        if not isinstance(ranks, Tensor):
-            span = slice(0, self.fill) if ranks is None else ranks
-            return {name: self.tensors[name][:, :, span] for name in names}
-        where, found = self._where(ranks).flatten(), {}
-        for name in names:
-            buffer = self.tensors[name]
-            found[name] = buffer.flatten(0, 2).index_select(0, where).view(*ranks.shape, *buffer.shape[3:])
-        return found
-
-    def as_states(self, held: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return keys and values (B, heads, ..., D) of what `as_held` returned, on the device where that is now."""
-        return held["keys"], held["values"]
-
-    def _where(self, ranks: Tensor) -> Tensor:
-        """Return where units of (B, heads, ...) ranks are, counting slots through all rows and KV heads."""
-        batch, heads = self.keys.shape[:2]
-        first = torch.arange(0, batch * heads * self.capacity, self.capacity, device=ranks.device)
-        if ranks.shape[1] != heads:
-            first = first.repeat_interleave(ranks.shape[1] // heads)
-        return first.view(*ranks.shape[:2], *[1] * (ranks.ndim - 2)) + ranks
 
     def all_keys(self) -> Keys:
         """Return (B, K, units, D), as queries attend to them where none is new; codes are decoded as they are read."""
@@ -445,15 +441,6 @@ class DenseStore(Store):
         self._write(slice(self.fill, end), recalled.keys[:, :, 0], recalled.values[:, :, 0])
         return View(self.keys[:, :, :end], self.values[:, :, :end], self.row_start)
 
-    def sort(self) -> None:
-        """Put units in the order of their positions, one head at a time."""
-        order = self.held(POSITIONS).argsort(dim=-1, stable=True)
-        if torch.equal(order, torch.arange(self.fill, device=order.device).expand_as(order)):
-            return
-        for buffer in self.buffers.values():
-            for head, order_S in zip(buffer.flatten(0, 1), order.flatten(0, 1), strict=True):
-                head[: self.fill] = head[order_S]
-
     def open_slots(self, new: int) -> Slots:
         """Return the buffers up to `new` slots behind the units or a few more, those slots filled with zeros."""
         (batch, heads), device = self.keys.shape[:2], self.keys.device
@@ -468,4 +455,4 @@ class DenseStore(Store):
         mask = keys.new_zeros(empty.shape).masked_fill_(empty, -torch.inf)[:, None, None]
         places = torch.arange(batch * heads, device=device).view(batch, heads) * self.capacity + self.fill
         openings = torch.arange(len(mask), device=device) * end + self.fill
-        return Slots(keys, values, self._flat(), places, mask, openings)
+        return Slots(keys, values, tuple(self.flat_buffers((*STATES, POSITIONS)).values()), places, mask, openings)

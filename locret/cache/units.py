@@ -90,6 +90,11 @@ class Units:
         return sum(tensor.nbytes for name, tensor in self.tensors.items() if name not in self.uncounted)
 
     @property
+    def longest(self) -> int:
+        """Units of the KV head that holds the most."""
+        return self.fill
+
+    @property
     def count(self) -> int:
         """The number beside the tensors."""
         return self.fill

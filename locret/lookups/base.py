@@ -4,8 +4,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,20 +20,19 @@ DECODED = 4096
 """Units whose keys are decoded at once, where a tier holds codes."""
 
 
-class RoundedKeys(ABC):
-    """Keys of a tier that holds codes: states only while they are looked at."""
+@dataclass(frozen=True)
+class KeysInSpans:
+    """Keys of a tier that holds codes, or packs its heads: states only while they are looked at."""
 
-    shape: tuple[int, int, int, int]
+    shape: tuple[int, ...]
     """B, K, H, D."""
     device: torch.device
     """Where the tier is."""
-
-    @abstractmethod
-    def span(self, start: int, end: int) -> Tensor:
-        """Return the (B, K, end - start, D) keys of neighbouring units."""
+    span: Callable[[slice], Tensor]
+    """Returns the (B, K, units, D) keys of neighbouring units."""
 
 
-Keys = Tensor | RoundedKeys
+Keys = Tensor | KeysInSpans
 """(B, K, H, D) of the second tier."""
 
 
@@ -43,10 +42,10 @@ def blocks(keys: Keys, multiple: int = 1, first: int = 0) -> Iterator[tuple[slic
     States come at once, codes a few thousand at a time, and always whole multiples of a page but for the last.
     """
     units = keys.shape[2]
-    size = max(1, DECODED // multiple) * multiple if isinstance(keys, RoundedKeys) else units
+    size = max(1, DECODED // multiple) * multiple if isinstance(keys, KeysInSpans) else units
     for start in range(first, units, size):
         span = slice(start, min(start + size, units))
-        yield span, keys.span(span.start, span.stop) if isinstance(keys, RoundedKeys) else keys[:, :, span]
+        yield span, keys.span(span) if isinstance(keys, KeysInSpans) else keys[:, :, span]
 
 
 def logits_of(query: Tensor, keys: Keys) -> Tensor:

@@ -173,13 +173,15 @@ def decode_budgets(policy: RetentionPolicy, layers: int, recent: int = 0) -> tup
     return pyramid_budgets(policy.decode_budget, layers, None, window, policy.pyramid_beta)
 
 
-def lookahead(policy: RetentionPolicy) -> int:
-    """Return the tokens of a text of unknown length that must be seen to know that its plan is that of a long one."""
+def lookahead(policy: RetentionPolicy, second: int) -> int:
+    """Return how many tokens of a text of unknown length say that its plan is that of a long one.
+
+    A KV head has at most `second` units in a second tier, if that is bounded.
+    """
     pyramid = 2 * policy.budget if policy.layer_budgets == "pyramid" else 0
     shares = policy.layer_shares if policy.head_budgets == "shares" else None
     shared = max(shared_budgets(policy.budget, len(shares), shares)) if shares else 0
-    filled = policy.budget + policy.host_budget if isinstance(policy.host_budget, int) else 0  # both tiers
-    most = max(pyramid, shared, filled)
+    most = max(pyramid, shared, second and policy.budget + second)
     return most and most + policy.local_len + 1
 
 

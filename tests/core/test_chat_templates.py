@@ -203,7 +203,7 @@ def test_a_turn_is_read_like_text_where_the_smallest_layer_has_no_room_for_it(lm
     text = ids(400)
     prefill(lm.model, text, cache)
     layers = cache.backbone.layers
-    limits = Limits(cache.policy, cache.scorer, len(layers))
+    limits = Limits(cache.policy, cache.scorer, cache.backbone)
     most = [limits.most_answering(nth) or 0 for nth in range(len(layers))]
     room = min(limit - layer.fill for limit, layer in zip(most, cache.governed, strict=True))
     assert 0 < cache.turn_room == room < 200 - max(layer.fill for layer in cache.governed)

@@ -49,7 +49,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "ragged": {"head_budgets": "adaptive"},
     "sliding": {},
     "tiers": {"host_budget": 9, "recall": 3, "positions": "original"},
-    "tier of uneven heads": {"host_budget": 19, "recall": 3, "head_budgets": "adaptive"},
+    "tier of uneven heads": {"host_budget": 9, "recall": 3, "head_budgets": "shares", "head_shares": (0.5, 1.5) * 3},
     "codes": {"key_bits": 4, "value_bits": 8, "exact_recent": 4},
 }
 TEXT = "The grass is green. " * 8 + "The pass key is 71432. Remember it. " + "The sky is blue. " * 8
@@ -244,10 +244,11 @@ def test_other_types_and_shapes_are_refused_by_what_is_wrong_with_them(saved: di
             KINDS[f"cache, {form}"].load(tmp_path / "other")
 
 
-@pytest.mark.parametrize("name", ["counts", "apart"])
+@pytest.mark.parametrize("name", ["counts", "apart", "host.counts"])
 @pytest.mark.parametrize("change", ["negative", "more", "elsewhere", "float", "heads", "rows"])
 def test_wrong_numbers_of_kv_heads_are_refused(saved: dict[str, Path], tmp_path: Path, change: str, name: str) -> None:
-    metadata, tensors = content(saved["cache, ragged"])
+    form = "cache, tier of uneven heads" if name.startswith("host") else "cache, ragged"
+    metadata, tensors = content(saved[form])
     counts = tensors[f"layers.1.{name}"]
     ways = {"more": counts + 1, "negative": counts + torch.tensor([99, -99]), "float": counts.float()}
     ways |= {"elsewhere": counts + torch.tensor([[4], [-4]]), "heads": counts[:, :1], "rows": counts.repeat(2, 1)}
@@ -255,7 +256,19 @@ def test_wrong_numbers_of_kv_heads_are_refused(saved: dict[str, Path], tmp_path:
     metadata["checksum"] = checksum(metadata["state"], tensors)
     (tmp_path / "other").write_bytes(save(tensors, metadata))
     with pytest.raises(ValueError, match=r"it is damaged \((KV heads of layer 1 are said|layers.1.apart is no number)"):
-        KINDS["cache, ragged"].load(tmp_path / "other")
+        KINDS[form].load(tmp_path / "other")
+
+
+def test_tiers_of_equal_heads_beside_uneven_ones_are_refused(saved: dict[str, Path], tmp_path: Path) -> None:
+    metadata, tensors = content(saved["cache, tier of uneven heads"])
+    for name in [name for name in tensors if ".host." in name]:
+        held = tensors.pop(name)
+        if not name.endswith("counts"):  # 2 rows of 2 heads, as they were held before
+            tensors[name] = torch.zeros(2, 2, 9, *held.shape[1:], dtype=held.dtype)
+    metadata["checksum"] = checksum(metadata["state"], tensors)
+    (tmp_path / "other").write_bytes(save(tensors, metadata))
+    with pytest.raises(ValueError, match=r"it is damaged \(layers.0.host.keys is \[2, 2, 9, 8\] of F32 instead of"):
+        KINDS["cache, tier of uneven heads"].load(tmp_path / "other")
 
 
 def test_other_weights_and_another_scorer_are_refused_and_both_sides_are_shown(

@@ -87,7 +87,7 @@ def test_what_is_held_is_what_the_slow_oracle_holds_after_every_chunk(name: str)
     cache, seen = by_lot(rules), list[list[list[int]]]()
     cache.protect([Span(*one) for one in (*pins, *shares)])
     prefill(cache.model, ids, cache, on_chunk=lambda cache: seen.append([head.tolist() for head in every_head(cache)]))
-    steps = Limits(rules, cache.scorer, len(cache.backbone.layers)).plan(TOKENS).steps
+    steps = Limits(rules, cache.scorer, cache.backbone).plan(TOKENS).steps
     least = [(start, end, int(share * rules.budget)) for start, end, share in shares]
     for nth, own in enumerate(scores.flatten(0, 1)):
         layer = nth // scores.shape[1]

@@ -77,7 +77,7 @@ def test_a_scorer_that_selects_equally_many_units_for_every_head_is_refused(mode
             RetentionCache(model, name, policy())
 
 
-@pytest.mark.parametrize("tier", [{}, {"host_budget": 20, "recall": 4}, {"host_budget": "all", "recall": 99}])
+@pytest.mark.parametrize("tier", [{}, {"host_budget": 26, "recall": 4}, {"host_budget": "all", "recall": 99}])
 def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(model: Any, tier: dict[str, Any]) -> None:
     """With room for every distance, logits are those of original positions; without any, those of ranks."""
 
@@ -99,7 +99,7 @@ def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(mo
     before = model.config.max_position_embeddings
     model.config.max_position_embeddings = 11
     try:
-        torch.testing.assert_close(read(spacing=1000)[0], ranks)
+        torch.testing.assert_close(read(spacing=1000)[0], read()[0])
     finally:
         model.config.max_position_embeddings = before
     for change in ({"positions": "original"}, {"head_budgets": "uniform"}):
@@ -172,21 +172,27 @@ def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
     assert divided(1, (1.0, 2.0), (8, 8), least=1) == [0, 1]
 
 
+@pytest.mark.parametrize("second", [{}, {"host_budget": 13, "recall": 3}, {"host_budget": "all", "recall": 3}])
 @pytest.mark.parametrize(
     ("budget", "chunk_size", "length", "layers"),
     [(48, 7, 200, (32, 64)), (24, 7, 90, (16, 32)), (24, 90, 90, (16, 32)), (24, 7, 30, (22, 26))],
 )
 def test_heads_keep_their_own_best_units_by_shares(
-    small: nn.Module, budget: int, chunk_size: int, length: int, layers: tuple[int, int]
+    small: nn.Module, budget: int, chunk_size: int, length: int, layers: tuple[int, int], second: dict[str, Any]
 ) -> None:
-    """The oracle chooses, in one go at the end of the text, what each head rates best; of a small share, eight so."""
+    """The oracle chooses, in one go at the end of the text, what each head rates best; of a small share, eight so.
+
+    Of what it does not keep, the second tier has the best, as many as the share says.
+    """
     shares = (0.2, 1.8, 3.6, 0.4)
-    numbers = {**SHARED, "budget": budget, "chunk_size": chunk_size, "stabilizers": 0, "head_shares": shares}
+    numbers = {**SHARED, "budget": budget, "chunk_size": chunk_size, "stabilizers": 0, "head_shares": shares, **second}
     labels = torch.randint(40, (2, 2, length - 4), generator=torch.Generator().manual_seed(3)) / 40
     cache = RetentionCache(small, OracleScorer(labels=labels), RetentionPolicy(**numbers, head_budgets="shares"))
     ids = ids_of(length)
     prefill(small, ids if length > 30 else iter(ids.tolist()), cache)
-    assert cache.memory().actual == cache.memory().planned
+    memory, most = cache.memory(), {"all": length, 13: 13}.get(second.get("host_budget"), 0)
+    assert (memory.actual, memory.host) == (memory.planned, memory.host_planned)
+    assert memory.host <= 4 * most * (2 * 8 * 4 + 8)
     assert sum(layer.fill for layer in shrunk(cache, 25).governed) == 50
     for layer, own in enumerate([shares[:2], shares[2:]]):
         quotas = divided(2 * layers[layer], own, (length - 4,) * 2, least=1)
@@ -197,6 +203,12 @@ def test_heads_keep_their_own_best_units_by_shares(
             if own[head] < sum(shares) / len(shares) / 2:
                 order = order[:8] + sorted(order[8:], key=lambda position: -(position * 2654435769 % 2**32))
             assert positions.tolist() == [*sorted(order[:quota]), *range(length - 4, length)]
+            if second:
+                rest = sorted(order[quota:], key=lambda position: (float(labels[layer, head, position]), position))
+                rest = rest if most == length else rest[-(4, 14, 29, 5)[2 * layer + head] :]  # 3, and shares of 4 * 10
+                store = cache.governed[layer].host.store
+                assert (store.held("positions")[0, head].tolist()[-len(rest) :] if rest else []) == sorted(rest)
+                assert not rest or store.counts[0, head] == len(rest)
 
 
 def test_head_shares_come_from_the_heads_or_are_asked_for(small: nn.Module) -> None:

@@ -160,7 +160,7 @@ def test_a_store_of_a_file_holds_what_ours_holds(file: str, kind: str, changes: 
     ("store", "sentence"),
     [
         ("FILE:Ragged", 'store own_ragged holds "ragged" units, but head_budgets="uniform" selects "dense" ones'),
-        ("FILE:Unfinished", "does not define _allocate"),
+        ("FILE:Unfinished", "does not define _resize"),
         ("FILE:Strange", 'holds "gases" units; choose one of dense, ragged'),
         ("FILE:Contains", "has no Contains; did you mean"),
         ("no.such.module:Store", "Python finds no module no"),

@@ -27,6 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
+from locret.policy.growth import divided, shared_budgets
 from locret.policy.schedule import plan
 
 pytestmark = pytest.mark.slow
@@ -307,6 +308,10 @@ def test_what_is_kept_and_said_is_what_the_slow_oracle_keeps_and_says(run: Run) 
 @examples(12)
 @example(run=Run("llama", HEADS, (), (20, 11, 4, 5), 70), tier="tier", second=20)
 @example(run=Run("llama", HEADS, ("adaptive heads",), (20, 11, 4, 5), 70), tier="tier", second=20)
+@example(run=Run("llama", HEADS, ("head shares",), (20, 11, 0, 5), 90), tier="tier", second=30)
+@example(
+    run=Run("llama", HEADS, ("head shares", "positions"), (12, 11, 0, 5), 70), tier="tier of everything", second=20
+)
 @given(
     run=runs(families=("llama", "llama-mqa", "qwen3"), names=(HEADS,), parts=("positions", "adaptive heads")),
     tier=st.sampled_from(TIERS),
@@ -316,7 +321,7 @@ def test_what_is_kept_and_said_is_what_the_slow_oracle_keeps_and_says(run: Run) 
 def test_both_tiers_hold_and_recall_what_the_slow_oracle_does(run: Run, tier: str, second: int) -> None:
     note(f"{tier}, {second} further tokens")
     cache, read = run.cache(**PARTS[tier]), []
-    rules = cache.policy
+    rules, tiers = cache.policy, cache.limits.tiers
     whole = ids_of(run.tokens + second, seed=0)
     used = whole[0].tolist()
     for ids in (whole[:, : run.tokens], whole[:, run.tokens :]):
@@ -325,6 +330,14 @@ def test_both_tiers_hold_and_recall_what_the_slow_oracle_does(run: Run, tier: st
         out = generate(cache.model, cache=cache, **asked, **ASKED)
         read.append((ids[0], out.sequences[0, :-1]))
         used += out.sequences[0].tolist()
+    split: Any = (rules.head_floor, True) if "adaptive heads" in run.parts else None
+    if "head shares" in run.parts:  # of texts that every layer has a use for
+
+        def split(layer: int, counts: list[int]) -> list[int]:
+            own = cache.policy.head_shares[2 * layer : 2 * layer + 2]
+            layers = shared_budgets(rules.budget, 3, cache.policy.layer_shares)
+            return divided(2 * layers[layer], own, counts, least=1)
+
     with double():
         held, logits = reference.answer_with_recall(
             cache.model,
@@ -333,9 +346,9 @@ def test_both_tiers_hold_and_recall_what_the_slow_oracle_does(run: Run, tier: st
             INV_FREQ,
             1.0,
             run.numbers,
-            (rules.host_budget if isinstance(rules.host_budget, int) else None, rules.recall),
+            ([own if isinstance(rules.host_budget, int) else (None,) * len(own) for own in tiers], rules.recall),
             original_positions=rules.positions == "original",
-            split=(rules.head_floor, True) if "adaptive heads" in run.parts else None,
+            split=split,
         )
     for layer, units in zip(cache.governed, held, strict=True):
         its = layer.host.store.held("positions")[0] if layer.host.fill else [torch.empty(0)] * len(units)

@@ -7,6 +7,7 @@ No buffers, no ranks, no masks: units are lists, and each token goes through the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,10 +50,10 @@ def answer_with_recall(
     inv_freq: Tensor,
     magnitude: float,
     numbers: tuple[int, int, int, int],
-    tier: tuple[int | None, int],
+    tier: tuple[list[tuple[int | None, ...]], int],
     *,
     original_positions: bool = False,
-    split: tuple[float, bool] | None = None,
+    split: tuple[float, bool] | Callable[[int, list[int]], list[int]] | None = None,
 ) -> tuple[list[list[list[int]]], Tensor]:
     """Read prompts as `read_prompt` does, but let their local tokens and the answers recall what was evicted.
 
@@ -67,16 +68,16 @@ def answer_with_recall(
         inv_freq: (D/2,) rotary frequencies.
         magnitude: Factor of cos and sin.
         numbers: Budget, chunk size, stabilizers, local length.
-        tier: Host budget (None: all), and units recalled.
+        tier: Host budget of each layer's KV heads (None: all), and units recalled.
         original_positions: Rotate by place in the text instead of rank.
-        split: See `read_prompt`.
+        split: See `read_prompt`; or what says how many units the KV heads of a layer keep of how many.
 
     Returns:
         Per layer and KV head the positions that the second tier holds; and (1 + A, vocabulary) logits of the last
         prompt's last token and of each token of its answer.
     """
     budget, chunk_size, stabilizers, local_len = numbers
-    host_budget, recall = tier
+    host_budgets, recall = tier
     layers, rope = model.model.layers, (inv_freq, magnitude, original_positions)
     nothing = torch.zeros(1, model.config.hidden_size)
     kv_heads = [split_projections(layer.self_attn, nothing)[1].shape[1] for layer in layers]
@@ -85,11 +86,12 @@ def answer_with_recall(
 
     def evict(index: int, guard: int) -> None:
         held = fast[index]
-        fast[index] = _evict(held, budget, guard, split)
+        own = split(index, [len(pool) for pool in held]) if callable(split) else split
+        fast[index] = _evict(held, budget, guard, own)
         for head, (before, after) in enumerate(zip(held, fast[index], strict=True)):
             stayed = {unit[0] for unit in after}
             gone = [unit for unit in before if unit[0] not in stayed]
-            host[index][head] = into_host(host[index][head], gone, host_budget)
+            host[index][head] = into_host(host[index][head], gone, host_budgets[index][head])
 
     seen, logits = 0, list[Tensor]()
     for prompt_T, answer_A in texts:

@@ -163,14 +163,18 @@ def read_prompt(
     return history, model.lm_head(model.model.norm(hidden_TE[-1]))
 
 
-def _evict(pools: list[list[Any]], budget: int, guard: int, head_split: tuple[float, bool] | None) -> list[list[Any]]:
-    """Return what stays of one layer's units, head by head or over all heads together."""
+def _evict(
+    pools: list[list[Any]], budget: int, guard: int, head_split: tuple[float, bool] | list[int] | None
+) -> list[list[Any]]:
+    """Return what stays of one layer's units, head by head, so many of each, or over all heads together."""
     scores = [[unit[3] for unit in pool] for pool in pools]
     if head_split is None:
         kept = [
             select_kept(scores[head], budget, set(range(max(len(pool) - guard, 0), len(pool))))
             for head, pool in enumerate(pools)
         ]
+    elif isinstance(head_split, list):
+        kept = [select_kept(own, units, set()) for own, units in zip(scores, head_split, strict=True)]
     else:
         positions = [[unit[0] for unit in pool] for pool in pools]
         floor, relative = head_split
