@@ -129,7 +129,9 @@ class HostTier(Units):
             return None
         if self._index is None:
             self._arrange()
-        keys, positions = store.all_keys(), store.held(POSITIONS)
+        keys, packed = store.all_keys(), isinstance(store, PackedTier)
+        # Packed ones are laid out side by side for this, and asked for by nothing else than masks.
+        positions = store.held(POSITIONS) if self._padded or not packed else torch.empty(0, dtype=torch.int64)
         if self._index is None:
             self._index = (self.lookup.index(keys, positions),)
         ask = Ask(
@@ -150,12 +152,13 @@ class HostTier(Units):
             if ranks.shape[1] == 1:
                 ranks = ranks.expand(-1, keys.shape[1], -1, -1)
             if ask.padded or bool((ranks < 0).any()):
-                of_head = positions.repeat_interleave(ranks.shape[1] // positions.shape[1], dim=1)
-                there = of_head.gather(2, ranks.clamp_min(0).flatten(2)).view(ranks.shape) != NO_UNIT
-                there &= ranks >= 0
+                there = ranks >= 0
+                if ask.padded:
+                    of_head = positions.repeat_interleave(ranks.shape[1] // positions.shape[1], dim=1)
+                    there &= of_head.gather(2, ranks.clamp_min(0).flatten(2)).view(ranks.shape) != NO_UNIT
         found, values = self._fetched(ranks, query.device)
         there = None if there is None else there.to(query.device)
-        if there is not None and isinstance(store, PackedTier):  # what is masked counts nothing, unless it is NaN
+        if there is not None and packed:  # what is masked counts nothing, unless it is NaN
             found, values = (states.masked_fill(~there[..., None], 0) for states in (found, values))
             there = None if bool(there.all()) else there
         return Recalled(found, values, there)
@@ -193,6 +196,8 @@ class HostTier(Units):
         if self.store.fill:
             self.store.sort()
             empty = (self.store.held(POSITIONS) == NO_UNIT).sum(-1)
+            if isinstance(self.store, PackedTier):
+                empty -= (self.store.longest - self.store.counts).to(empty.device)
             self._padded = bool(empty.any())
             if isinstance(self.store, DenseStore):
                 self.store.row_start = empty.amin(-1) if bool(empty.amin(-1).any()) else None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from locret.backbone.attention import View
 from locret.cache.store import COLUMNS, EMPTY, NO_UNIT, POSITIONS, SCORES, STATES, Part, Slots, Store, UnitRanks
-from locret.lookups.base import Keys, KeysInSpans
+from locret.lookups.base import KeysOfHeads
 from locret.policy.budget import largest_budget
 from locret.policy.selectors import Kept, KeptOverHeads
 
@@ -337,11 +337,11 @@ class PackedTier(RaggedStore):
             for span, old in zip(spans, before[row].tolist(), strict=True):
                 self.tensors[POSITIONS][row, span.start + old : span.stop] = NO_UNIT
 
-    def all_keys(self) -> Keys:
-        """Return (B, K, units, D), anything in front of those of heads that hold fewer."""
-        shape, device = (*self.counts.shape, self.longest, self.keys.shape[-1]), self.keys.device
-        ranks = torch.arange(self.longest, device=device).expand(shape[:3])
-        return KeysInSpans(shape, device, lambda span: self._picked(("keys",), ranks[:, :, span])["keys"])
+    def all_keys(self) -> KeysOfHeads:
+        """Return the keys of each row and KV head."""
+        rows = zip(self.keys, self.segments, strict=True)
+        heads = tuple(tuple(keys[span] for span in spans) for keys, spans in rows)
+        return KeysOfHeads((*self.counts.shape, self.longest, self.keys.shape[-1]), self.keys.device, heads)
 
 
 def mean_units(counts_BK: Tensor) -> int:

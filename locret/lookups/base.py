@@ -22,7 +22,7 @@ DECODED = 4096
 
 @dataclass(frozen=True)
 class KeysInSpans:
-    """Keys of a tier that holds codes, or packs its heads: states only while they are looked at."""
+    """Keys of a tier that holds codes: states only while they are looked at."""
 
     shape: tuple[int, ...]
     """B, K, H, D."""
@@ -32,7 +32,18 @@ class KeysInSpans:
     """Returns the (B, K, units, D) keys of neighbouring units."""
 
 
-Keys = Tensor | KeysInSpans
+@dataclass(frozen=True)
+class KeysOfHeads:
+    """Keys of a tier whose KV heads hold different numbers of units."""
+
+    shape: tuple[int, ...]
+    """B, K, H of the head that holds the most, D."""
+    device: torch.device
+    heads: tuple[tuple[Tensor, ...], ...]
+    """(units, D) of each row and KV head; the last unit of each has rank H - 1."""
+
+
+Keys = Tensor | KeysInSpans | KeysOfHeads
 """(B, K, H, D) of the second tier."""
 
 
@@ -41,6 +52,7 @@ def blocks(keys: Keys, multiple: int = 1, first: int = 0) -> Iterator[tuple[slic
 
     States come at once, codes a few thousand at a time, and always whole multiples of a page but for the last.
     """
+    assert not isinstance(keys, KeysOfHeads)  # which lookups that are not `uneven` never see
     units = keys.shape[2]
     size = max(1, DECODED // multiple) * multiple if isinstance(keys, KeysInSpans) else units
     for start in range(first, units, size):
