@@ -81,14 +81,12 @@ class Asking:
 
     def answer(self, text: Planted) -> tuple[bool, float]:
         """Return whether the number was found, and the seconds to the answer's first words."""
-        asked = _QUESTION if self.named else f"{text.text}\n\n{_QUESTION}"
-        model, start, first, said = self.options.model, time.perf_counter(), 0.0, ""
+        model, asked = self.options.model, f"{text.text}\n\n{_QUESTION}"
+        if self.named:
+            model, asked = f"{model}:{text.name}", _QUESTION
+        start, first, said = time.perf_counter(), 0.0, ""
         for part in self.client.chat.completions.create(
-            model=f"{model}:{text.name}" if self.named else model,
-            messages=[{"role": "user", "content": asked}],
-            max_tokens=_ANSWER,
-            temperature=0,
-            stream=True,
+            model=model, messages=[{"role": "user", "content": asked}], max_tokens=_ANSWER, temperature=0, stream=True
         ):
             if part.choices and (new := part.choices[0].delta.content):
                 first, said = first or time.perf_counter() - start, said + new
@@ -124,14 +122,10 @@ def measure(options: ServedOptions) -> dict[str, Any]:
     *about, fresh = _texts(options)
     server, record = Asking(client, options, options.contexts), dict[str, Any](options=asdict(options))
     if options.contexts:
-        start = time.perf_counter()
+        start, sent = time.perf_counter(), {"headers": {"Content-Type": "text/plain"}}
         for text in about:
-            client.post(
-                f"/contexts?name={text.name}&wait=true",
-                cast_to=object,
-                content=text.text.encode(),
-                options={"headers": {"Content-Type": "text/plain"}},
-            )
+            path = f"/contexts?name={text.name}&wait=true"
+            client.post(path, cast_to=object, content=text.text.encode(), options=sent)
         record["read_seconds"] = (time.perf_counter() - start) / len(about)
     record["fresh"] = Asking(client, options, named=False).alone([fresh])
     record["first"], record["again"] = (server.alone(about[:_ALONE]) for _ in range(2))
@@ -148,9 +142,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     try:
         print_json(measure(options))
     except OpenAIError as error:
-        raise OSError(
-            f"--url {options.url}: {error}; start the server, check --model, or delete its contexts"
-        ) from error
+        way = "start the server, check --model, or delete its contexts"
+        raise OSError(f"--url {options.url}: {error}; {way}") from error
     return 0
 
 

@@ -107,9 +107,9 @@ class _How(NamedTuple):
 
     scaling: float
     memo: MaskMemo
-    softcap: float | None
-    window: int | None
-    sinks: Tensor | None
+    softcap: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
 
     def logits(self, products: Tensor) -> Tensor:
         """Return what products of queries and keys come to."""
@@ -347,19 +347,11 @@ def flash_covers(view: View) -> bool:
     return all(part is None for part in others)
 
 
-def flash_attend(
-    query: Tensor,
-    view: View,
-    *,
-    scaling: float,
-    memo: MaskMemo,
-    softcap: float | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """Attend as `attend` does; needs no masks. Half precision on CUDA only."""
+def flash_attend(query: Tensor, view: View, **asked: Any) -> Tensor:
+    """Attend as `attend` does, asked the same; needs no masks. Half precision on CUDA only."""
     from flash_attn import flash_attn_func  # an extra
 
+    scaling, _, softcap, window, sinks = _How(**asked)
     # The package aligns causal masks to the bottom right, counts a window to the left without the own token, and wants
     # heads behind tokens.
     seen = (-1, -1) if window is None or view.keys.shape[-2] <= window else (window - 1, 0)
