@@ -122,10 +122,10 @@ def measure(options: ServedOptions) -> dict[str, Any]:
     *about, fresh = _texts(options)
     server, record = Asking(client, options, options.contexts), dict[str, Any](options=asdict(options))
     if options.contexts:
-        start, sent = time.perf_counter(), {"headers": {"Content-Type": "text/plain"}}
+        start, plain = time.perf_counter(), {"Content-Type": "text/plain"}
         for text in about:
             path = f"/contexts?name={text.name}&wait=true"
-            client.post(path, cast_to=object, content=text.text.encode(), options=sent)
+            client.post(path, cast_to=object, content=text.text.encode(), options={"headers": plain})
         record["read_seconds"] = (time.perf_counter() - start) / len(about)
     record["fresh"] = Asking(client, options, named=False).alone([fresh])
     record["first"], record["again"] = (server.alone(about[:_ALONE]) for _ in range(2))
