@@ -8,6 +8,7 @@ others, and more.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import random
 import tempfile
@@ -402,6 +403,9 @@ def test_a_copy_a_file_and_rows_answer_and_read_on_with_the_same_bits(
     taken = cache.take_rows(chosen)
     cache.select_rows(chosen)
     assert cache.memory().actual <= cache.memory().planned
+    for layer in cache.governed:
+        counts = getattr(layer.store, "counts", layer.fill * torch.ones(1, 1))
+        assert layer.fill == math.ceil(counts.sum(-1).max() / counts.shape[-1])
     assert same(run, seen_in(taken), seen_in(cache))
     assert same(run, followed(taken), own := followed(cache.copy()))
     for row, alone in enumerate(cache.split(len(rows))):
