@@ -103,13 +103,7 @@ def execute(options: Options, ranks: Ranks) -> None:
         count = partial(counted, options.model, prompt, document, max(asked, key=len, default=None))
         foresee = prompt.again if output.dry_run else options.generation.num_beams > 1
         plan = ready(
-            options.model,
-            options.scorer,
-            options.policy,
-            options.chosen,
-            options.generation,
-            count,
-            foresee=foresee,
+            options.model, options.scorer, options.policy, options.chosen, options.generation, count, foresee=foresee
         )
     with ranks.together():
         ranks.agree({"what auto came to": plan.policy.to_dict()}, "give --kv-memory as a number")

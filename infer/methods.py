@@ -26,10 +26,7 @@ from locret.scorers.chosen import EVERY_UNIT, FULL, WITHOUT_EVICTION
 
 INFLLM = "infllm"
 _FIELDS = frozenset(field.name for field in fields(RetentionPolicy))
-_ABOUT = {
-    "random": "units drawn at random",
-    "streaming": "first and most recent tokens (StreamingLLM)",
-}
+_ABOUT = {"random": "units drawn at random", "streaming": "first and most recent tokens (StreamingLLM)"}
 """Methods that have the positions of the policy, as heads do."""
 
 
@@ -193,8 +190,5 @@ def _of_scorer(spec: MethodSpec) -> Method:
     scorer = scorers.make(spec)
     about = _ABOUT.get(spec.name) or (type(scorer).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
     return Method(
-        spec.name,
-        about[:1].lower() + about[1:],
-        scorer,
-        positions=None if spec.name in _ABOUT else scorer.positions,
+        spec.name, about[:1].lower() + about[1:], scorer, positions=None if spec.name in _ABOUT else scorer.positions
     )

@@ -130,7 +130,7 @@ class HostTier(Units):
         if self._index is None:
             self._arrange()
         keys, packed = store.all_keys(), isinstance(store, PackedTier)
-        # Packed ones are laid out side by side for this, and asked for by nothing else than masks.
+        # Of packed heads they are copied out, and only masks of empty slots ask for them.
         positions = store.held(POSITIONS) if self._padded or not packed else torch.empty(0, dtype=torch.int64)
         if self._index is None:
             self._index = (self.lookup.index(keys, positions),)

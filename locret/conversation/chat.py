@@ -326,11 +326,7 @@ class Chat(Reading):
             raise failed[0]
 
     def _write(
-        self,
-        text: str,
-        settings: dict[str, Any],
-        write: Callable[[str], object] | None,
-        stopped: Callable[[], bool],
+        self, text: str, settings: dict[str, Any], write: Callable[[str], object] | None, stopped: Callable[[], bool]
     ) -> None:
         """Read a turn and write the answer, until there is a reason to stop."""
         settings["stopping_criteria"] = StoppingCriteriaList(

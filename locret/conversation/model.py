@@ -387,13 +387,7 @@ class LongContextModel:
             bar.close(whole=done)
 
     def _ids(
-        self,
-        document: Document,
-        transcript: Transcript,
-        stream: TokenStream,
-        bar: ReadingBar,
-        *,
-        hold: bool = True,
+        self, document: Document, transcript: Transcript, stream: TokenStream, bar: ReadingBar, *, hold: bool = True
     ) -> Iterator[list[int]]:
         """Yield the tokens of what comes before the document, and of the document but for its last words.
 
@@ -474,11 +468,7 @@ class LongContextModel:
         return Chat(self, *self._load(path, **how))
 
     def _load(
-        self,
-        path: str | Path,
-        *,
-        revision: str | None = None,
-        allow_other_scorer: bool = False,
+        self, path: str | Path, *, revision: str | None = None, allow_other_scorer: bool = False
     ) -> tuple[RetentionCache, Talk]:
         from locret.conversation.saved import find_context  # it draws, and knows engines
 

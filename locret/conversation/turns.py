@@ -35,13 +35,7 @@ from locret.conversation.document import (
     leading_special_ids,
     shared,
 )
-from locret.conversation.protect import (
-    NOTHING,
-    SYSTEM,
-    TEMPLATES,
-    Protection,
-    protection_from,
-)
+from locret.conversation.protect import NOTHING, SYSTEM, TEMPLATES, Protection, protection_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -357,10 +351,7 @@ def written(
 
 
 def _begun(
-    tokenizer: PreTrainedTokenizerBase,
-    template: str,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Any = None,
+    tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[Mapping[str, Any]], tools: Any = None
 ) -> str:
     """Return what a template writes of a conversation, up to where the assistant answers."""
     if template == "chat":

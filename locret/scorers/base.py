@@ -127,6 +127,14 @@ class Scorer(Chosen):
         """
 
 
+class RevisingScorer(Scorer):
+    """A scorer that rates all units anew with each chunk, in the positions of the text, as its paper does."""
+
+    over_ranks: ClassVar[bool] = True
+    positions: ClassVar[str] = "original"
+    causal: ClassVar[bool] = False
+
+
 class FeatureScorer(Scorer):
     """A scorer that rates a unit once, by its token's features, such as heads: generated units may wait for it."""
 

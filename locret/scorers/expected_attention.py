@@ -26,18 +26,15 @@ from locret.backbone.chunk import Chunk
 from locret.backbone.passes import unrotated_layers
 from locret.backbone.rotary import Rotary
 from locret.base.fields import Range
-from locret.scorers.base import Scorer
+from locret.scorers.base import RevisingScorer
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExpectedAttentionScorer(Scorer):
+class ExpectedAttentionScorer(RevisingScorer):
     """Keep what the coming queries are expected to look at."""
 
     name: ClassVar[str] = "expected_attention"
-    over_ranks: ClassVar[bool] = True
-    positions: ClassVar[str] = "original"
     rates_answers: ClassVar[bool] = False
-    causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
     ranges = {"future": Range(1, 2**20), "queries": Range(1), "sinks": Range(0)}
 

@@ -18,17 +18,14 @@ from torch import Tensor
 from locret.backbone.chunk import Chunk
 from locret.base.fields import SHARE
 from locret.scorers.attention_rows import REDUCTIONS, attention_sums, reduce_group
-from locret.scorers.base import Scorer
+from locret.scorers.base import RevisingScorer
 
 
 @dataclass(frozen=True, kw_only=True)
-class H2OScorer(Scorer):
+class H2OScorer(RevisingScorer):
     """Keep what has been attended most."""
 
     name: ClassVar[str] = "h2o"
-    over_ranks: ClassVar[bool] = True
-    positions: ClassVar[str] = "original"
-    causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
     ranges = {"reduce": REDUCTIONS, "recent_share": SHARE}
 

@@ -16,20 +16,17 @@ import torch
 from torch import Tensor
 
 from locret.backbone.chunk import Chunk
-from locret.scorers.base import Scorer
+from locret.scorers.base import RevisingScorer
 
 _LEAST_NORM = 1e-8
 """A key of zeros has no direction: it counts as orthogonal to all others."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KeyDifferenceScorer(Scorer):
+class KeyDifferenceScorer(RevisingScorer):
     """Keep keys that are unlike the others."""
 
     name: ClassVar[str] = "key_difference"
-    over_ranks: ClassVar[bool] = True
-    positions: ClassVar[str] = "original"
-    causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
 
     def score(self, chunk: Chunk) -> Tensor:

@@ -26,18 +26,15 @@ from locret.backbone.chunk import Chunk
 from locret.base.fields import SHARE, Range
 from locret.base.warned import warn_user
 from locret.scorers.attention_rows import attention_sums, reduce_group
-from locret.scorers.base import Scorer
+from locret.scorers.base import RevisingScorer
 from locret.scorers.random import SEED, uniform_draw
 
 
 @dataclass(frozen=True, kw_only=True)
-class NACLScorer(Scorer):
+class NACLScorer(RevisingScorer):
     """Keep what proxies look at, and a random sample of the rest."""
 
     name: ClassVar[str] = "nacl"
-    over_ranks: ClassVar[bool] = True
-    positions: ClassVar[str] = "original"
-    causal: ClassVar[bool] = False
     ranges = {
         **dict.fromkeys(("proxy_share", "protect_share", "random_share"), SHARE),
         "most_proxies": Range(1),

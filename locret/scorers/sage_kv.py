@@ -23,7 +23,7 @@ from locret.backbone.attention import by_kv_head, log_total
 from locret.backbone.chunk import Chunk
 from locret.base.fields import SHARE, Range
 from locret.scorers.attention_rows import last_logits
-from locret.scorers.base import Scorer
+from locret.scorers.base import RevisingScorer
 
 _BELOW_ALL = 2.0**24
 """Recent units score their position less this, exact in float32 for texts of 16 million tokens."""
@@ -31,13 +31,10 @@ _SINK = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class SageKVScorer(Scorer):
+class SageKVScorer(RevisingScorer):
     """Keep what the prompt's last token looks at, every query head on its own."""
 
     name: ClassVar[str] = "sage_kv"
-    over_ranks: ClassVar[bool] = True
-    positions: ClassVar[str] = "original"
-    causal: ClassVar[bool] = False
     ranges = {"sink_share": SHARE, "recent_share": SHARE, "k": Range(0)}
 
     sink_share: float = 0.25

@@ -21,17 +21,14 @@ from torch import Tensor
 from locret.backbone.chunk import Chunk
 from locret.base.fields import Range
 from locret.scorers.attention_rows import attention_sums, reduce_group
-from locret.scorers.base import Scorer
+from locret.scorers.base import RevisingScorer
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScissorhandsScorer(Scorer):
+class ScissorhandsScorer(RevisingScorer):
     """Drop what was looked past most often."""
 
     name: ClassVar[str] = "scissorhands"
-    over_ranks: ClassVar[bool] = True
-    positions: ClassVar[str] = "original"
-    causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
     ranges = {"history": Range(1), "keep_recent": Range(0)}
 

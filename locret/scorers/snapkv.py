@@ -21,18 +21,15 @@ from torch import Tensor
 from locret.backbone.chunk import Chunk
 from locret.base.fields import Range
 from locret.scorers.attention_rows import REDUCTIONS, attention_sums, reduce_group
-from locret.scorers.base import Scorer
+from locret.scorers.base import RevisingScorer
 
 
 @dataclass(frozen=True, kw_only=True)
-class SnapKVScorer(Scorer):
+class SnapKVScorer(RevisingScorer):
     """Keep what the last queries look at, and its neighbours."""
 
     name: ClassVar[str] = "snapkv"
-    over_ranks: ClassVar[bool] = True
-    positions: ClassVar[str] = "original"
     rates_answers: ClassVar[bool] = False
-    causal: ClassVar[bool] = False
     by_head: ClassVar[bool] = True
     ranges = {
         "window": Range(1),

@@ -18,17 +18,14 @@ from locret.backbone.chunk import Chunk
 from locret.backbone.head_ranks import HeadRanks
 from locret.base.fields import Range
 from locret.scorers.attention_rows import attention_sums
-from locret.scorers.base import Scorer
+from locret.scorers.base import RevisingScorer
 
 
 @dataclass(frozen=True, kw_only=True)
-class TOVAScorer(Scorer):
+class TOVAScorer(RevisingScorer):
     """Keep what the newest token looks at."""
 
     name: ClassVar[str] = "tova"
-    over_ranks: ClassVar[bool] = True
-    positions: ClassVar[str] = "original"
-    causal: ClassVar[bool] = False
     ranges = {"keep_recent": Range(0)}
 
     keep_recent: int = 0
