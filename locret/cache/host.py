@@ -55,7 +55,7 @@ class HostTier(Units):
     counter = "host_fill"
     _index: tuple[Any] | None = None
     _padded: bool = False
-    """Whether a row or head holds fewer units than others."""
+    """Whether a row or head has empty slots, because it holds fewer units than others."""
 
     batch = property(attrgetter("store.batch"))
     fill = property(attrgetter("store.fill"))
@@ -130,8 +130,7 @@ class HostTier(Units):
         if self._index is None:
             self._arrange()
         keys, packed = store.all_keys(), isinstance(store, PackedTier)
-        # Of packed heads they are copied out, and only masks of empty slots ask for them.
-        positions = store.held(POSITIONS) if self._padded or not packed else torch.empty(0, dtype=torch.int64)
+        positions = torch.empty(0) if packed else store.held(POSITIONS)  # packed heads have no empty slots
         if self._index is None:
             self._index = (self.lookup.index(keys, positions),)
         ask = Ask(
@@ -195,11 +194,9 @@ class HostTier(Units):
         """Put units in the order of the text, behind the empty slots of short rows."""
         if self.store.fill:
             self.store.sort()
-            empty = (self.store.held(POSITIONS) == NO_UNIT).sum(-1)
-            if isinstance(self.store, PackedTier):
-                empty -= (self.store.longest - self.store.counts).to(empty.device)
-            self._padded = bool(empty.any())
             if isinstance(self.store, DenseStore):
+                empty = (self.store.held(POSITIONS) == NO_UNIT).sum(-1)
+                self._padded = bool(empty.any())
                 self.store.row_start = empty.amin(-1) if bool(empty.amin(-1).any()) else None
 
     def ranks(self, *, again: bool) -> tuple[UnitRanks, UnitRanks]:

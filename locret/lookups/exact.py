@@ -34,7 +34,7 @@ class ExactLookup(Lookup):
         """See `Lookup`; ranks are (B, K, L, R)."""
         query, keys = ask.query.to(ask.keys.device), ask.keys
         if isinstance(keys, KeysOfHeads):
-            return self._choose_by_head(ask, keys, query.unflatten(1, (keys.shape[1], -1)))
+            return _by_head(keys, query.unflatten(1, (keys.shape[1], -1)), ask.count)
         batch, heads, length, dim = query.shape
         kv_heads, rows = keys.shape[1], 0
         best: list[tuple[Tensor, Tensor]] = []
@@ -56,18 +56,17 @@ class ExactLookup(Lookup):
         chosen = [ranks for _, ranks in best]
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=2)
 
-    def _choose_by_head(self, ask: Ask, keys: KeysOfHeads, query: Tensor) -> Tensor:
-        """Return what (B, K, G, L, D) queries recall of KV heads that hold different numbers of units."""
-        batch, kv_heads, group, length, _ = query.shape
-        chosen = torch.full((batch, kv_heads, length, ask.count), -1, device=query.device)
-        for row, head in itertools.product(range(batch), range(kv_heads)):
-            units, own = keys.heads[row][head], chosen[row, head]
-            first = keys.shape[2] - len(units)
-            rows = max(1, _LOGITS // max(1, group * len(units)))
-            for start in range(0, length, rows):
-                logits = (query[row, head, :, start : start + rows] @ units.T).amax(0)
-                if ask.padded:
-                    logits.masked_fill_(ask.positions[row, head, first:] < 0, -torch.inf)
-                ranks = logits.topk(min(ask.count, len(units)), dim=-1).indices
-                own[start : start + rows, : ranks.shape[1]] = ranks + first
-        return chosen
+
+def _by_head(keys: KeysOfHeads, query: Tensor, count: int) -> Tensor:
+    """Return what (B, K, G, L, D) queries recall of KV heads that hold different numbers of units, none empty."""
+    batch, kv_heads, group, length, _ = query.shape
+    chosen = torch.full((batch, kv_heads, length, count), -1, device=query.device)
+    for row, head in itertools.product(range(batch), range(kv_heads)):
+        units, own = keys.heads[row][head], chosen[row, head]
+        first = keys.shape[2] - len(units)
+        rows = max(1, _LOGITS // max(1, group * len(units)))
+        for start in range(0, length, rows):
+            logits = (query[row, head, :, start : start + rows] @ units.T).amax(0)
+            ranks = logits.topk(min(count, len(units)), dim=-1).indices
+            own[start : start + rows, : ranks.shape[1]] = ranks + first
+    return chosen
