@@ -145,7 +145,7 @@ def test_a_chunk_works_in_no_more_memory_than_counted_on(inner: int, hidden_dim:
 
     read()  # once before, because copies of the heads' weights stay
     measured = peak_bytes(read) - caches[-1].memory().planned
-    counted = sizing.working_bytes(config, heads, torch.float32, policy.chunk_size)
+    counted = sizing.working_bytes(config, heads, torch.float32, policy.chunk_size, policy.budget)
     assert 0.4 * counted < measured <= counted
 
 
