@@ -1,8 +1,11 @@
-"""Weights of eight bits on a CPU: a token that is written reads half of bfloat16's bytes, a chunk multiplies as before.
+"""Weights of eight bits on a CPU: a token that is written reads half of bfloat16's bytes, and chunks multiply codes.
 
 Each row of a matrix has one scale. torch's product of few rows with such weights, which inductor uses for models that
-torchao quantised, keeps them packed; of more rows, converting the codes once is faster. bitsandbytes does the like on
-CUDA; on a CPU its products, torchao's eager ones and optimum-quanto's were 2 to 20 times slower for one row.
+torchao quantised, keeps them packed. More rows become codes as well, each row with a scale, where the CPU multiplies
+codes two to four times as fast as floats; elsewhere the weights become floats again. Before they are rounded, features
+are turned in groups by a Hadamard matrix, as are the weights' (QuaRot, arXiv 2404.00456): products stay the same, and
+the few features that are many times as large as the rest no longer set the scale. bitsandbytes does the like on CUDA;
+on a CPU its products, torchao's eager ones and optimum-quanto's were 2 to 20 times slower for one row.
 """
 
 # N output features, K input features
@@ -10,8 +13,10 @@ CUDA; on a CPU its products, torchao's eager ones and optimum-quanto's were 2 to
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +25,51 @@ _FEW = 8
 """Rows up to which the packed product is the faster one."""
 _STEP = 16
 """Input features that it takes at once: it reads beyond the end of a row that is no multiple of them."""
+_TURNED = 32
+"""Input features that turn together, at most: twice as many were no better."""
+_LEAST = torch.finfo(torch.float32).tiny
 _LEFT = ("dt_proj", "kv_b_proj")
 """Layers of Mamba and of latent attention with whose weights others multiply."""
 
 
+@cache
+def multiplies_codes() -> bool:
+    """Return whether the CPU multiplies codes faster than floats: VNNI does; untried where AMX multiplies bfloat16."""
+    return torch.cpu._is_vnni_supported() and not torch.cpu._is_amx_tile_supported()
+
+
+@cache
+def _turn(features: int) -> Tensor:
+    """Return the normalised Hadamard matrix of a power of two, which is its own inverse."""
+    turn = torch.ones(1, 1)
+    while len(turn) < features:
+        turn = torch.cat([torch.cat([turn, turn], 1), torch.cat([turn, -turn], 1)])
+    return turn / math.sqrt(features)
+
+
+def turned(rows: Tensor, features: int) -> Tensor:
+    """Return float32 rows (R, K) with so many features after each other turned together."""
+    return (rows.float().reshape(-1, features) @ _turn(features).to(rows.device)).view(rows.shape)
+
+
 class EightBitLinear(nn.Module):
-    """A linear layer, rounded: codes (N, K) int8 with scales (N,) bfloat16, such that weights are codes * scales."""
+    """A linear layer, rounded: codes (N, K) int8 with scales (N,) bfloat16, such that weights are codes * scales.
+
+    Unless `together` is 0, these are the weights of inputs of which so many features are turned together.
+    """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight = linear.weight.detach().float()
+        self.out_features, self.in_features = weight.shape
+        self.together = math.gcd(_TURNED, self.in_features) if multiplies_codes() else 0
+        weight = turned(weight, self.together) if self.together else weight
         scale = (weight.abs().amax(1) / 127).bfloat16()
-        divisor = scale.float().clamp_min(torch.finfo(torch.float32).tiny)[:, None]
+        divisor = scale.float().clamp_min(_LEAST)[:, None]
         codes = (weight / divisor).round_().clamp_(-127, 127).to(torch.int8)
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
         self.bias = linear.bias
-        self.out_features, self.in_features = codes.shape
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EightBitLinear:
         """Move it; a dtype is that of what is computed, not of the scale."""
@@ -49,14 +82,19 @@ class EightBitLinear(nn.Module):
     def forward(self, states: Tensor) -> Tensor:
         """Return the products (..., N) of states (..., K), in their dtype; few rows are multiplied in bfloat16."""
         rows = states.reshape(-1, self.in_features)
+        rows = turned(rows, self.together) if self.together else rows
         if rows.shape[0] <= _FEW:
             # A copy: it wants rows back to back, at an address that is a multiple of 32 bytes.
             rows = rows.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
-            products = torch._weight_int8pack_mm(rows, self.codes, self.scale).to(states.dtype)
+            products = torch._weight_int8pack_mm(rows, self.codes, self.scale)
+        elif self.together and rows.device.type == "cpu" and not rows.requires_grad:
+            scale = rows.abs().amax(1, keepdim=True).div_(127).clamp_min_(_LEAST)
+            codes = rows.div_(scale).round_().to(torch.int8)
+            products = torch._int_mm(codes, self.codes.T).float().mul_(scale).mul_(self.scale)
         else:
             dtype = torch.float32 if rows.dtype == torch.float16 else rows.dtype  # which does not hold sums of codes
-            products = ((rows.to(dtype) @ self.codes.to(dtype).T) * self.scale.to(dtype)).to(states.dtype)
-        products = products if self.bias is None else products + self.bias
+            products = (rows.to(dtype) @ self.codes.to(dtype).T) * self.scale.to(dtype)
+        products = products.to(states.dtype) if self.bias is None else products.to(states.dtype) + self.bias
         return products.view(*states.shape[:-1], self.out_features)
 
 
