@@ -1,7 +1,7 @@
 """Weights of eight bits on a CPU: a token that is written reads half of bfloat16's bytes, and chunks multiply codes.
 
 Each row of a matrix has one scale. torch's product of few rows with such weights, which inductor uses for models that
-torchao quantised, keeps them packed. More rows become codes as well, each row with a scale, where the CPU multiplies
+torchao quantised, keeps them packed. Many rows become codes as well, each row with a scale, where the CPU multiplies
 codes two to four times as fast as floats; elsewhere the weights become floats again. Before they are rounded, features
 are turned in groups by a Hadamard matrix, as are the weights' (QuaRot, arXiv 2404.00456): products stay the same, and
 the few features that are many times as large as the rest no longer set the scale. bitsandbytes does the like on CUDA;
@@ -22,7 +22,9 @@ import torch
 from torch import Tensor, nn
 
 _FEW = 8
-"""Rows up to which the packed product is the faster one."""
+"""Rows up to which the packed product is faster than one with weights that become floats."""
+_MANY = 1 << 22
+"""Rows times weights from which a product of codes is faster than the packed one."""
 _STEP = 16
 """Input features that it takes at once: it reads beyond the end of a row that is no multiple of them."""
 _TURNED = 32
@@ -47,23 +49,23 @@ def _turn(features: int) -> Tensor:
     return turn / math.sqrt(features)
 
 
-def turned(rows: Tensor, features: int) -> Tensor:
-    """Return float32 rows (R, K) with so many features after each other turned together."""
-    return (rows.float().reshape(-1, features) @ _turn(features).to(rows.device)).view(rows.shape)
+def _turned(rows: Tensor, turn: Tensor) -> Tensor:
+    """Return float32 rows (R, K) in which features are turned, group by group."""
+    return (rows.float().reshape(-1, len(turn)) @ turn).view(rows.shape)
 
 
 class EightBitLinear(nn.Module):
     """A linear layer, rounded: codes (N, K) int8 with scales (N,) bfloat16, such that weights are codes * scales.
 
-    Unless `together` is 0, these are the weights of inputs of which so many features are turned together.
+    Unless `turn` is None, these are the weights of inputs of which as many features as it has rows turn together.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight = linear.weight.detach().float()
         self.out_features, self.in_features = weight.shape
-        self.together = math.gcd(_TURNED, self.in_features) if multiplies_codes() else 0
-        weight = turned(weight, self.together) if self.together else weight
+        self.turn = _turn(math.gcd(_TURNED, self.in_features)).to(weight.device) if multiplies_codes() else None
+        weight = weight if self.turn is None else _turned(weight, self.turn)
         scale = (weight.abs().amax(1) / 127).bfloat16()
         divisor = scale.float().clamp_min(_LEAST)[:, None]
         codes = (weight / divisor).round_().clamp_(-127, 127).to(torch.int8)
@@ -77,17 +79,22 @@ class EightBitLinear(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.scale.dtype != scale.dtype:
             self.scale = nn.Parameter(scale.to(self.scale.device), requires_grad=False)
+        self.turn = None if self.turn is None else self.turn.to(self.scale.device)
         return self
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the products (..., N) of states (..., K), in their dtype; few rows are multiplied in bfloat16."""
         rows = states.reshape(-1, self.in_features)
-        rows = turned(rows, self.together) if self.together else rows
-        if rows.shape[0] <= _FEW:
+        few, coded = rows.shape[0] <= _FEW, False
+        if self.turn is not None:
+            rows = _turned(rows, self.turn)
+            few &= rows.shape[0] * self.codes.numel() < _MANY
+            coded = rows.device.type == "cpu" and not rows.requires_grad
+        if few:
             # A copy: it wants rows back to back, at an address that is a multiple of 32 bytes.
             rows = rows.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
             products = torch._weight_int8pack_mm(rows, self.codes, self.scale)
-        elif self.together and rows.device.type == "cpu" and not rows.requires_grad:
+        elif coded:
             scale = rows.abs().amax(1, keepdim=True).div_(127).clamp_min_(_LEAST)
             codes = rows.div_(scale).round_().to(torch.int8)
             products = torch._int_mm(codes, self.codes.T).float().mul_(scale).mul_(self.scale)
