@@ -251,8 +251,8 @@ class ReadingOutput(ReportOptions):
     usual: ClassVar[tuple[str, ...]] = ("dry_run",)
 
     dry_run: bool = False
-    """Print the resolved options, the planned steps and cache bytes as JSON, and on standard error what stays of the
-    text, without the backbone's weights. Standard input is read only where the plan depends on its length."""
+    """Print the resolved options and planned cache bytes as JSON, and on standard error what stays of the text, without
+    the backbone's weights. Standard input is read only where the plan depends on its length."""
 
 
 @dataclass(frozen=True, kw_only=True)

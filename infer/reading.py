@@ -110,7 +110,6 @@ class Ready:
             "prompt_tokens": self.run.prompt_tokens,
             "full_cache_bytes": self.run.full_bytes,
             "not_given": self.policy.following(),
-            "steps": self.run.schedule(self.policy).table(),
         }
         return {
             **record,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 from locret.policy.growth import decremental_chunks, memory_sizes, pyramid_budgets, shared_budgets
 from locret.policy.policy import RetentionPolicy
@@ -53,28 +52,6 @@ class Schedule:
         if decode_budgets is not None:
             answered = [min(units, most) for units, most in zip(answered, decode_budgets, strict=True)]
         return tuple(map(max, self.peak, answered))
-
-    def table(self) -> list[dict[str, Any]]:
-        """Return the steps as plain data, equal ones in a row as one; a number where all layers agree, else a list."""
-        rows: list[dict[str, Any]] = []
-        before = self.budgets if self.endless else self.held
-        for number, step in enumerate((*self.steps, self.last), start=1):
-            local = number > len(self.steps)
-            row = {
-                "chunk": step.tokens,
-                "attended": _plain([units + step.tokens for units in before]),
-                "kept": _plain(step.kept),
-                "protected": _plain(step.protected),
-                "local": local,
-            }
-            before = step.kept
-            if rows and {**rows[-1], **row} == rows[-1]:
-                rows[-1]["last_step"] = number
-            else:
-                rows.append({"first_step": number, "last_step": number, **row})
-        if self.endless:
-            rows[0]["last_step"] = rows[1]["first_step"] = rows[1]["last_step"] = None
-        return rows
 
 
 def plan(
@@ -249,7 +226,3 @@ def _growth(policy: RetentionPolicy, layer: int, layers: int) -> str:
     if policy.memory == "square_sqrt":
         return "square" if layer < layers // 2 else "sqrt"
     return "linear" if policy.memory == "adaptive" else policy.memory
-
-
-def _plain(numbers: Sequence[int]) -> int | list[int]:
-    return numbers[0] if len(set(numbers)) == 1 else list(numbers)

@@ -279,14 +279,12 @@ def test_a_second_text_starts_from_what_is_held() -> None:
     assert schedule.steps[-1].budgets == (24, 24)
 
 
-def test_the_table_joins_equal_steps_and_lists_layers_that_differ() -> None:
-    rows = plan(policy(stabilizers=5), 2, 57).table()
-    assert [(r["first_step"], r["last_step"], r["chunk"], r["attended"], r["kept"]) for r in rows] == [
-        (1, 1, 10, 10, 10), (2, 2, 10, 20, 20), (3, 3, 10, 30, 24), (4, 5, 10, 34, 24),
-        (6, 6, 1, 25, 24), (7, 7, 6, 30, 30),
-    ]  # fmt: skip
-    rows = plan(policy(layer_budgets="pyramid"), 2, 106).table()
-    assert rows[-1]["kept"] == [47 + 6, 1 + 6]
+def test_a_plan_says_what_every_step_keeps() -> None:
+    schedule = plan(policy(stabilizers=5), 2, 57)
+    kept = [(step.tokens, *step.kept) for step in (*schedule.steps, schedule.last)]
+    assert kept == [(10, 10, 10), (10, 20, 20), *3 * [(10, 24, 24)], (1, 24, 24), (6, 30, 30)]
+    assert schedule.peak == (34, 34)
+    assert plan(policy(layer_budgets="pyramid"), 2, 106).last.kept == (47 + 6, 1 + 6)
 
 
 def test_decode_budgets_of_a_pyramid_leave_every_layer_room_for_an_eviction() -> None:

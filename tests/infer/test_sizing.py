@@ -70,11 +70,9 @@ def test_a_share_is_that_of_the_counted_prompt(ask: Infer) -> None:
     assert (plan["prompt_tokens"], plan["policy"]) == (record["prompt_tokens"], record["policy"])
 
 
-def test_dry_run_shows_the_steps_what_nobody_gave_and_what_everything_would_take(ask: Infer, call: Infer) -> None:
+def test_dry_run_shows_what_nobody_gave_and_what_everything_would_take(ask: Infer, call: Infer) -> None:
     plan = ask("--prompt-file", "-", "--budget", 64, "--stabilizers", 8, "--dry-run")
     assert (plan["prompt_tokens"], plan["full_cache_bytes"]) == (None, None), "standard input is left alone"
-    rows = [(row["chunk"], row["attended"], row["kept"], row["protected"]) for row in plan["steps"]]
-    assert rows == [(32, 96, 64, 8), (8, 72, 72, 0)]
     followed, record = call("--budget", 20, "--dry-run"), ask("--budget", 20)
     plan, tokens = json.loads(followed.out), record["prompt_tokens"]
     assert plan["not_given"] == ["stabilizers"]
@@ -95,11 +93,9 @@ def test_dry_run_counts_the_prompt_where_the_plan_depends_on_it(ask: Infer, tmp_
     shrinking = (*options, "--min-chunk", 8)
     plan, record = ask(*shrinking, "--dry-run"), ask(*shrinking)
     assert plan["prompt_tokens"] == record["prompt_tokens"]
-    read = [row["chunk"] * (row["last_step"] - row["first_step"] + 1) for row in plan["steps"]]
-    assert sum(read) == plan["prompt_tokens"]
     assert plan["planned_cache_bytes"] == record["peak_cache_bytes"]
-    rows = ask(*options[:-1], "--layer-budgets", "pyramid", "--dry-run")["steps"]
-    assert rows[-2]["kept"] == [8 + 47, 8 + 1], "8 stabilizers and a pyramid of the other 24"
+    pyramid = (*options[:-1], "--layer-budgets", "pyramid")
+    assert ask(*pyramid, "--dry-run")["planned_cache_bytes"] == ask(*pyramid)["peak_cache_bytes"]
 
 
 def test_memory_that_grows_with_the_prompt_is_announced(call: Infer) -> None:
