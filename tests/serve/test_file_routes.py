@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +21,7 @@ import pytest
 from running import QUESTION, ROOT, Running, refused, running, text_with, until
 
 from locret import LongContextModel
+from locret.infer.serve import convert
 from locret.infer.speed.served import Asking, Planted, ServedOptions, measure
 
 pytestmark = pytest.mark.slow
@@ -47,7 +50,8 @@ def left(server: Running) -> list[Any]:
 @pytest.mark.parametrize("name", ["A manual (1).html" if MARKITDOWN else "A manual (1).md", "Ünder.txt"])
 def test_a_document_is_uploaded_asked_listed_and_deleted(server: Running, client: openai.OpenAI, name: str) -> None:
     content = HTML if name.endswith("html") else text_with(43600)
-    first, second = (client.files.create(file=(name, content.encode()), purpose="user_data") for _ in range(2))
+    names = name, f"{name.rpartition('.')[0]}.txt"
+    first, second = (client.files.create(file=(one, content.encode()), purpose="user_data") for one in names)
     expected = "Under" if name.startswith("Ü") else "A-manual-1"
     assert (first.id, second.id) == (expected, f"{expected}-2")
     file = client.files.wait_for_processing(first.id)
@@ -87,13 +91,16 @@ FORMS = [  # parts of a form, its end, the sentence
 ]
 
 
-def test_what_is_no_document_is_refused_in_one_sentence(server: Running) -> None:
+def test_what_is_no_document_is_refused_in_one_sentence(server: Running, tmp_path: Path) -> None:
+    kind, form = "multipart/form-data; boundary=B", tmp_path / "form"
     for parts, end, message in FORMS:
-        body = "".join(f"--B\r\n{part}\r\n" for part in parts) + end
-        headers = {"Content-Type": "multipart/form-data; boundary=B"}
-        response = httpx.post(f"{server.url}/v1/files", content=body.encode("latin-1"), headers=headers, timeout=60)
-        assert refused(response, 400).startswith(message)
-        assert left(server) == []
+        form.write_bytes(("".join(f"--B\r\n{part}\r\n" for part in parts) + end).encode("latin-1"))
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            convert.main(form, kind)
+    body, headers = form.read_bytes(), {"Content-Type": kind}
+    response = httpx.post(f"{server.url}/v1/files", content=body, headers=headers, timeout=60)
+    assert refused(response, 400).startswith(FORMS[-1][2])
+    assert left(server) == []
 
 
 def test_files_have_the_limits_of_uploads(server: Running, client: openai.OpenAI, monkeypatch: Any) -> None:
