@@ -6,12 +6,7 @@ import errno
 from collections.abc import Mapping
 from typing import Any
 
-_TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    404: "not_found_error",
-    429: "rate_limit_error",
-}
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 _LONGEST = 500
 
 

@@ -25,7 +25,7 @@ from locret.cache.captured_step import obstacle
 
 READS = {"item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__iter__", "__contains__"}
 SIZED_BY_VALUES = {
-    *("local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero", "repeat_interleave"),
+    *("local_scalar_dense", "nonzero", "masked_select", "unique", "equal", "is_nonzero", "repeat_interleave")
 }
 
 

@@ -279,8 +279,7 @@ def test_what_spells_a_special_token_is_text_wherever_a_user_writes_it(lm: LongC
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"repetition_penalty": 5.0}, {"no_repeat_ngram_size": 2}, {"encoder_repetition_penalty": 5.0}],
+    "options", [{"repetition_penalty": 5.0}, {"no_repeat_ngram_size": 2}, {"encoder_repetition_penalty": 5.0}]
 )
 def test_options_that_look_back_see_what_was_read(
     lm: LongContextModel, tmp_path: Path, options: dict[str, Any]

@@ -56,10 +56,7 @@ def whole() -> list[Tensor]:
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"device_map": "disk"},
-        {"device_map": "auto", "max_memory": {"cpu": "5MiB"}},
-    ],
+    [{"device_map": "disk"}, {"device_map": "auto", "max_memory": {"cpu": "5MiB"}}],
     ids=["everything on disk", "what does not fit"],
 )
 def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, Any], whole: list[Tensor]) -> None:

@@ -162,9 +162,7 @@ def scorer_of(name: str, family: str) -> Any:
 
 
 def runs(
-    families: tuple[str, ...] = FAMILIES,
-    names: tuple[str, ...] = SCORERS,
-    parts: tuple[str, ...] = tuple(PARTS),
+    families: tuple[str, ...] = FAMILIES, names: tuple[str, ...] = SCORERS, parts: tuple[str, ...] = tuple(PARTS)
 ) -> st.SearchStrategy[Run]:
     """Return runs that a seed determines: hypothesis would draw one much like the other."""
 

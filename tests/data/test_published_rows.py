@@ -152,7 +152,7 @@ def test_every_task_is_found_by_name_and_says_what_it_measures() -> None:
     for family in ("infinitebench", "leval", "longbench"):
         assert {f"{family}/{form}" for form in golden(family)} <= set(tasks.names(family))
     assert [tasks.get(name).name for name in ("passkey", "number", "multikey")] == [
-        *("niah/passkey", "infinitebench_generated/number_string", "ruler/niah_multikey_1"),
+        *("niah/passkey", "infinitebench_generated/number_string", "ruler/niah_multikey_1")
     ]
 
 

@@ -93,8 +93,7 @@ FAULTS = {
         *(DenseStore, "rotate", lambda own, store, base, *more: own(store, base + 1, *more)), {"eviction"}, EVERYTHING
     ),
     "budget ignored": Fault(
-        *(Limits, "after_chunk", lambda stay, *_: Stay(10**6, stay.recent, stay.sinks)),
-        *({"budget"}, {"bytes"}, True),
+        *(Limits, "after_chunk", lambda stay, *_: Stay(10**6, stay.recent, stay.sinks)), *({"budget"}, {"bytes"}, True)
     ),
     "padding rows shifted": Fault(RetentionCache, "number", padding_shifted, {"batch"}, after=True),
     "planned bytes lie": Fault(budgets, "unit_bytes", lambda found, *_: found - 8, {"bytes"}, after=True),

@@ -103,10 +103,7 @@ def low_events(weights_NLS: Tensor, kv_heads: int, history: int) -> Tensor:
 
 
 def nacl_kept(
-    scores_S: list[float],
-    draws_S: list[float],
-    positions_S: list[int],
-    numbers: tuple[int, int, int, int],
+    scores_S: list[float], draws_S: list[float], positions_S: list[int], numbers: tuple[int, int, int, int]
 ) -> set[int]:
     """Return the slots of one head that stay.
 

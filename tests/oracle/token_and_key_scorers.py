@@ -57,12 +57,7 @@ def mean_rotation(positions: range, dim: int, inv_freq: Tensor, magnitude: float
 
 
 def expected_attention(
-    query_NLD: Tensor,
-    key_KSD: Tensor,
-    value_KSD: Tensor,
-    sinks: list[list[bool]],
-    rotation_DD: Tensor,
-    scaling: float,
+    query_NLD: Tensor, key_KSD: Tensor, value_KSD: Tensor, sinks: list[list[bool]], rotation_DD: Tensor, scaling: float
 ) -> Tensor:
     """Return (K, S): expected softmax weight under queries of this mean and covariance, times the value's length.
 

@@ -45,11 +45,7 @@ _NO_CHAT = ("trec", "triviaqa", "samsum", "lsht", "lcc", "repobench-p")
 _FIRST_LINE = ("trec", "triviaqa", "samsum", "lsht")
 """Tasks of which only the answer's first line counts, after empty lines at its start."""
 # What a reference must be, where the metric reads something out of it.
-_REFERENCES = {
-    "passage_count": r"^\d+$",
-    "passage_retrieval_en": r"Paragraph \d+",
-    "passage_retrieval_zh": r"段落\d+",
-}
+_REFERENCES = {"passage_count": r"^\d+$", "passage_retrieval_en": r"Paragraph \d+", "passage_retrieval_zh": r"段落\d+"}
 
 
 def _paragraph(label: str) -> Callable[[str, str], float]:

@@ -47,10 +47,7 @@ def _row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
     colors = dict(enumerate(rng.choices(COLORS, k=size)))
     total = rng.randrange(size)
     first = rng.randint(0, total)
-    return {
-        "prompt": _PROMPT.format(entries=colors, first=first, second=total - first),
-        "answers": [colors[total]],
-    }
+    return {"prompt": _PROMPT.format(entries=colors, first=first, second=total - first), "answers": [colors[total]]}
 
 
 TASKS = (

@@ -438,10 +438,7 @@ _TASKS: dict[str, dict[str, Any]] = {
     "niah_multivalue": {**_ESSAY, "drafter": needles("essay", values=4)},
     "niah_multiquery": {**_ESSAY, "drafter": needles("essay", queries=4)},
     "vt": {"max_new_tokens": 30, "unit": 25, "least": HOPS + 2, "drafter": tracking},
-    "cwe": {
-        **{"max_new_tokens": 120, "unit": 15, "least": LEAST, "drafter": common_words},
-        "own": "own words",
-    },
+    "cwe": {**{"max_new_tokens": 120, "unit": 15, "least": LEAST, "drafter": common_words}, "own": "own words"},
     "fwe": {"max_new_tokens": 50, "unit": 5, "least": 60, "drafter": frequent_words},
     "qa_1": {**_QA, "drafter": questions("squad")},
     "qa_2": {**_QA, "drafter": questions("hotpotqa")},
