@@ -100,7 +100,7 @@ class PlannedRun:
         if self.device.type == "cpu":  # where both tiers lie in one memory
             held += self.host_bytes(policy) or 0
         tokens = max([policy.chunk_size, *(step.tokens for step in self.schedule(policy).steps)])
-        return held + working_bytes(self.config, self.scorer, self.dtype, tokens, policy.budget)
+        return held + working_bytes(self.config, self.scorer, self.dtype, tokens, policy)
 
     @cached_property
     def weights(self) -> WeightPlan:
@@ -276,12 +276,15 @@ def head_bytes(scorer: RetainingHeads | Scorer, dtype: torch.dtype) -> int:
     return sum(parameter.numel() * (4 + copies) for parameter in scorer.parameters())
 
 
-def working_bytes(config: Any, scorer: RetainingHeads | Scorer, dtype: torch.dtype, tokens: int, budget: int) -> int:
+def working_bytes(
+    config: Any, scorer: RetainingHeads | Scorer, dtype: torch.dtype, tokens: int, policy: RetentionPolicy
+) -> int:
     """Return the bytes, at most, that a chunk works with in the layer that needs most, cache and workspace aside.
 
     A norm holds hidden states in float32, besides those it was given and those of the residual. Attention holds queries
     and keys before and after rotation, values, what it attends to and the scorer's features; the MLP holds two products
-    and their combination. Cosines and sines of new and of cached positions and a mask are there all along.
+    and their combination. Cosines and sines of new and of cached positions are there all along, and a mask as wide as
+    the largest KV head.
     """
     backbone, text = describe(config), config.get_text_config()
     hidden = text.hidden_size
@@ -297,5 +300,6 @@ def working_bytes(config: Any, scorer: RetainingHeads | Scorer, dtype: torch.dty
     head = scorer.config.hidden_dim * (dtype.itemsize + 2 * 4) if isinstance(scorer, RetainingHeads) else 0
     layer = max(dtype.itemsize * max(attention, 3 * inner), dtype.itemsize * attention + head)
     angles = 2 * 2 * max(shape.head_dim for shape in shapes) * dtype.itemsize
-    mask = min(tokens, ROWS) * (tokens + budget) * dtype.itemsize
+    shares = (policy.head_shares or as_scorer(scorer).head_shares or ()) if policy.head_budgets == "shares" else ()
+    mask = min(tokens, ROWS) * (tokens + int(max((1, *shares)) * policy.budget)) * dtype.itemsize
     return mask + tokens * (3 * hidden * dtype.itemsize + 2 * hidden * 4 + angles + layer)

@@ -106,7 +106,7 @@ def _working_bytes(lm: LongContextModel, policy: RetentionPolicy) -> int:
     prepared = lm.new_cache().prepared
     heads = prepared if isinstance(prepared, RetainingHeads) else lm.scorer
     tokens = max(policy.chunk_size, policy.local_len)
-    return sizing.working_bytes(unwrap(lm.model).config, heads, compute_dtype(lm.model), tokens, policy.budget)
+    return sizing.working_bytes(unwrap(lm.model).config, heads, compute_dtype(lm.model), tokens, policy)
 
 
 def _times(count: int, what: str) -> str:

@@ -102,7 +102,7 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     if output.dry_run:
         sizes = {"prompt_tokens": tokens, "new_tokens": subject.NEW_TOKENS, "source": source}
         planned = sizing.PlannedRun(config=config, scorer=scorer, dtype=dtype, device=device, **sizes)
-        working = sizing.working_bytes(config, scorer, dtype, tokens, policy.budget)
+        working = sizing.working_bytes(config, scorer, dtype, tokens, policy)
         memory = {"weight_bytes": planned.weight_bytes, **planned.plan(policy), "working_bytes": working}
         print_json({**setup, "policy": policy.to_dict(), "tokens": tokens, "checks": names, **memory})
         return 0

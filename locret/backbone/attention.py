@@ -24,7 +24,7 @@ class MaskMemo:
     """Keeps one mask of each kind: every mask that a forward pass needs is the bottom right corner of the largest."""
 
     def __init__(self) -> None:
-        self._masks: dict[str, tuple[tuple[object, ...], Tensor]] = {}
+        self._masks: dict[str, tuple[tuple[object, ...], Tensor] | None] = {}
 
     def causal(self, new: int, slots: int, window: int | None, like: Tensor) -> Tensor:
         """Return (L, S) in the dtype of `like`, a view: 0 where a new token may look, -inf elsewhere."""
@@ -34,10 +34,10 @@ class MaskMemo:
         if held is None or new > rows or slots > columns:
             # In steps, because generated tokens make it one slot wider each.
             rows, columns = max(new, rows), max(-(-slots // _MASK_STEP) * _MASK_STEP, columns)
-            visible = torch.ones(rows, columns, dtype=torch.bool, device=like.device).tril(columns - rows)
+            held = self._masks[kind] = None  # its memory first
+            mask = like.new_full((rows, columns), -torch.inf).triu_(columns - rows + 1)
             if window is not None:
-                visible = visible.triu(columns - rows - window + 1)
-            mask = torch.zeros(rows, columns, dtype=like.dtype, device=like.device).masked_fill_(~visible, -torch.inf)
+                mask += torch.full_like(mask, -torch.inf).tril_(columns - rows - window)
             held = self._masks[kind] = (key, mask)
         return held[1][rows - new :, columns - slots :]
 

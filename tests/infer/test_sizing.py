@@ -122,8 +122,11 @@ def test_the_largest_budget_that_suits_the_free_memory_is_taken(
     assert "cannot tell what is free on cpu" in call("--kv-memory", "auto", "--dry-run").err
 
 
-@pytest.mark.parametrize(("inner", "hidden_dim"), [(384, 16), (40, 700)])
-def test_a_chunk_works_in_no_more_memory_than_counted_on(inner: int, hidden_dim: int) -> None:
+@pytest.mark.parametrize(
+    ("inner", "hidden_dim", "more"),
+    [(384, 16, {}), (40, 16, {"budget": 640, "head_budgets": "shares", "head_shares": (3.7, 0.1, 0.1, 0.1)})],
+)
+def test_a_chunk_works_in_no_more_memory_than_counted_on(inner: int, hidden_dim: int, more: dict[str, Any]) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=96, intermediate_size=inner, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=2, head_dim=16,
@@ -131,8 +134,8 @@ def test_a_chunk_works_in_no_more_memory_than_counted_on(inner: int, hidden_dim:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
     heads = RetainingHeads.for_model(model, hidden_dim, seed=0)
-    policy = RetentionPolicy(budget=64, chunk_size=512, stabilizers=8, local_len=8)
-    ids = torch.randint(3, 64, (1, 2000))
+    policy = RetentionPolicy(**{"budget": 64, "chunk_size": 512, "stabilizers": 8, "local_len": 8, **more})
+    ids = torch.randint(3, 64, (1, 4000))
     caches: list[RetentionCache] = []
 
     def read() -> None:
@@ -141,7 +144,7 @@ def test_a_chunk_works_in_no_more_memory_than_counted_on(inner: int, hidden_dim:
 
     read()  # once before, because copies of the heads' weights stay
     measured = peak_bytes(read) - caches[-1].memory().planned
-    counted = sizing.working_bytes(config, heads, torch.float32, policy.chunk_size, policy.budget)
+    counted = sizing.working_bytes(config, heads, torch.float32, policy.chunk_size, policy)
     assert 0.4 * counted < measured <= counted
 
 
