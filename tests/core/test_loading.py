@@ -115,18 +115,22 @@ def test_eight_bits_on_a_cpu_compute_what_the_rounded_weights_do(
     for name, linear in packed.named_modules():
         if type(linear).__name__ == "EightBitLinear":
             rounded, given = rounded_weights(linear), whole.get_submodule(name)
-            assert (rounded - given.weight).norm() < 0.02 * given.weight.norm()
+            apart = rounded - given.weight
+            if codes:
+                assert apart.norm() < 0.01 * given.weight.norm()
+            else:
+                assert (apart.abs() <= given.weight.abs().amax(1)[:, None] / 200).all()
             given.weight = torch.nn.Parameter(rounded)  # untied: embeddings stay as they are
     ids = torch.randint(5, 800, (1, 60), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         for count in (60, 8):  # few rows are multiplied in bfloat16, many as floats or as codes
             found, expected = (model(ids[:, :count]).logits for model in (packed, whole))
-            exact = 1e-5 if count > 8 and not codes else 0.03
-            assert 0 < (found - expected).abs().max() < exact * expected.abs().max()
-    head = packed.lm_head
-    states = torch.randn(2, 2 * head.in_features).bfloat16()[
-        :, 1 : 1 + head.in_features
-    ]  # neither back to back nor aligned
+            if count > 8 and not codes:
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+            else:
+                assert 0 < (found - expected).abs().max() < 0.03 * expected.abs().max()
+    head, width = packed.lm_head, packed.lm_head.in_features
+    states = torch.randn(2, 2 * width).bfloat16()[:, 1 : 1 + width]  # neither back to back nor aligned
     assert torch.equal(head(states), head(states.clone()))
     assert label_of(packed) == planned.label
     with pytest.raises(ValueError, match=f"rounds what --adapter {tmp_path} changes; merge it"):
@@ -134,7 +138,7 @@ def test_eight_bits_on_a_cpu_compute_what_the_rounded_weights_do(
     assert weight_fingerprint(packed) == weight_fingerprint(load())
     packed.tie_weights()
     with torch.no_grad():
-        states = 300 * torch.ones(16, head.in_features)  # sums of codes are beyond float16, the products are not
+        states = 300 * torch.ones(16, width)  # sums of codes are beyond float16, the products are not
         for dtype, exact in ((torch.float16, 2e-3), (torch.float32, 1e-6)):
             found, expected = head.to(dtype)(states.to(dtype)).float(), states @ rounded_weights(head).T
             exact = 0.02 if codes else exact

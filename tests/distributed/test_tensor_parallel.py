@@ -19,11 +19,10 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
-    """Run the checks in two processes, and return what each of them found, by check; without long tests a third."""
-    every = "3" if "not long" in request.config.option.markexpr else "1"
+def two(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """Run the checks in two processes, and return what each of them found, by check."""
     # Nothing here is equal to the last bit, and products that would be (MKL_CBWR=COMPATIBLE) are rounded more.
-    return found("tp", tmp_path_factory.mktemp("tensor_parallel"), MKL_CBWR="", EVERY=every)
+    return found("tp", tmp_path_factory.mktemp("tensor_parallel"), MKL_CBWR="")
 
 
 def check_same(name: str, same: dict[str, Any]) -> None:
@@ -36,8 +35,7 @@ def check_same(name: str, same: dict[str, Any]) -> None:
 
 def test_methods_keep_the_units_of_one_process_or_are_refused(two: dict[str, list[Any]]) -> None:
     for own in two["walk"]:
-        assert {name for name, same in own.items() if "refused" in same} == {*REFUSED} & {*own}
-        assert len(own) > 5
+        assert {name for name, same in own.items() if "refused" in same} == {*REFUSED}
         for name, same in own.items():
             if name in REFUSED:
                 assert REFUSED[name] in same["refused"]
