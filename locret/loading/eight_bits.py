@@ -17,6 +17,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,25 +85,44 @@ class EightBitLinear(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Return the products (..., N) of states (..., K), in their dtype; few rows are multiplied in bfloat16."""
+        count = states.numel() // self.in_features
+        few = count <= _FEW and (self.turn is None or count * self.codes.numel() < _MANY)
+        rows, scale = self._rounded(states, few)
+        if scale is None:
+            products = torch._weight_int8pack_mm(rows, self.codes, self.scale)
+        elif rows.dtype == torch.int8:
+            sums = torch._int_mm(rows, self.codes.T)
+            products = sums.view(torch.float32).copy_(sums).mul_(scale).mul_(self.scale)  # in the same memory
+        else:
+            products = (rows @ self.codes.to(rows.dtype).T) * scale.to(rows.dtype)
+        products = products.to(states.dtype) if self.bias is None else products.to(states.dtype) + self.bias
+        return products.view(*states.shape[:-1], self.out_features)
+
+    def _rounded(self, states: Tensor, few: bool) -> tuple[Tensor, Tensor | None]:
+        """Return rows (R, K) and their scales: bfloat16 and None, codes and (R, 1), or floats and the weights' (N,).
+
+        Turned once for all layers that multiply the same states: queries, keys and values, or gate and up.
+        """
+        once = self.turn is not None and not (states.requires_grad or states.is_inference())
+        key = (few, states._version) if once else None
+        held: Any = getattr(states, "_locret_rounded", None)
+        if once and held is not None and held[0] == key:
+            return held[1]  # type: ignore[no-any-return]
         rows = states.reshape(-1, self.in_features)
-        few, coded = rows.shape[0] <= _FEW, False
+        scale: Tensor | None = None
         if self.turn is not None:
             rows = _turned(rows, self.turn)
-            few &= rows.shape[0] * self.codes.numel() < _MANY
-            coded = rows.device.type == "cpu" and not rows.requires_grad
         if few:
             # A copy: it wants rows back to back, at an address that is a multiple of 32 bytes.
             rows = rows.to(torch.bfloat16, copy=True, memory_format=torch.contiguous_format)
-            products = torch._weight_int8pack_mm(rows, self.codes, self.scale)
-        elif coded:
-            scale = rows.abs().amax(1, keepdim=True).div_(127).clamp_min_(_LEAST)
-            codes = rows.div_(scale).round_().to(torch.int8)
-            products = torch._int_mm(codes, self.codes.T).float().mul_(scale).mul_(self.scale)
+        elif self.turn is None or rows.requires_grad or rows.device.type != "cpu":
+            rows, scale = rows.to(torch.float32 if rows.dtype == torch.float16 else rows.dtype), self.scale  # for sums
         else:
-            dtype = torch.float32 if rows.dtype == torch.float16 else rows.dtype  # which does not hold sums of codes
-            products = (rows.to(dtype) @ self.codes.to(dtype).T) * self.scale.to(dtype)
-        products = products.to(states.dtype) if self.bias is None else products.to(states.dtype) + self.bias
-        return products.view(*states.shape[:-1], self.out_features)
+            scale = rows.abs().amax(1, keepdim=True).div_(127).clamp_min_(_LEAST)
+            rows = rows.div_(scale).round_().to(torch.int8)
+        if once:
+            states._locret_rounded = key, (rows, scale)  # type: ignore[attr-defined]
+        return rows, scale
 
 
 def pack(model: nn.Module) -> None:

@@ -175,7 +175,7 @@ def test_rows_of_a_chunk_are_rounded_one_by_one_and_gradients_are_not(
     assert torch.equal(found.flatten(0, 1)[4:14], packed(states.flatten(0, 1)[4:14]).detach())
     errors, sizes = ((one - linear.bias).flatten(0, 1).norm(dim=1) for one in (found - exact + linear.bias, exact))
     assert (errors <= 0.02 * sizes).all()
-    states[0, 0, 0] = torch.nan
+    states[0, 0, 0] = torch.nan  # in place: what was rounded of these states before is not what is multiplied
     assert packed(states).isnan().all(-1).flatten().tolist() == [True] + 14 * [False]
 
 
