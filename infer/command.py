@@ -101,10 +101,8 @@ def execute(options: Options, ranks: Ranks) -> None:
     document = None if output.dry_run else opened(prompt)
     with ranks.together():
         count = partial(counted, options.model, prompt, document, max(asked, key=len, default=None))
-        foresee = prompt.again if output.dry_run else options.generation.num_beams > 1
-        plan = ready(
-            options.model, options.scorer, options.policy, options.chosen, options.generation, count, foresee=foresee
-        )
+        groups = (options.model, options.scorer, options.policy, options.chosen, options.generation)
+        plan = ready(*groups, count, foresee=output.dry_run and prompt.again)
     with ranks.together():
         ranks.agree({"what auto came to": plan.policy.to_dict()}, "give --kv-memory as a number")
         if ranks.size > 1 and not output.dry_run:
@@ -140,20 +138,12 @@ def _check_together(options: Options, asked: Sequence[str], ranks: Ranks) -> Non
     prompt, output = options.prompt, options.output
     if prompt.protocol == "aware":
         check_no_turns({"turns": options.policy.turns})
-    check_evidence(prompt, options.generation)
     if prompt.evidence and not asked and not output.dry_run:
         raise ValueError("--evidence is about an answer, but nothing is asked; give --question")
     if output.compare_full and ranks.size > 1:
         raise ValueError("--compare-full compares answers in one process; leave it, or start one")
     if output.compare_full and not prompt.again:
         raise ValueError("--compare-full reads the text twice, which standard input is not; give --prompt-file FILE")
-
-
-def check_evidence(asked: QuestionOptions, generation: GenerationOptions) -> None:
-    """Refuse evidence of an answer that cannot be watched."""
-    if asked.evidence and generation.num_beams > 1:
-        rule = f"watches one answer, but --num-beams {generation.num_beams} are searched; drop one of them"
-        raise Refusal("evidence", True, rule)
 
 
 def _read_and_ask(

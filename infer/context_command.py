@@ -113,7 +113,6 @@ def ask(
     from locret.conversation.saved import find_context
 
     records = list[dict[str, Any]]()
-    infer.check_evidence(about, generation)
     how = {"allow_other_scorer": about.allow_other_scorer}
     with _loaded(model, scorer, "ask", about.context, output.quiet, **how) as (contexts, plan):
         for path, context in zip(about.context, contexts, strict=True):

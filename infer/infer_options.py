@@ -191,8 +191,6 @@ class GenerationOptions:
     """When sampling, draw from the likeliest tokens that have this probability together; 1 is all."""
     top_k: int = 0
     """When sampling, draw from this many likeliest tokens; 0 is all."""
-    num_beams: int = 1
-    """Beams of a beam search; the cache is held once more for each of them."""
     repetition_penalty: float = 1.0
     """Divides the logits of tokens that the text or the answer has used already; 1 does nothing."""
     stop: list[str] = field(default_factory=list)
@@ -204,7 +202,6 @@ class GenerationOptions:
         rules: dict[str, tuple[bool, str]] = {
             "seed": (-(2**63) <= self.seed < 2**64, "is not a number of 64 bits; give a smaller one"),
             "max_new_tokens": (self.max_new_tokens >= 1, "is too small; give 1 or more"),
-            "num_beams": (self.num_beams >= 1, "is too small; give 1 or more"),
             "temperature": (self.temperature >= 0, "is negative; give 0 (greedy) or more"),
             "top_p": (0 < self.top_p <= 1, "is not a probability; give more than 0 and at most 1"),
             "top_k": (self.top_k >= 0, "is negative; give 0 (all tokens) or more"),
@@ -228,7 +225,7 @@ class GenerationOptions:
             "temperature": self.temperature or 1.0,
             "top_p": self.top_p,
             "top_k": self.top_k if self.temperature else 50,
-            "num_beams": self.num_beams,
+            "num_beams": 1,
             "repetition_penalty": self.repetition_penalty,
             "stop_strings": self.stop or None,
         }

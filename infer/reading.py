@@ -156,7 +156,6 @@ def ready(
         device=device,
         prompt_tokens=count() if counted and count is not None else None,
         new_tokens=generation.max_new_tokens,
-        num_beams=generation.num_beams,
         source=model,
     )
     final = draft.final(run)

@@ -49,8 +49,6 @@ class PlannedRun:
     """Length of the prompt; None if unknown."""
     new_tokens: int
     """Longest answer."""
-    num_beams: int = 1
-    """Beams, each of which holds the cache once more."""
     source: WeightOptions | None = None
     """How the weights are loaded; None: as they are, on the device."""
 
@@ -62,9 +60,8 @@ class PlannedRun:
         return describe(self.config)
 
     def _planned(self, policy: RetentionPolicy, *, host: bool = False) -> int:
-        copies = 1 if self.num_beams == 1 else 1 + self.num_beams
         sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
-        return copies * planned_bytes(self._backbone, as_scorer(self.scorer), policy, *sizes, host=host)
+        return planned_bytes(self._backbone, as_scorer(self.scorer), policy, *sizes, host=host)
 
     def known(self, policy: RetentionPolicy) -> bool:
         """Return whether all that the bytes of the cache depend on is known; else shares of heads are measured."""
@@ -72,11 +69,11 @@ class PlannedRun:
         return policy.head_budgets != "shares" or shares is not None
 
     def cache_bytes(self, policy: RetentionPolicy) -> int:
-        """Return the planned bytes of the cache and its copies, without a second tier."""
+        """Return the planned bytes of the cache, without a second tier."""
         return self._planned(policy)
 
     def host_bytes(self, policy: RetentionPolicy) -> int | None:
-        """Return the planned bytes of the second tier and its copies; None where it grows with an unknown length."""
+        """Return the planned bytes of the second tier; None where it grows with an unknown length."""
         unknown = policy.host_grows and self.prompt_tokens is None
         return None if unknown else self._planned(policy, host=True)
 
@@ -198,8 +195,8 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
         return
     if needed > (room := max(0, has - run.weight_bytes)):
         raise ValueError(
-            f"--max-new-tokens {run.new_tokens}, --num-beams {run.num_beams} and --budget {policy.budget} together "
-            f"need a cache of {needed:,} bytes, but {run.device} has room for {room:,} next to the weights; lower them"
+            f"--max-new-tokens {run.new_tokens} and --budget {policy.budget} together need a cache of {needed:,} "
+            f"bytes, but {run.device} has room for {room:,} next to the weights; lower them"
         )
 
 
