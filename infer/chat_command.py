@@ -11,16 +11,17 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret import shipped
 from locret.base.fields import Refusal
-from locret.base.nearest import check_retired, nearest
+from locret.base.nearest import refuse_unknown
 from locret.base.warned import warn_user
 from locret.cli.command import parse_options, run, warnings_as_lines
+from locret.cli.options import flag_of
 from locret.infer.fetch import is_address
 from locret.infer.infer_options import ChatModelOptions, ChatOptions, GenerationOptions, PolicyOptions
 from locret.loading.options import ScorerOptions
@@ -48,8 +49,10 @@ def command(argv: Sequence[str] | None = None) -> int:
 
         saved = None if about.context is None else saved_in([about.context], model, scorer, answers=True)
         if saved is not None:
-            model, scorer = saved.model, saved.scorer
-            _warn_of_later(about.context, chosen)
+            model, scorer = replace(model, model=saved.model.model), saved.scorer
+            if later := sorted({"system", "template", *(one.name for one in fields(PolicyOptions))} & chosen):
+                flags = ", ".join(map(flag_of, later))
+                warn_user(f"--context {about.context} has been read already, so {flags} is for what /read reads")
         plan = ready(model, scorer, policy, chosen, generation)
         with plan.loaded(about.template) as lm:
             conversation = Conversation(lm, about, generation, saved)
@@ -61,13 +64,6 @@ def command(argv: Sequence[str] | None = None) -> int:
                     if not conversation.take(line.rstrip("\r\n")):
                         break
     return 0
-
-
-def _warn_of_later(context: str, chosen: set[str]) -> None:
-    """Say which options are for later texts."""
-    if given := sorted({"system", "template", *(one.name for one in fields(PolicyOptions))} & chosen):
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        warn_user(f"--context {context} has been read already, so {flags} is for what /read reads")
 
 
 @dataclass
@@ -108,11 +104,7 @@ class Conversation:
         if word.startswith("/"):
             name = word.removeprefix("/")
             if name not in self._commands:
-                check_retired("locret-chat", word)
-                near = [f"/{one}" for one in nearest(name, [*self._commands, "quit"])]
-                raise ValueError(
-                    f"{word} is unknown; " + (f"did you mean {' or '.join(near)}?" if near else "try /help")
-                )
+                refuse_unknown("locret-chat", word, [f"/{one}" for one in (*self._commands, "quit")])
             self._commands[name](rest.strip())
         elif word:
             self._say(line)

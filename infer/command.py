@@ -9,11 +9,11 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from hashlib import sha256
 from textwrap import shorten
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from locret.base.fields import Refusal
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
@@ -39,8 +39,7 @@ OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, PromptOption
 DESCRIPTION = "Read a text of any length in a fixed amount of memory, and answer questions about it."
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """All options of the command, and the names that the user set."""
 
     model: PlacedModelOptions
@@ -51,15 +50,10 @@ class Options:
     output: OutputOptions
     chosen: frozenset[str]
 
-    @property
-    def parts(self) -> tuple[Any, ...]:
-        """The groups of options."""
-        return (self.model, self.scorer, self.policy, self.prompt, self.generation, self.output)
-
 
 def command(argv: Sequence[str] | None = None) -> int:
     instances, chosen = parse_options("locret-infer", DESCRIPTION, OPTION_CLASSES, argv)
-    options = Options(*instances, chosen=frozenset(chosen))  # type: ignore[misc]
+    options = Options(*instances, frozenset(chosen))
     options.model.local_folder()  # a misspelt one is refused before torch is imported
     with together(options) as (options, ranks), warnings_as_lines("locret-infer", quiet=options.output.quiet):
         execute(options, ranks)
@@ -80,14 +74,12 @@ def together(options: Options) -> Iterator[tuple[Options, Ranks]]:
     if count > 1 and any(map(is_address, options.prompt.prompt_file)):
         raise ValueError("each process would fetch a page of its own; save it, and give it with --prompt-file FILE")
     with joined() as ranks:
-        given = {f"--{name.replace('_', '-')}": one for part in options.parts for name, one in asdict(part).items()}
-        with ranks.together():
-            ranks.agree(given)  # processes that share a backbone do the same, or wait for each other for ever
+        ranks.agree_on_options(options[:-1])
         if ranks.is_main:
             yield options, ranks
             return
         with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stdout(nowhere):
-            yield replace(options, output=replace(output, quiet=True)), ranks
+            yield options._replace(output=replace(output, quiet=True)), ranks
 
 
 def execute(options: Options, ranks: Ranks) -> None:
@@ -109,7 +101,7 @@ def execute(options: Options, ranks: Ranks) -> None:
             ranks.agree(contents(options, plan, asked), "give all processes the same files")
     warn_of_growth(plan)
     if output.dry_run:
-        record = plan.foreseen(options.parts, quiet=output.quiet)
+        record = plan.foreseen(options[:-1], quiet=output.quiet)
     else:
         torch.manual_seed(options.generation.seed)
         with plan.loaded(prompt.template) as lm:
@@ -185,9 +177,8 @@ def _read_and_ask(
 
 def answered(chat: Chat, question: str | None, generation: GenerationOptions, *, json: bool, **read: Any) -> Measured:
     """Answer a question, print the answer as it is written unless JSON is wanted, and return what it took."""
-    settings = chat.lm.settings(
-        **{"options": (given := generation.given()), "max_new_tokens": given.pop("max_new_tokens")}
-    )
+    given = generation.given()
+    settings = chat.lm.settings(given.pop("max_new_tokens"), given)
     result = chat.measured(question, settings, write=None if json else partial(print, end="", flush=True), **read)
     if not json:
         print(flush=True)

@@ -177,12 +177,12 @@ def _loaded(
     model: ModelOptions, scorer: ScorerOptions, what: str, paths: Sequence[str], quiet: bool, **how: Any
 ) -> Iterator[tuple[Iterator[Context], Ready]]:
     """Give saved contexts, one after the other, and what a record says of their model; wrong files come first."""
-    from locret.infer.reading import ready_for_saved, saved_in
+    from locret.infer.reading import ready_without_policy, saved_in
 
     model.refuse_shard(PROG)
     with warnings_as_lines(f"{PROG} {what}", quiet=quiet):
         saved = saved_in(paths, model, scorer, answers=what == "ask")
-        plan = ready_for_saved(saved.model, saved.scorer)
+        plan = ready_without_policy(saved.model, saved.scorer)
         with plan.loaded() as lm:
             yield (saved.loaded(lm.load, file, **how) for file in saved.files), plan
 

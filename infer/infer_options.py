@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any, ClassVar, Literal
 
-from locret.base.fields import Refusal, check_sampling
+from locret.base.fields import Range, Refusal, check_ranges, check_sampling
 from locret.conversation.protect import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
 from locret.loading.options import BackboneSource
 from locret.policy.resolve import PolicyFlags
@@ -24,9 +24,9 @@ class ModelOptions(BackboneSource):
     """Run Python code that comes with the backbone."""
     device: str = "auto"
     """cpu, cuda, cuda:N or mps; auto takes the first CUDA device, else mps, else cpu."""
-    attn: Literal["auto", "sdpa", "flash_attention_2", "math"] = "auto"
+    attn: Literal["auto", "sdpa", "flash_attention_2"] = "auto"
     """auto and sdpa: PyTorch's fused kernels (a flash kernel on CUDA); flash_attention_2: the package flash-attn, half
-    precision on CUDA; math: PyTorch's plain kernel, slow, to compare with."""
+    precision on CUDA."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,8 +68,11 @@ class ChatModelOptions(SavedModelOptions, PlacedModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetOptions:
-    """How much stays, in what people know of it."""
+class PolicyOptions(PolicyFlags):
+    """How many units stay. What is not given here is what the heads recommend, else the default."""
+
+    usual: ClassVar[tuple[str, ...]] = ("keep", "kv_memory", "budget")
+    exclusive: ClassVar = (("budget", "kv_memory", "keep"),)
 
     keep: float | str | None = None
     """How much of the text stays, such as 25%; it is tokenised as a whole first."""
@@ -77,14 +80,6 @@ class BudgetOptions:
     """Or the bytes that the whole cache may take, such as 2GiB, or auto for what is free next to the
     weights; the largest budget that fits is used, with auto at most that of the prompt, which is then counted first.
     What --host-budget keeps is not part of it, nor are the tokens of a question that is asked of what was read."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PolicyOptions(PolicyFlags, BudgetOptions):
-    """How many units stay. What is not given here is what the heads recommend, else the default."""
-
-    usual: ClassVar[tuple[str, ...]] = ("keep", "kv_memory", "budget")
-    exclusive: ClassVar = (("budget", "kv_memory", "keep"),)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,16 +194,9 @@ class GenerationOptions:
     """Seed of sampling."""
 
     def __post_init__(self) -> None:
-        rules: dict[str, tuple[bool, str]] = {
-            "seed": (-(2**63) <= self.seed < 2**64, "is not a number of 64 bits; give a smaller one"),
-            "max_new_tokens": (self.max_new_tokens >= 1, "is too small; give 1 or more"),
-            "temperature": (self.temperature >= 0, "is negative; give 0 (greedy) or more"),
-            "top_p": (0 < self.top_p <= 1, "is not a probability; give more than 0 and at most 1"),
-            "top_k": (self.top_k >= 0, "is negative; give 0 (all tokens) or more"),
-        }
-        for name, (holds, rule) in rules.items():
-            if not holds:
-                raise Refusal(name, getattr(self, name), rule)
+        check_ranges(self, {"max_new_tokens": Range(1), "temperature": Range(0), "top_k": Range(0)})
+        if not 0 < self.top_p <= 1:
+            raise Refusal("top_p", self.top_p, "is not a probability; give more than 0 and at most 1")
         if self.temperature:
             check_sampling("--temperature", self.temperature)
         check_sampling("--repetition-penalty", self.repetition_penalty)

@@ -10,13 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain, dropwhile, islice
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_names, loading, read_notes, shipped
 from locret.base.fields import Refusal
@@ -61,10 +60,12 @@ class Ready:
     """What the policy was found for; None for texts that have been read."""
     asked: bool = True
     """Whether the user named what decides, and so the sizes of KV heads."""
+    recommended: dict[str, Any] = field(default_factory=dict)
+    """Numbers of a policy that the heads or the method recommend."""
 
     @contextmanager
     def loaded(self, template: str | None = None) -> Iterator[LongContextModel]:
-        """Load the weights, and give a model that answers with the kernels that were asked for."""
+        """Load the weights, and give a model; a device that runs out of memory meanwhile is said in one sentence."""
         try:
             tokenizer = loading.load_tokenizer(self.model)
             backbone = loading.load_model(self.model, self.config, self.device, self.dtype)
@@ -73,11 +74,7 @@ class Ready:
             lm = LongContextModel(backbone, tokenizer, self.scorer, self.policy, **where)  # type: ignore[arg-type]
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
-            if self.model.attn == "math":
-                with sdpa_kernel(SDPBackend.MATH):
-                    yield lm
-            else:
-                yield lm
+            yield lm
         except torch.OutOfMemoryError as error:
             raise OSError(
                 f"{self.device} is out of memory; lower --budget or --chunk-size (--dry-run prints the cache's bytes), "
@@ -161,16 +158,16 @@ def ready(
     final = draft.final(run)
     sizing.check_fits(run, final)
     asked = asks_shares(named, chosen, recommended)
-    return Ready(model, named, scorer, final, config, device, dtype, run, asked)
+    return Ready(model, named, scorer, final, config, device, dtype, run, asked, recommended)
 
 
-def ready_for_saved(model: PlacedModelOptions, named: ScorerOptions) -> Ready:
-    """Resolve the options of a command about texts that have been read, which bring their policies."""
-    device = loading.device_of_source(model)
+def ready_without_policy(model: ModelOptions, named: ScorerOptions) -> Ready:
+    """Resolve all but a policy, which texts that have been read bring with them, and others find by rules of theirs."""
+    placed, device = PlacedModelOptions(**asdict(model)), loading.device_of_source(model)
     named = replace(named, heads=chosen_heads(named.heads, model.model))
-    scorer, _ = load_scorer(named)
-    config, dtype = _config(model, named, scorer, device)
-    return Ready(model, named, scorer, RetentionPolicy(), config, device, dtype)
+    scorer, recommended = load_scorer(named)
+    config, dtype = _config(placed, named, scorer, device)
+    return Ready(placed, named, scorer, RetentionPolicy(), config, device, dtype, recommended=recommended)
 
 
 @dataclass(frozen=True)
@@ -178,7 +175,7 @@ class Saved:
     """Contexts in files, and what they are loaded with."""
 
     files: list[Path]
-    model: PlacedModelOptions
+    model: ModelOptions
     scorer: ScorerOptions
     unrated: bool
     """Whether nothing rates further units as those of the contexts were."""
@@ -216,7 +213,7 @@ def saved_in(paths: Sequence[str], model: ModelOptions, named: ScorerOptions, *,
             named, unnamed = replace(named, heads=heads), False
     unrated = unnamed and answers
     named = replace(named, scorer="streaming") if unrated else named
-    return Saved(files, PlacedModelOptions(**asdict(model)), named, unrated)
+    return Saved(files, model, named, unrated)
 
 
 def _config(model: PlacedModelOptions, named: ScorerOptions, scorer: Any, device: torch.device) -> tuple[Any, Any]:

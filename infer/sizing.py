@@ -118,8 +118,6 @@ class Draft:
     policy: RetentionPolicy
     named: bool
     """Whether somebody gave a budget in units."""
-    least: int
-    """The smallest budget that goes with the other numbers."""
 
     @property
     def counts(self) -> bool:
@@ -151,12 +149,12 @@ class Draft:
             policy = self.policy.changed(budget=budget)
             return run.weight_bytes + run.bytes_beside_weights(policy) if given == AUTO else run.cache_bytes(policy)
 
-        most = memory if run.prompt_tokens is None else run.prompt_tokens
-        budget = largest_budget(planned, memory, self.least, most)
+        most, least = memory if run.prompt_tokens is None else run.prompt_tokens, self.policy.least_budget
+        budget = largest_budget(planned, memory, least, most)
         if budget is None:
             rule = (
-                f"is too small, for even a budget of {self.least} takes {planned(self.least):,} of {memory:,} bytes; "
-                "give more, or lower chunk_size or max_new_tokens"
+                f"is too small, for even a budget of {least} takes {planned(least):,} of {memory:,} bytes; give more, "
+                "or lower chunk_size or max_new_tokens"
             )
             raise Refusal("kv_memory", given, rule)
         return budget
@@ -175,7 +173,7 @@ def drafted(
     if flags.kv_memory is not None and policy.when == "prompt_end":
         rule = "bounds the cache, which grows with the prompt where eviction waits for its end; give keep"
         raise Refusal("kv_memory", flags.kv_memory, rule)
-    return Draft(flags, policy, "budget" in {*chosen, *recommended}, policy.least_budget)
+    return Draft(flags, policy, "budget" in {*chosen, *recommended})
 
 
 def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:

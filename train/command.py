@@ -59,9 +59,7 @@ def command(argv: Sequence[str] | None = None) -> int:
             local = backbone.local_folder() is not None and rows is not None
             if main and not run.dry_run:
                 held.enter_context(locked(folder, f"--output {run.output}"))
-        given = training_options.plain(options)
-        with ranks.together():
-            ranks.agree({f"--{name.replace('_', '-')}": value for name, value in given.items()})
+        ranks.agree_on_options(options)
         held.enter_context(bars_on_terminals())
         from accelerate import PartialState
 
@@ -90,7 +88,7 @@ def _train(training: TrainingRun, process: PartialState, ranks: Ranks) -> int:
     accelerator = Accelerator(
         cpu=_on_cpu(),
         mixed_precision=training.precision,
-        log_with=training.run.trackers() or None,
+        log_with=None if training.run.report_to == "none" else training.run.report_to.split(","),
         project_config=ProjectConfiguration(logging_dir=str(training.folder / run_folder.TENSORBOARD)),
         # Given as a number, a variable of the environment would override it.
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=training.optimizer.gradient_accumulation),

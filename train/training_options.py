@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar, Literal, get_args, get_type_hints
 
-from locret.base.fields import Range, check_ranges, checked
+from locret.base.fields import Range, Refusal, check_ranges, checked
 from locret.base.nearest import check_retired
 from locret.cli.command import parse_options
 from locret.labels import kinds
@@ -43,7 +43,7 @@ class BackboneOptions(BackboneSource):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_positive(self, "hidden_dim")
+        check_ranges(self, {"hidden_dim": Range(1)})
         if self.shard == "tp":
             check_retired("locret-train", "--shard tp")
 
@@ -72,7 +72,7 @@ class DataOptions:
     """First prompt tokens to train on; labels come from the whole row (original)."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "min_tokens", "max_tokens", "max_prompt_tokens")
+        check_ranges(self, dict.fromkeys(("min_tokens", "max_tokens", "max_prompt_tokens"), Range(1)))
         if self.min_tokens is not None and self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"--min-tokens {self.min_tokens} is above --max-tokens {self.max_tokens}; no row fits")
 
@@ -153,8 +153,11 @@ class OptimizerOptions:
     """Seed of fresh heads and of the order of the rows (original)."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "steps", "lr", "clip_limit", "gradient_accumulation", "eps")
-        check_ranges(self, {"warmup_steps": Range(0), "weight_decay": Range(0)})
+        ranges = {"steps": Range(1), "gradient_accumulation": Range(1), "warmup_steps": Range(0)}
+        check_ranges(self, {**ranges, "weight_decay": Range(0)})
+        for name in ("lr", "clip_limit", "eps"):
+            if getattr(self, name) <= 0:
+                raise Refusal(name, getattr(self, name), "is too small; it must be more than 0")
         if self.warmup_steps is not None and self.warmup_steps >= self.steps:
             raise ValueError(
                 f"--warmup-steps {self.warmup_steps} is not below --steps {self.steps}, so the learning rate would "
@@ -185,8 +188,7 @@ class ValidationOptions:
     given, as many as cost about a tenth of the training."""
 
     def __post_init__(self) -> None:
-        check_ranges(self, {"eval_rows": Range(0)})
-        _check_positive(self, "eval_every")
+        check_ranges(self, {"eval_rows": Range(0), "eval_every": Range(1)})
         if self.eval_rows == 0 and self.eval_every is not None:
             raise ValueError(f"--eval-every {self.eval_every} changes nothing with --eval-rows 0; drop one of them")
 
@@ -224,7 +226,7 @@ class RunOptions:
     """Print one JSON object at the end."""
 
     def __post_init__(self) -> None:
-        _check_positive(self, "save_every", "keep_checkpoints", "log_every")
+        check_ranges(self, dict.fromkeys(("save_every", "keep_checkpoints", "log_every"), Range(1)))
         if self.license is not None and not re.fullmatch(r"[a-z0-9][a-z0-9.+-]{0,60}", self.license):
             raise ValueError(
                 f"--license {self.license} is not how the Hub spells a licence; use one such as apache-2.0 or other"
@@ -239,10 +241,6 @@ class RunOptions:
         if type(self.policy) is not RetentionPolicy:
             # Flags, which the policy's own checks are for.
             object.__setattr__(self, "policy", resolve(vars(self.policy), {}))
-
-    def trackers(self) -> list[str]:
-        """Return where curves go; nowhere is an empty list."""
-        return [] if self.report_to == "none" else self.report_to.split(",")
 
 
 OPTION_CLASSES = (BackboneOptions, DataOptions, LossOptions, OptimizerOptions, ValidationOptions, RunOptions)
@@ -284,10 +282,3 @@ def default_output(model: str, dataset: str) -> str:
     """Return the folder of a run that was given none: checkpoints/BACKBONE-DATASET-heads."""
     named = Path(dataset).stem if Path(dataset).suffix in (".json", ".jsonl", ".parquet") else Path(dataset).name
     return str(Path("checkpoints") / f"{Path(model).absolute().name}-{named or 'data'}-heads")
-
-
-def _check_positive(options: object, *names: str) -> None:
-    for name in names:
-        value = getattr(options, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"--{name.replace('_', '-')} {value} is too small; it must be more than 0")

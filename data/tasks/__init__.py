@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import is_dataclass, replace
-from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 from locret.base import plugins
+from locret.base.fields import WrongType, read, types_of
 from locret.base.nearest import check_retired, nearest
 from locret.data.tasks.task import Sample, Task
 
@@ -92,13 +92,12 @@ def _check_option(task: Task, option: str, value: Any) -> None:
     if option not in task.settable:
         check_retired("task option", option)
         check_retired(f"{task.family} option", option)
-        close = get_close_matches(option, task.settable, n=1) or list(task.settable)
+        close = nearest(option, task.settable) or list(task.settable)
         raise ValueError(f'task {task.name}: it has no option "{option}"; did you mean {" or ".join(close)}?')
-    kind = get_type_hints(type(task))[option]
-    if get_origin(kind) is Literal and value not in get_args(kind):
-        known = ", ".join(get_args(kind))
-        raise ValueError(f"task {task.name}: {option}={value!r} is unknown; use one of {known}")
-    if kind is bool and not isinstance(value, bool):
-        raise ValueError(f"task {task.name}: {option}={value!r} must be true or false")
-    if int in (kind, *get_args(kind)) and (type(value) is not int or value < 1):
-        raise ValueError(f"task {task.name}: {option}={value!r} must be a whole number, 1 or more")
+    where = f"task {task.name}: {option}={value!r}"
+    try:
+        read(value, types_of(type(task))[option])
+    except WrongType as error:
+        raise ValueError(f"{where} is not {error}; give such a value") from None
+    if type(value) is int and value < 1:
+        raise ValueError(f"{where} is too small; give 1 or more")

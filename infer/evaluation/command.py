@@ -12,7 +12,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -51,13 +50,7 @@ def _command(processes: Ranks, arguments: list[str]) -> None:
         (model, evaluation, budgets, report), chosen = parse_options(
             "locret-eval", DESCRIPTION, OPTION_CLASSES, arguments
         )
-    given = {
-        f"--{name.replace('_', '-')}": value
-        for group in (model, evaluation, budgets, report)
-        for name, value in asdict(group).items()
-    }
-    with processes.together():  # apart from what may fail in one of them: the processes of a run share its samples
-        processes.agree(given)
+    processes.agree_on_options((model, evaluation, budgets, report))
     processes = processes.under(model.shard)
     from locret.infer.evaluation import execution, job  # imports torch
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from locret.base import method_spec
+from locret.base.fields import Range, check_ranges
 from locret.conversation.protect import TEMPLATES
 from locret.data import tasks
 from locret.data.tasks import Task
@@ -26,7 +27,7 @@ LONGEST, MOST_SAMPLES, MOST_QUESTIONS = 1 << 27, 1_000_000, 10_000
 """Tokens of a prompt, samples of a task and questions of a text beyond which an evaluation would take months."""
 
 ALL_METHODS = "full,locret,random,streaming"
-Numbers = int | str | list[int]
+Numbers = int | str | list[int | str]
 Shares = float | str | list[float]
 Names = str | list[str]
 Methods = str | list[str]
@@ -82,14 +83,10 @@ class EvalOptions:
     exclusive: ClassVar = (("suite", "tasks"),)
 
     def __post_init__(self) -> None:
-        if self.template not in TEMPLATES:
-            raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
-        bounds = {"samples": (1, MOST_SAMPLES), "questions": (1, MOST_QUESTIONS), "max_prompt": (2, LONGEST)}
-        for name, (least, most) in {**bounds, "max_new_tokens": (1, LONGEST)}.items():
-            if (value := getattr(self, name)) is not None and not least <= value <= most:
-                raise ValueError(f"--{name.replace('_', '-')} {value} is not possible; give {least} to {most}")
-        if not all(1 <= tokens <= LONGEST for tokens in numbers(self.lengths, "--lengths")):
-            raise ValueError(f"--lengths {self.lengths} is not possible; give 1 to {LONGEST} tokens")
+        bounds = {"samples": Range(1, MOST_SAMPLES), "questions": Range(1, MOST_QUESTIONS)}
+        bounds |= {"max_prompt": Range(2, LONGEST), "max_new_tokens": Range(1, LONGEST)}
+        check_ranges(self, {"template": TEMPLATES, **bounds})
+        numbers(self.lengths, "--lengths")
         if self.published and self.suite is None:
             raise ValueError("--published shows the rows of a suite's table; give --suite, or drop it")
         for name in self.chosen_protocols():
@@ -106,12 +103,9 @@ class EvalOptions:
         """Return the suite; one of that name that there is not is refused."""
         return None if self.suite is None else suites.get(self.suite)
 
-    def data_folders(self) -> list[str] | None:
-        return None if self.data_dir is None else words(self.data_dir, "--data-dir")
-
     def token_lengths(self) -> list[int]:
         suite = self.chosen_suite()
-        return numbers(self.lengths if suite is None or suite.tokens is None else suite.tokens, "--lengths")
+        return numbers(self.lengths, "--lengths") if suite is None or suite.tokens is None else [suite.tokens]
 
     def chosen_protocols(self) -> list[str]:
         """Return what is known of a question while its text is read."""
@@ -131,7 +125,7 @@ class EvalOptions:
             lengths=self.token_lengths(),
             samples=self.samples,
             seed=self.seed,
-            folders=self.data_folders(),
+            folders=None if self.data_dir is None else words(self.data_dir, "--data-dir"),
             positions=positions,
             max_prompt=self.max_prompt,
             max_new_tokens=self.max_new_tokens,
@@ -228,9 +222,17 @@ def _list_of(value: Any, read: Callable[[str], Value], flag: str, example: str) 
     return found
 
 
-def numbers(value: Numbers, flag: str) -> list[int]:
-    """Return the numbers of `1,2`, `2K` (2,048), 1 or [1, 2]; errors are those of all lists."""
-    return _list_of(value, lambda t: int(t[:-1]) * 1024 if t[-1] in "kK" else int(t), flag, "256,128 or 2K")
+def numbers(value: Numbers, flag: str, least: int = 1) -> list[int]:
+    """Return the numbers of `1,2`, `2K` (2,048), `1M`, 1 or [1, 2]; errors are those of all lists."""
+
+    def number(text: str) -> int:
+        times = {"K": 1024, "M": 1024**2}.get(text[-1].upper())
+        count = int(text) if times is None else int(text[:-1]) * times
+        if not least <= count <= LONGEST:
+            raise ValueError(f"give {least} to {LONGEST}")
+        return count
+
+    return _list_of(value, number, flag, "256,128 or 2K")
 
 
 def shares(value: Shares) -> list[float]:

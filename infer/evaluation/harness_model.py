@@ -23,9 +23,9 @@ from locret.cache.reader import answering
 from locret.conversation.head_shares import sharing
 from locret.generation import check_finite_logits
 from locret.infer.infer_options import ModelOptions
+from locret.infer.reading import ready_without_policy
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import check_no_turns, check_used, resolve
-from locret.scorers.chosen import check_matches, load_scorer
 from locret.scorers.sirllm import surprisal_of
 
 _MODEL_KEYS = {field.name for field in fields(ModelOptions) if "shard" not in field.name} - {"model", "device"}
@@ -59,17 +59,14 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
             device="auto" if device is None else str(device),
             **{k: v for k, v in settings.items() if k in _MODEL_KEYS},
         )
-        self._device = loading.device_of_source(model)
         scorer = ScorerOptions(**{k: v for k, v in settings.items() if k in _SCORER_KEYS})
-        config, self.tokenizer = loading.load_config(model), loading.load_tokenizer(model)
-        self.scorer, recommended = load_scorer(scorer)
-        check_matches(scorer, self.scorer, config)
+        plan, self.tokenizer = ready_without_policy(model, scorer), loading.load_tokenizer(model)
+        self.scorer, self._device = plan.scorer, plan.device
         own = {k: v for k, v in settings.items() if k in _POLICY_KEYS}
-        self.policy = resolve(own, recommended, named=scorer.changes)
+        self.policy = resolve(own, plan.recommended, named=scorer.changes)
         check_used(own, [self.policy])
         check_no_turns(own)
-        dtype = loading.resolve_dtype(model.dtype, config, self._device)
-        self.model = loading.load_model(model, config, self._device, dtype)
+        self.model = loading.load_model(model, plan.config, plan.device, plan.dtype)
         self.policy = sharing(self.policy, self.scorer, self.model, self.tokenizer, None)
         self.max_gen_toks, self._name = int(max_gen_toks), pretrained
         self.peak_units = 0

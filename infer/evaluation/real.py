@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from locret import LongContextModel, scorers
 from locret.base import method_spec
-from locret.base.fields import Refusal
+from locret.base.fields import Range, Refusal, check_ranges
 from locret.base.files import locked, write_text
 from locret.base.tables import markdown
 from locret.cli.command import parse_options, print_json, warnings_as_lines
@@ -39,7 +39,7 @@ from locret.conversation.document import encode, open_document
 from locret.conversation.evidence import Likelihood, likelihood, likelihood_of, policy_of_share
 from locret.conversation.turns import Transcript
 from locret.data import real
-from locret.infer.evaluation.eval_options import LONGEST, numbers, words
+from locret.infer.evaluation.eval_options import Numbers, numbers, words
 from locret.infer.evaluation.records import CONFIGURATION, check_output
 from locret.infer.infer_options import PlacedModelOptions
 from locret.labels.labels import labels_of_answers
@@ -75,7 +75,7 @@ class RealOptions:
     """Sets of questions."""
     keep: str | list[float] = "50,25,12.5,6.25,3.1"
     """Shares of a text's tokens that stay in every KV head, in percent."""
-    tokens: str | int | list[int] = "1024"
+    tokens: Numbers = "1024"
     """Lengths of the pieces that texts are cut into."""
     questions: int | None = None
     """Most questions about a piece; all if none."""
@@ -98,11 +98,8 @@ class RealOptions:
                 raise ValueError(f"--sets {name} is unknown; choose one of {', '.join(real.SETS)}")
         if not all(0 < share <= 100 for share in self.shares()):
             raise ValueError(f"--keep {self.keep} is not a share of a text; give percents such as 25,12.5")
-        if not all(64 <= length <= LONGEST for length in numbers(self.tokens, "--tokens")):
-            raise ValueError(f"--tokens {self.tokens} is too short for a piece of a text; give 64 or more")
-        for name in ("questions", "pieces", "chunk_size", "local_len"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ValueError(f"--{name.replace('_', '-')} {value} is too small; give 1 or more")
+        numbers(self.tokens, "--tokens", 64)
+        check_ranges(self, dict.fromkeys(("questions", "pieces", "chunk_size", "local_len"), Range(1)))
 
     def shares(self) -> list[float]:
         return [float(part) for part in words(self.keep, "--keep")]
@@ -317,7 +314,7 @@ def command(argv: Sequence[str]) -> int:
         argv,
     )
     unheard = {"shard": model.shard, "store": model.store, "scorer": scorer.scorer, "method": scorer.method}
-    for name, value in (unheard | ({"attn": "math"} if model.attn == "math" else {})).items():
+    for name, value in unheard.items():
         if value is not None:
             raise Refusal(name, value, "is not for --suite real, which reads in one process by --methods; leave it out")
     scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))

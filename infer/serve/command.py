@@ -12,14 +12,14 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.base import interrupts
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines, with_flag
-from locret.infer.infer_options import ModelOptions
+from locret.infer.infer_options import GenerationOptions, ModelOptions, PlacedModelOptions, PolicyOptions
 from locret.infer.serve.serve_options import ServeOptions
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import PolicyFlags
@@ -54,11 +54,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         if "MALLOC_ARENA_MAX" not in os.environ:  # else glibc keeps for each thread what that has freed, twice as much
             with suppress(OSError, TypeError, AttributeError):  # another C library
                 ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-        lm, weights = _load(model, scorer, policy, options, chosen)
-        if model.attn == "math":
-            from torch.nn.attention import SDPBackend, sdpa_kernel
-
-            ending.enter_context(sdpa_kernel(SDPBackend.MATH))
+        lm, weights = _loaded(model, scorer, policy, options, chosen, ending)
         from locret.infer.serve.plan import MemoryPlan
 
         plan = MemoryPlan.of(lm, options.kv_memory, readers=options.readers)
@@ -89,34 +85,28 @@ def _listening(options: ServeOptions) -> socket.socket:
     return listening
 
 
-def _load(
-    model: ModelOptions, scorer: ScorerOptions, policy: PolicyFlags, options: ServeOptions, chosen: set[str]
+def _loaded(
+    model: ModelOptions,
+    scorer: ScorerOptions,
+    policy: PolicyFlags,
+    options: ServeOptions,
+    chosen: set[str],
+    ending: ExitStack,
 ) -> tuple[LongContextModel, WeightPlan]:
-    """Load what the options name; return it with the plan of its weights."""
-    from locret import LongContextModel, loading
-    from locret.backbone.adapters import describe
-    from locret.conversation.head_shares import sharing
-    from locret.loading.weights import DISK, plan_weights
-    from locret.policy.resolve import resolve_options
-    from locret.scorers.chosen import asks_shares, check_matches, chosen_heads, load_scorer, may_share
+    """Load what the options name, for as long as the server runs; return it with the plan of its weights."""
+    from locret.infer.reading import ready
+    from locret.loading.weights import DISK
 
-    device = loading.device_of_source(model)
-    scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
-    rates, recommended = load_scorer(scorer, sharing=may_share(policy, chosen))
-    asked = asks_shares(scorer, chosen, recommended)
-    config = loading.load_config(model)
-    final = resolve_options(policy, chosen, recommended, None, describe(config).max_positions, scorer.changes)
-    check_matches(scorer, rates, config)
-    dtype = loading.resolve_dtype(model.dtype, config, device)
-    tokenizer, weights = loading.load_tokenizer(model), plan_weights(model, config, device, dtype)
-    if weights.places.keys() <= {DISK}:
+    numbers = {one.name: getattr(policy, one.name) for one in fields(policy)}
+    placed = PlacedModelOptions(**asdict(model))
+    plan = ready(placed, scorer, PolicyOptions(**numbers), chosen & numbers.keys(), GenerationOptions())
+    assert plan.run is not None
+    if plan.run.weights.places.keys() <= {DISK}:
         raise ValueError(
             f"--device-map {model.device_map} leaves all weights on disk, where no engine answers; --device-map auto "
             "keeps what fits in memory"
         )
-    backbone = loading.load_model(model, config, device, dtype)
-    final = sharing(final, rates, backbone, tokenizer, options.template, asked=asked)
-    return LongContextModel(backbone, tokenizer, rates, final, template=options.template), weights
+    return ending.enter_context(plan.loaded(options.template)), plan.run.weights
 
 
 def _state(lm: LongContextModel, name: str, plan: MemoryPlan, options: ServeOptions, ending: ExitStack) -> ServerState:

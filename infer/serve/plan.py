@@ -43,8 +43,6 @@ class MemoryPlan:
     @classmethod
     def of(cls, lm: LongContextModel, kv_memory: int | str, *, readers: int = 2) -> MemoryPlan:
         """Divide an amount of memory; ValueError if it is too small, or what is read would be no prefix."""
-        if readers < 1:
-            raise ValueError(f"--readers {readers} reads nothing; give at least 1")
         total = parse_bytes(kv_memory) if isinstance(kv_memory, str) else kv_memory
         policy, backbone = lm.policy, lm.backbone
         _check_policy(lm)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import ClassVar
 
+from locret.base.fields import Range, check_ranges
+from locret.cli.options import flag_of
 from locret.conversation.protect import TEMPLATES
 
 KEY_VARIABLE = "LOCRET_API_KEY"
@@ -61,16 +63,11 @@ class ServeOptions:
     """No warnings or hints on standard error."""
 
     def __post_init__(self) -> None:
-        if self.template not in TEMPLATES:
-            raise ValueError(f"--template {self.template} is unknown; choose one of {', '.join(TEMPLATES)}")
-        if not 0 <= self.port < 1 << 16:
-            raise ValueError(f"--port {self.port} is no port; give 1 to 65535, or 0 for a free one")
+        least = {"readers": 1, "max_queue": 1, "max_new_tokens": 1, "timeout": 1e-3, "drain": 0}
+        ranges = {name: Range(value) for name, value in least.items()}
+        check_ranges(self, {"template": TEMPLATES, "port": Range(0, (1 << 16) - 1), **ranges})
         if not self.host:
             raise ValueError("--host is empty; give an address of this machine, such as 127.0.0.1")
-        least = {"readers": 1, "max_queue": 1, "max_new_tokens": 1, "timeout": 1e-3, "drain": 0}
-        for name, value in least.items():
-            if getattr(self, name) < value:
-                raise ValueError(f"{_flag(name)} {getattr(self, name):g} is too small; give {value:g} or more")
         if self.api_key is not None:
             check_key("--api-key", self.api_key)
 
@@ -111,7 +108,7 @@ class ServeOptions:
         try:
             return parse_bytes(getattr(self, name))
         except ValueError as error:
-            raise ValueError(f"{_flag(name)}: {error}") from None
+            raise ValueError(f"{flag_of(name)}: {error}") from None
 
 
 def _address(name: str) -> IPv4Address | IPv6Address | None:
@@ -119,10 +116,6 @@ def _address(name: str) -> IPv4Address | IPv6Address | None:
         return ip_address(name)
     except ValueError:
         return None
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
 
 
 def check_key(setting: str, key: str) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
 from locret.base import method_spec
+from locret.base.fields import Range, check_ranges
+from locret.infer.evaluation.eval_options import Numbers, numbers
 from locret.loading.options import DTYPES, WeightOptions
 from locret.policy.resolve import PolicyFlags
 
@@ -32,7 +33,7 @@ class BenchOptions(WeightOptions, PolicyFlags):
     """Methods to compare: full (transformers' own cache), floor (the same chunks without scores and eviction), llamacpp
     (llama.cpp, of the same GGUF file), locret (retaining heads) or any scorer, with options and modifiers as in
     locret-eval: snapkv:kernel=7,pooling=max+pyramid, package.module:Class."""
-    lengths: int | str | list[int | str] | None = None
+    lengths: Numbers | None = None
     """Prompt tokens, such as 8192,16384 or 8K,16K (K is 1024); the shape's if not given."""
     budget: int | None = None  # type: ignore[assignment]
     """Cache units kept per KV head; the shape's if not given, as all that follow."""
@@ -51,12 +52,7 @@ class BenchOptions(WeightOptions, PolicyFlags):
     exclusive: ClassVar = (("shape", "model"),)
 
     def __post_init__(self) -> None:
-        for name, most in (("new_tokens", MOST_PASSES), ("repeats", 10**6)):
-            value = getattr(self, name)
-            if not 1 <= value <= most:
-                raise ValueError(f"--{name.replace('_', '-')} {value} is out of range; give 1 to {most}")
-        if self.dtype not in DTYPES:
-            raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
+        check_ranges(self, {"new_tokens": Range(1, MOST_PASSES), "repeats": Range(1, 10**6), "dtype": DTYPES})
         self.check_weights()
         if self.given() and self.model is None:
             raise ValueError(
@@ -66,14 +62,7 @@ class BenchOptions(WeightOptions, PolicyFlags):
 
     def prompt_lengths(self) -> tuple[int, ...] | None:
         """Return the lengths in ascending order, without repeats; None: the shape's."""
-        if self.lengths is None:
-            return None
-        parts = self.lengths if isinstance(self.lengths, list) else str(self.lengths).split(",")
-        found = [re.fullmatch(r"\s*(\d{1,15})([KM]?)\s*", str(part), re.IGNORECASE) for part in parts]
-        lengths = {int(one[1]) * {"K": 1024, "M": 1024**2}.get(one[2].upper(), 1) if one else 0 for one in found}
-        if 0 in lengths:
-            raise ValueError(f"--lengths {self.lengths} is not a list of prompt lengths; write it like 8192 or 8K,16K")
-        return tuple(sorted(lengths))
+        return None if self.lengths is None else tuple(sorted(numbers(self.lengths, "--lengths")))
 
     def method_names(self) -> list[str]:
         """Return the methods as they were written, in the order given, without repeats."""

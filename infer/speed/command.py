@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from locret.base.files import write_text
 from locret.base.warned import warn_user
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
-from locret.infer.speed.bench_options import OPTION_CLASSES, BenchOptions, BenchOutput
+from locret.infer.speed.bench_options import OPTION_CLASSES
 
 DESCRIPTION = "Measure how fast a backbone reads and writes, in how much memory, against what the machine can do."
 
@@ -28,30 +28,27 @@ def command(argv: Sequence[str] | None = None) -> int:
             "a measurement takes minutes, so it is to be asked for; give --shape cpu-512, or --lengths 2K for less"
         )
     with warnings_as_lines("locret-bench", quiet=output.quiet):
-        _execute(options, output, chosen, shlex.join(["locret-bench", *arguments]))
+        from locret.infer.speed import report  # torch, which help should not load
+        from locret.infer.speed.measure import measure
+        from locret.infer.speed.plan import make_plan
+
+        paths, plan = output.paths(), make_plan(options, chosen)
+        if output.dry_run:
+            print_json({"config": plan.resolved(), "plan": plan.rows()})
+            return 0
+        if plan.device is None:
+            warn_user("there is no CUDA device here: all that would be measured is unknown")
+        found = None if plan.device is None else measure(plan, quiet=output.quiet)
+        line = shlex.join(["locret-bench", *arguments])
+        record = {"command": line, **report.make_record(plan, found)}
+        page = report.page(record, line)
+        if output.json:
+            print_json(record)
+        else:
+            print(page, end="")
+        for path, text in zip(paths, (json.dumps(record, indent=1) + "\n", page), strict=False):
+            write_text(path, text)
     return 0
-
-
-def _execute(options: BenchOptions, output: BenchOutput, chosen: set[str], line: str) -> None:
-    from locret.infer.speed import report  # torch, which help should not load
-    from locret.infer.speed.measure import measure
-    from locret.infer.speed.plan import make_plan
-
-    paths, plan = output.paths(), make_plan(options, chosen)
-    if output.dry_run:
-        print_json({"config": plan.resolved(), "plan": plan.rows()})
-        return
-    if plan.device is None:
-        warn_user("there is no CUDA device here: all that would be measured is unknown")
-    found = None if plan.device is None else measure(plan, quiet=output.quiet)
-    record = {"command": line, **report.make_record(plan, found)}
-    page = report.page(record, line)
-    if output.json:
-        print_json(record)
-    else:
-        print(page, end="")
-    for path, text in zip(paths, (json.dumps(record, indent=1) + "\n", page), strict=False):
-        write_text(path, text)
 
 
 if __name__ == "__main__":

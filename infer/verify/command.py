@@ -39,10 +39,6 @@ class VerifyOptions:
         if self.tokens is not None and self.tokens < LEAST_TOKENS:
             raise ValueError(f"--tokens {self.tokens} leaves nothing to cut into chunks; give {LEAST_TOKENS} or more")
 
-    def checks(self) -> tuple[str, ...]:
-        """Return the names of the checks that were asked for; none: all."""
-        return () if self.only is None else tuple(words(self.only, "--only"))
-
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOutput(ReportOptions):
@@ -80,33 +76,30 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     """Resolve what the backbone's config shows; then verify, print and write, and return the exit code."""
     from locret import RetentionPolicy, loading
     from locret.infer import sizing
+    from locret.infer.reading import ready_without_policy
     from locret.infer.verify import subject, suite
     from locret.policy.resolve import resolve_options
-    from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 
     source, named, flags, options, output = instances
-    names = suite.chosen_checks(options.checks())
-    device = loading.device_of_source(source)
-    named = replace(named, heads=chosen_heads(named.heads, source.model))
-    scorer, recommended = load_scorer(named)
-    config = loading.load_config(source)
-    check_matches(named, scorer, config)
-    tokens = options.tokens or suite.text_tokens(config)
-    policy = resolve_options(flags, chosen, recommended, named=named.changes)
+    asked, plan = words(options.only, "--only") if options.only else (), ready_without_policy(source, named)
+    names = suite.chosen_checks(asked)
+    scorer, where = plan.scorer, (plan.config, plan.device, plan.dtype)
+    tokens = options.tokens or suite.text_tokens(plan.config)
+    policy = resolve_options(flags, chosen, plan.recommended, named=plan.named.changes)
     given = {name: getattr(policy, name) for name in chosen & set(RetentionPolicy.__dataclass_fields__)}
     policy = subject.fitted(policy, tokens, given)
     suite.check_text(policy, tokens)
-    dtype = loading.resolve_dtype(source.dtype, config, device)
     as_data = json.loads(json.dumps({**asdict(source), **asdict(options)}, default=str))
-    setup = {"model": source.model, "scorer": named.label or scorer.name, "options": as_data}
+    setup = {"model": source.model, "scorer": plan.named.label or scorer.name, "options": as_data}
     if output.dry_run:
+        run = dict(zip(("config", "device", "dtype"), where, strict=True))
         sizes = {"prompt_tokens": tokens, "new_tokens": subject.NEW_TOKENS, "source": source}
-        planned = sizing.PlannedRun(config=config, scorer=scorer, dtype=dtype, device=device, **sizes)
-        working = sizing.working_bytes(config, scorer, dtype, tokens, policy)
+        planned = sizing.PlannedRun(scorer=scorer, **run, **sizes)
+        working = sizing.working_bytes(plan.config, scorer, plan.dtype, tokens, policy)
         memory = {"weight_bytes": planned.weight_bytes, **planned.plan(policy), "working_bytes": working}
         print_json({**setup, "policy": policy.to_dict(), "tokens": tokens, "checks": names, **memory})
         return 0
-    model, shown = loading.load_model(source, config, device, dtype), not output.quiet
+    model, shown = loading.load_model(source, *where), not output.quiet
     found = suite.verify(model, scorer, policy, tokens=tokens, seed=options.seed, only=names, progress=shown)
     report = replace(found, facts={**found.facts, **setup})
     if output.json:

@@ -94,22 +94,27 @@ SHARE = Range(0, 1)
 
 
 def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], where: str = "") -> None:
-    """Check fields by name, by a `Range` or all values there are; None is a field that nobody set."""
+    """Check fields by name, by a `Range` or all values there are; None is a field that nobody set.
+
+    Without `where` a command spells the field as its flag.
+    """
     for name, allowed in ranges.items():
-        value = getattr(instance, name)
-        text = f'{where}{name}="{value}"' if isinstance(value, str) else f"{where}{name}={value}"
+        value, rule = getattr(instance, name), ""
         if value is None or (isinstance(value, str) and isinstance(allowed, Range)):
             continue
         if not isinstance(allowed, Range):
             if value not in allowed:
                 check_retired(name, str(value))
-                raise ValueError(f"{text} is unknown; choose one of {', '.join(map(str, allowed))}")
+                rule = f"is unknown; choose one of {', '.join(map(str, allowed))}"
         elif allowed == SHARE and not 0 <= value <= 1:
-            raise ValueError(f"{text} is not a share; it must lie between 0 and 1")
+            rule = "is not a share; it must lie between 0 and 1"
         elif value < allowed.least:
-            raise ValueError(f"{text} is too small; it must be {allowed.least:,} or more")
+            rule = f"is too small; it must be {allowed.least:,} or more"
         elif value > allowed.most:
-            raise ValueError(f"{text} is too large; it must be {allowed.most:,} or less")
+            rule = f"is too large; it must be {allowed.most:,} or less"
+        if rule:
+            refusal = Refusal(name, f'"{value}"' if isinstance(value, str) else value, rule)
+            raise ValueError(f"{where}{refusal}") if where else refusal
 
 
 def shown(value: Any) -> str:

@@ -6,13 +6,14 @@ Where one of them dies, the launcher ends the others.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from locret.cli.command import FAILURE, USAGE_ERROR
+from locret.cli.options import flag_of
 
 if TYPE_CHECKING:
     import torch
@@ -112,6 +113,11 @@ class Ranks:
                 first, second = (one.get(name, "not at all") for one in (given[0], other))
                 if first != second:
                     raise ValueError(f"{name} is {first} in process 0 and {second} in process {rank}; {way_out}")
+
+    def agree_on_options(self, groups: Iterable[Any]) -> None:
+        """Make sure that all processes were given the same options, or would wait for each other for ever."""
+        with self.together():
+            self.agree({flag_of(name): value for one in groups for name, value in asdict(one).items()})
 
 
 def launched() -> tuple[int, int, int]:

@@ -34,7 +34,7 @@ from locret.backbone.adapters import describe, find_decoder, unwrap
 from locret.backbone.instrument import exclusively
 from locret.backbone.rotary import fixed_reach, rotary_parameters, uses_long_factors
 from locret.backbone.shape import Backbone
-from locret.base.fields import check_sampling, shown
+from locret.base.fields import Range, Refusal, check_fields, check_ranges, check_sampling
 from locret.engines.prefix import Prefix
 from locret.engines.rows import NAME, Feed, Rows, Shared
 from locret.generation import check_finite_logits
@@ -69,17 +69,12 @@ class Sampling:
     top_p and top_k; with 0 only the chosen token's is given, with None none."""
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.temperature:
             check_sampling("temperature", self.temperature)
-        seed = 0 if self.seed is None else self.seed
-        for name, right, what in (
-            ("top_p", 0 < self.top_p <= 1, "is no share of the probability; give more than 0, up to 1"),
-            ("top_k", self.top_k >= 0, "tokens cannot be drawn from; give 0 for all, or more"),
-            ("seed", isinstance(seed, int) and -(2**63) <= seed < 2**64, "is no whole number of 64 bits; give one"),
-            ("top_logprobs", (self.top_logprobs or 0) >= 0, "tokens cannot be named; give 0 or more"),
-        ):
-            if not right:
-                raise ValueError(f"{name}={shown(getattr(self, name))} {what}")
+        check_ranges(self, {"top_k": Range(0), "top_logprobs": Range(0)})
+        if not 0 < self.top_p <= 1:
+            raise Refusal("top_p", self.top_p, "is no share of the probability; give more than 0, up to 1")
 
 
 @dataclass(frozen=True)

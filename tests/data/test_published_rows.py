@@ -162,8 +162,9 @@ def test_every_task_is_found_by_name_and_says_what_it_measures() -> None:
         ("longbench/qaspr", {}, 'task "longbench/qaspr" is unknown; did you mean longbench/qasper'),
         ("two_stage", {}, 'task "two_stage" was retired; release 0.1.0'),
         ("leval/tpo", {"prompt": "x"}, 'task leval/tpo: it has no option "prompt"; did you mean prompt_style?'),
-        ("leval/tpo", {"prompt_style": "x"}, "task leval/tpo: prompt_style='x' is unknown; use one of fixed, official"),
-        ("leval/tpo", {"max_new_tokens": "9"}, "task leval/tpo: max_new_tokens='9' must be a whole number, 1 or more"),
+        ("leval/tpo", {"prompt_style": "x"}, "task leval/tpo: prompt_style='x' is not one of fixed, official; give"),
+        ("leval/tpo", {"max_new_tokens": "9"}, "task leval/tpo: max_new_tokens='9' is not a whole number; give such"),
+        ("leval/tpo", {"max_new_tokens": 0}, "task leval/tpo: max_new_tokens=0 is too small; give 1 or more"),
         ("scbench/kv", {"golden": 1}, 'scbench option "golden" was retired; release 0.1.0'),
         (
             "babilong/qa1",

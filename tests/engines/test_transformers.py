@@ -324,7 +324,7 @@ REFUSED: list[tuple[Callable[[PagedContexts], object], str]] = [
     (lambda e: e.generate_batch([(None, [5])], max_new_tokens=1000), "up to 1000 new ones are 1001 positions, more"),
     (lambda e: e.submit([5], other("llama"), max_new_tokens=4, on_token=print), "read the text with this backbone"),
     (lambda _: Sampling(temperature=-1.0), "temperature -1.0 makes no usable probabilities"),
-    (lambda _: Sampling(seed=2**64), "seed=18446744073709551616 is no whole number of 64 bits"),
+    (lambda _: Sampling(seed=2**64), "seed=18446744073709551616 is not a whole number of 64 bits"),
 ]
 
 

@@ -74,8 +74,8 @@ def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, cap
     [
         (["--keep", "0"], "--keep 0 is not a share of a text; give percents such as 25,12.5"),
         (["--sets", "poems"], "--sets poems is unknown; choose one of postgres_glossary, python_glossary"),
-        (["--pieces", "0"], "--pieces 0 is too small; give 1 or more"),
-        (["--tokens", "8"], "--tokens 8 is too short for a piece of a text; give 64 or more"),
+        (["--pieces", "0"], "pieces=0 is too small; it must be 1 or more"),
+        (["--tokens", "8"], r"--tokens 8 is not possible \(give 64 to"),
         (["--methods", "snapkw"], "snapkv"),
         (["--store", "own.py:Store"], "store=own.py:Store is not for --suite real, which reads"),
     ],
