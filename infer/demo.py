@@ -15,12 +15,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from locret.cli.command import bars_on_terminals, parse_options, run
-
-if TYPE_CHECKING:
-    from locret import Context, LongContextModel
 
 MODEL, HEADS, TEXT = "smollm2", "checkpoints/smollm2-heads", "recipes/infer/sqlite_limits.txt"
 QUESTIONS = {
@@ -48,18 +45,6 @@ class DemoOptions:
     """Folder for the drawn text, kept.html; that of an earlier demonstration is replaced."""
 
 
-def ask(lm: LongContextModel, text: str) -> tuple[Context, float, dict[str, str]]:
-    """Read a text one way and ask about it; return what was kept, seconds and answers."""
-    started = time.perf_counter()
-    context = lm.read(text, name=Path(text).name)
-    seconds = time.perf_counter() - started
-    return context, seconds, {one: " ".join(context.ask(one, max_new_tokens=LONGEST).split()) for one in QUESTIONS}
-
-
-def right(answers: dict[str, str]) -> int:
-    return sum(bool(re.search(rf"(?<!\d)(?:{known})", answers[one])) for one, known in QUESTIONS.items())
-
-
 def command(argv: Sequence[str] | None = None) -> int:
     (options,), _ = parse_options("locret demo", (__doc__ or "").split("\n")[0], [DemoOptions], argv)
 
@@ -84,12 +69,16 @@ def command(argv: Sequence[str] | None = None) -> int:
     }
     said, shares = {}, {}
     for name, how in ways.items():
-        context, seconds, said[name] = ask(LongContextModel(lm.model, lm.tokenizer, *how), path)
+        started = time.perf_counter()
+        context = LongContextModel(lm.model, lm.tokenizer, *how).read(path)
+        seconds = time.perf_counter() - started
+        said[name] = {one: " ".join(context.ask(one, max_new_tokens=LONGEST).split()) for one in QUESTIONS}
+        right = [one for one, known in QUESTIONS.items() if re.search(rf"(?<!\d)(?:{known})", said[name][one])]
         shares[name] = kept_page.share_of_heads(retention_of(context.cache))
         sys.stderr.write(
             f"{name}: {float(shares[name].sum()):,.0f} of {context.cache.seen:,} units per KV head, "
             f"{context.kept_bytes / 2**20:.1f} MiB kept, read in {seconds:.0f} s, "
-            f"{right(said[name])} of {len(QUESTIONS)} answers right\n"
+            f"{len(right)} of {len(QUESTIONS)} answers right\n"
         )
     for question in QUESTIONS:
         print(f"\n{question}")

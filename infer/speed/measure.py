@@ -65,7 +65,7 @@ class Bench:
         # Nothing ends an answer early, and no published sampling settings apply.
         self.model.generation_config = GenerationConfig(pad_token_id=0)
         self.heads: RetainingHeads | None = None
-        if any(method.has_heads for method in plan.methods):
+        if any(method.needs_heads for method in plan.methods):
             self.heads = plan.trained or RetainingHeads.for_model(self.model, plan.hidden_dim, seed=plan.options.seed)
             self.heads.follow(self.model)
         generator = torch.Generator().manual_seed(plan.options.seed)

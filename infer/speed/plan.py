@@ -75,7 +75,7 @@ class BenchPlan:
     def planned_bytes(self, method: Way, length: int) -> dict[str, int]:
         """Return what a method will hold: weights, and the cache and its second tier at their largest."""
         held = method.planned(self.backbone, self.policy, self.dtype.itemsize, length, self.options.new_tokens)
-        weights = self.weight_bytes + (self.head_bytes if method.has_heads else 0)
+        weights = self.weight_bytes + (self.head_bytes if method.needs_heads else 0)
         return {"weights": weights, "cache": held.cache, "host": held.host}
 
     def work(self, method: Way, length: int) -> dict[str, int]:
@@ -140,7 +140,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     gguf = str(file) if file is not None and file.is_file() else None
     methods = tuple(ways.get(name, own, gguf) for name in options.method_names())
     trained = _trained(heads, shape.config)
-    if trained is not None and not any(method.has_heads for method in methods):
+    if trained is not None and not any(method.needs_heads for method in methods):
         raise ValueError(f"--heads {options.heads}: no method of --methods uses them; add locret, or drop them")
     plan = BenchPlan(
         options=options,
@@ -185,12 +185,12 @@ def _trained(heads: str | None, config: Any) -> RetainingHeads | None:
 
 def _check(plan: BenchPlan, own: Mapping[str, Any]) -> None:
     """Refuse a plan that a method, the policy or the machine contradicts."""
-    policies = [one.policy(plan.policy) for one in plan.methods if not one.method.plain] or [plan.policy]
+    policies = [one.policy(plan.policy) for one in plan.methods if not one.plain] or [plan.policy]
     check_used(own, policies)
     check_no_turns(own)
     for policy in policies:
         check_named(policy)
-    check_heard(own, [one.method for one in plan.methods])
+    check_heard(own, plan.methods)
     has, size = psutil.virtual_memory().total, plan.policy.chunk_size
     for length in plan.lengths:
         if length > size * MOST_PASSES:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from locret.cli.command import parse_options, print_json, run
 from locret.data.real import texts
@@ -47,8 +47,7 @@ class ServedOptions:
             raise ValueError(f"--texts {self.texts} and --tokens {self.tokens}: give 1 or more")
 
 
-@dataclass(frozen=True)
-class Planted:
+class Planted(NamedTuple):
     """A text, and the number in it that is asked for."""
 
     name: str
@@ -70,66 +69,51 @@ def _texts(options: ServedOptions) -> list[Planted]:
     return found
 
 
-@dataclass(frozen=True)
-class Asking:
-    """How a server is asked."""
-
-    client: Any
-    options: ServedOptions
-    named: bool
-    """Whether questions name contexts."""
-
-    def answer(self, text: Planted) -> tuple[bool, float]:
-        """Return whether the number was found, and the seconds to the answer's first words."""
-        model, asked = self.options.model, f"{text.text}\n\n{_QUESTION}"
-        if self.named:
-            model, asked = f"{model}:{text.name}", _QUESTION
-        start, first, said = time.perf_counter(), 0.0, ""
-        for part in self.client.chat.completions.create(
-            model=model, messages=[{"role": "user", "content": asked}], max_tokens=_ANSWER, temperature=0, stream=True
-        ):
-            if part.choices and (new := part.choices[0].delta.content):
-                first, said = first or time.perf_counter() - start, said + new
-        if not first:
-            raise ValueError(f"{self.options.url} answers {text.name} without a word, so there is no time to its first")
-        return text.key in said, first
-
-    def alone(self, about: Sequence[Planted]) -> float:
-        """Return the median of seconds to the first words."""
-        return median(self.answer(text)[1] for text in about)
-
-    def together(self, about: Sequence[Planted]) -> dict[str, Any]:
-        """Ask about all texts at once."""
-        start = time.perf_counter()
-        with ThreadPoolExecutor(len(about)) as pool:
-            found = list(pool.map(self.answer, about))
-        seconds = time.perf_counter() - start
-        firsts = sorted(first for _, first in found)
-        return {
-            "texts": len(about),
-            "right": sum(right for right, _ in found),
-            "per_second": len(about) / seconds,
-            "first_words": median(firsts),
-            "last_first_words": firsts[-1],
-        }
-
-
 def measure(options: ServedOptions) -> dict[str, Any]:
     """Ask a running server; return seconds and answers per second."""
     from openai import OpenAI
 
     client = OpenAI(base_url=options.url, api_key="unused", timeout=3600, max_retries=0)
     *about, fresh = _texts(options)
-    server, record = Asking(client, options, options.contexts), dict[str, Any](options=asdict(options))
+    record = dict[str, Any](options=asdict(options))
+
+    def answer(text: Planted, named: bool = options.contexts) -> tuple[bool, float]:
+        """Return whether the number was found, and the seconds to the answer's first words."""
+        model, asked = options.model, f"{text.text}\n\n{_QUESTION}"
+        if named:
+            model, asked = f"{model}:{text.name}", _QUESTION
+        start, first, said = time.perf_counter(), 0.0, ""
+        for part in client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": asked}], max_tokens=_ANSWER, temperature=0, stream=True
+        ):
+            if part.choices and (new := part.choices[0].delta.content):
+                first, said = first or time.perf_counter() - start, said + new
+        if not first:
+            raise ValueError(f"{options.url} answers {text.name} without a word, so there is no time to its first")
+        return text.key in said, first
+
+    def together(count: int) -> dict[str, Any]:
+        start = time.perf_counter()
+        with ThreadPoolExecutor(count) as pool:
+            found = list(pool.map(answer, about[:count]))
+        seconds, firsts = time.perf_counter() - start, [first for _, first in found]
+        return {
+            "texts": count,
+            "right": sum(right for right, _ in found),
+            "per_second": count / seconds,
+            "first_words": median(firsts),
+            "last_first_words": max(firsts),
+        }
+
     if options.contexts:
         start, plain = time.perf_counter(), {"Content-Type": "text/plain"}
         for text in about:
             path = f"/contexts?name={text.name}&wait=true"
             client.post(path, cast_to=object, content=text.text.encode(), options={"headers": plain})
         record["read_seconds"] = (time.perf_counter() - start) / len(about)
-    record["fresh"] = Asking(client, options, named=False).alone([fresh])
-    record["first"], record["again"] = (server.alone(about[:_ALONE]) for _ in range(2))
-    record["at_once"] = [server.together(about[:count]) for count in options.texts for _ in range(2)]
+    record["fresh"] = answer(fresh, named=False)[1]
+    record["first"], record["again"] = (median(answer(text)[1] for text in about[:_ALONE]) for _ in range(2))
+    record["at_once"] = [together(count) for count in options.texts for _ in range(2)]
     return record
 
 

@@ -53,49 +53,38 @@ class Given(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Way:
+class Way(Method):
     """A method with a cache of ours, read and answered as any user would; greedy, with ids on the host at the end."""
 
-    method: Method
     chosen: frozenset[str] = frozenset()
     """Names of the numbers of the policy that the user set."""
 
-    @property
-    def name(self) -> str:
-        """Its one spelling."""
-        return self.method.name
-
-    @property
-    def has_heads(self) -> bool:
-        """Whether the scorer is one of trained weights."""
-        return self.method.needs_heads
-
-    def policy(self, policy: RetentionPolicy) -> RetentionPolicy:
+    def policy(self, policy: RetentionPolicy, chosen: Collection[str] = ()) -> RetentionPolicy:
         """Return the policy with what the method changes."""
-        return self.method.policy(policy, self.chosen)
+        return super().policy(policy, self.chosen)
 
-    def scorer(self, heads: RetainingHeads | None = None) -> Scorer:
+    def rating(self, heads: RetainingHeads | None = None) -> Scorer:
         """Return a scorer for one cache; as far as a plan goes, heads are like random scores."""
-        if self.method.scorer is not None:
-            return self.method.scorer
+        if self.scorer is not None:
+            return self.scorer
         return scorers.get("random") if heads is None else scorers.get("retaining_heads", heads=heads)
 
     def passes(self, backbone: Backbone, policy: RetentionPolicy, length: int) -> list[Pass]:
         """Return the forward passes of a prompt, and one without tokens for what is held when writing begins."""
-        schedule = Limits(self.policy(policy), self.scorer(), backbone).plan(length)
+        schedule = Limits(self.policy(policy), self.rating(), backbone).plan(length)
         steps = (*schedule.steps, schedule.last)
         held = (schedule.held, *(step.kept for step in steps))
         return [*(Pass(step.tokens, tuple(units)) for step, units in zip(steps, held, strict=False)), Pass(0, held[-1])]
 
     def planned(self, backbone: Backbone, policy: RetentionPolicy, size: int, length: int, new_tokens: int) -> Held:
         """Return the bytes of the cache at its largest, for numbers of `size` bytes."""
-        parts = backbone, self.scorer(), self.policy(policy), size, length, new_tokens
-        with_shares(self.policy(policy), self.scorer(), [shape.num_kv_heads for shape in backbone.full_shapes])
+        parts = backbone, self.rating(), self.policy(policy), size, length, new_tokens
+        with_shares(self.policy(policy), self.rating(), [shape.num_kv_heads for shape in backbone.full_shapes])
         return Held(planned_bytes(*parts), planned_bytes(*parts, host=True))
 
     def read(self, given: Given) -> tuple[Any, Tensor]:
         """Read a prompt; return the cache and (1, vocabulary) logits of the last token."""
-        cache = RetentionCache(given.model, self.scorer(given.heads), self.policy(given.policy))
+        cache = RetentionCache(given.model, self.rating(given.heads), self.policy(given.policy))
         return cache, prefill(given.model, given.ids, cache, new_tokens=given.new_tokens)
 
     def write(self, given: Given, cache: Any, first: Tensor) -> Tensor:
@@ -111,7 +100,7 @@ class Way:
 class Full(Way):
     """transformers' own cache and attention, fed chunk by chunk: every unit stays."""
 
-    def policy(self, policy: RetentionPolicy) -> RetentionPolicy:
+    def policy(self, policy: RetentionPolicy, chosen: Collection[str] = ()) -> RetentionPolicy:
         return policy
 
     def passes(self, backbone: Backbone, policy: RetentionPolicy, length: int) -> list[Pass]:
@@ -219,11 +208,11 @@ def get(method: str, chosen: Collection[str] = (), gguf: str | None = None) -> W
         if unfit := [*spec.options, *(f"+{modifier.name}" for modifier in spec.modifiers)]:
             raise ValueError(f'--methods "{spec}": {spec.name} neither scores nor evicts; drop {unfit[0]}')
         if spec.name == FLOOR:
-            return Floor(Method(FLOOR, "the same chunks, without scores and eviction", plain=True))
+            return Floor(FLOOR, "the same chunks, without scores and eviction", plain=True)
         if gguf is None:
             raise ValueError(f"--methods {LLAMACPP} reads a GGUF file on this machine, which --model is to name")
         if find_spec("llama_cpp") is None:
             raise ValueError(f"--methods {LLAMACPP} needs llama-cpp-python; run pip install llama-cpp-python")
-        return LlamaCpp(Method(LLAMACPP, "llama.cpp", plain=True), file=gguf)
+        return LlamaCpp(LLAMACPP, "llama.cpp", plain=True, file=gguf)
     found = find(spec, "--methods", [FLOOR, LLAMACPP, *names()])
-    return Full(found) if found.plain else Way(found, frozenset(chosen))
+    return (Full if found.plain else Way)(**vars(found), chosen=frozenset(chosen))

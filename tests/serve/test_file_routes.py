@@ -22,7 +22,7 @@ from running import QUESTION, ROOT, Running, refused, running, text_with, until
 
 from locret import LongContextModel
 from locret.infer.serve import convert
-from locret.infer.speed.served import Asking, Planted, ServedOptions, measure
+from locret.infer.speed.served import ServedOptions, measure
 
 pytestmark = pytest.mark.slow
 MARKITDOWN = importlib.util.find_spec("markitdown") is not None
@@ -136,10 +136,10 @@ def test_what_converts_ends_after_its_time_and_with_the_server() -> None:
         until(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
 
 
-def test_a_server_is_measured_by_whole_texts_or_by_contexts(server: Running, client: openai.OpenAI) -> None:
+def test_a_server_is_measured_by_whole_texts_or_by_contexts(server: Running) -> None:
     about = ServedOptions(url=f"{server.url}/v1", model="tiny", tokenizer="checkpoints/tiny", texts=[2], tokens=300)
     whole, named = measure(about), measure(replace(about, contexts=True))
     assert (named.keys() - whole.keys(), len(whole["at_once"])) == ({"read_seconds"}, 2)
     assert sum(entry.name.startswith("text") for entry in server.state.library.entries()) == 2
     with pytest.raises(openai.NotFoundError, match="nowhere"):
-        Asking(client, about, named=True).answer(Planted("nowhere", "a text", "1"))
+        measure(replace(about, model="nowhere"))
