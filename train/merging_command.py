@@ -137,7 +137,7 @@ def _steps(model: nn.Module, heads: Any, kernels: MergingKernels, stream: Any, o
     losses: list[float] = []
     for step in range(1, options.steps + 1):
         ids = next(stream).prompt_ids[:, : options.max_prompt_tokens]
-        losses.append(float(merging_step(model, heads, kernels, ids, options.policy).loss))
+        losses.append(float(merging_step(model, heads, kernels, ids, options.policy).mean()))
         optimizer.step()
         optimizer.zero_grad()
         schedule.step()

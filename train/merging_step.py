@@ -12,7 +12,6 @@ LoCoCo itself trains on the language-model loss of the next chunk through the wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -35,27 +34,20 @@ from locret.policy.policy import RetentionPolicy
 from locret.scorers import RetainingHeadScorer
 
 
-@dataclass(frozen=True)
-class MergingResult:
-    """What the kernels make up for in one text."""
-
-    loss: Tensor
-    """Mean over layers and evictions of the error that is left, relative to eviction alone; detached."""
-    evictions: int
-    """Evictions that a later chunk has looked at, of all layers."""
-
-
 def merging_step(
     model: nn.Module,
     heads: RetainingHeads,
     kernels: MergingKernels,
     prompt_ids: Tensor,
     policy: RetentionPolicy,
-    *,
-    backward: Callable[[Tensor], None] = Tensor.backward,
-) -> MergingResult:
-    """Add the gradient of one text's loss to the kernels' gradients."""
-    lesson = _Lesson(kernels=kernels, backward=backward)
+) -> Tensor:
+    """Add the gradient of one text's loss to the kernels' gradients.
+
+    Returns:
+        Of every eviction that a later chunk has looked at, in all layers, the error that is left, relative to eviction
+        alone; detached.
+    """
+    lesson = _Lesson(kernels=kernels)
     cache = RetentionCache(model, _Watching(heads=heads, lesson=lesson), policy)
     rotary = cache.governed[0].store.rotary
     if rotary.adjacent or cache.unrotated():
@@ -73,7 +65,7 @@ def merging_step(
             f"a text of {ids.shape[1]} tokens has no chunk behind its first eviction with budget={policy.budget} and "
             f"chunk_size={policy.chunk_size}; use longer texts, or lower them"
         )
-    return MergingResult(torch.stack(lesson.losses).mean(), len(lesson.losses))
+    return torch.stack(lesson.losses)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,7 +75,6 @@ class _Lesson(Merger):
     name: ClassVar[str] = "lesson"
 
     kernels: MergingKernels
-    backward: Callable[[Tensor], None]
     rotary: Rotary | None = None
     waiting: dict[int, Units] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)
@@ -130,7 +121,7 @@ class _Lesson(Merger):
             merged = fold(units, self.kernels[chunk.layer_idx])
             error = (read(merged.keys, merged.values).float() - wanted).square().sum()
             loss = error / (evicted - wanted).square().sum().clamp_min(torch.finfo(torch.float32).tiny)
-            self.backward(loss)
+            loss.backward()
         self.losses.append(loss.detach())
 
 

@@ -184,10 +184,8 @@ class TrainingStream(Iterator[TrainingExample]):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; the number of processes may differ."""
-        # States of earlier versions have no first row.
         for name, ours in {"held_out": None, **self._identity()}.items():
-            theirs = state.get(name, ours if name == "first_row" else None)
-            if theirs != ours:
+            if (theirs := state.get(name)) != ours:
                 raise ValueError(
                     f"--resume: the checkpoint's stream was made with {name}={theirs!r}, this run has {ours!r}; use "
                     "the same setting and rows, or start without --resume"
