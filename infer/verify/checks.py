@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from locret import RetentionCache, RetentionPolicy, load_cache, prefill, save_cache, scorers
 from locret.backbone.adapters import attention_modules, compute_dtype
 from locret.backbone.chunk import PROJECTIONS, Attended
+from locret.backbone.passes import run_decoder
 from locret.cache.limits import planned_bytes
 from locret.infer.verify import FAILED, OK, REFUSED, NotHere, Row
-from locret.infer.verify.replay import Block, recorded, replay, run_backbone
+from locret.infer.verify.replay import Block, recorded, replay
 from locret.infer.verify.subject import FACTOR, NEW_TOKENS, Answer, Apart, Subject, apart, kept_by_head, scores_by_head
 from locret.labels.labels import observe
 from locret.lookups.base import Ask, logits_of
@@ -217,7 +218,7 @@ def prefix(subject: Subject) -> Iterator[Row]:
         # One by one, since some states start anew where they are given several; and numbered, as by generate.
         for number, token in enumerate(subject.on_device(answer.ids[:, :-1]).split(1, dim=1), start=first):
             where = torch.full_like(token, number)
-            run_backbone(subject.model, input_ids=token, past_key_values=exported, use_cache=True, position_ids=where)
+            run_decoder(subject.model, token, exported, position_ids=where)
     what = f"hidden states of {NEW_TOKENS - 1} answer tokens, and of the backbone alone on a DynamicCache of the units"
     theirs, noise = torch.cat([part[0] for part in own]), subject.noise_of(NEW_TOKENS, first=subject.tokens)
     yield close(what, apart(answer.states[0, 1:], theirs, noise))

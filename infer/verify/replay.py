@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from locret.backbone.adapters import attention_modules, describe, find_decoder, latents, unwrap
-from locret.backbone.passes import gathering_root, unrotated_layers
+from locret.backbone.passes import run_decoder, unrotated_layers
 from locret.backbone.rotary import Rotary, rotate
 
 Kept = list[list[Tensor]]
@@ -108,19 +108,11 @@ def replay(model: nn.Module, ids: Tensor, blocks: Sequence[Block], *, compact: b
     base.set_attn_implementation(_NAME)
     try:
         with recorded(find_decoder(model)) as states:
-            run_backbone(model, input_ids=ids, use_cache=False, position_ids=run.where.to(ids.device)[None])
+            run_decoder(model, ids, position_ids=run.where.to(ids.device)[None])
     finally:
         base.set_attn_implementation(before)
         _RUNNING.pop()
     return states[0][0]
-
-
-def run_backbone(model: nn.Module, **arguments: Any) -> None:
-    """Run the decoder layers, from the root where weights come together from there on."""
-    if gathering_root(model) is not None:
-        unwrap(model)(logits_to_keep=1, **arguments)
-    else:
-        find_decoder(model)(**arguments)
 
 
 @contextmanager

@@ -26,8 +26,9 @@ from transformers import DynamicCache
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.adapters import compute_dtype, describe, find_decoder, input_device, unwrap
+from locret.backbone.passes import run_decoder
 from locret.backbone.rotary import long_factors
-from locret.infer.verify.replay import Kept, recorded, run_backbone
+from locret.infer.verify.replay import Kept, recorded
 from locret.scorers import Scorer
 from locret.scorers.retaining_heads import as_scorer
 
@@ -117,8 +118,7 @@ class Subject:
         with self.alone(), recorded(self.decoder) as states:
             for start, end in pairwise([0, *ends] if ends else [0, self.tokens]):
                 where = torch.arange(start, end, device=ids.device)[None]  # which some do not know by themselves
-                options = {} if cache is None else {"past_key_values": cache, "position_ids": where}
-                run_backbone(self.model, input_ids=ids[:, start:end], use_cache=cache is not None, **options)
+                run_decoder(self.model, ids[:, start:end], cache, **({} if cache is None else {"position_ids": where}))
         return torch.cat([part[0] for part in states])
 
     @cached_property

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
 from locret.backbone.adapters import compute_dtype, describe, input_device, unwrap
-from locret.base.nearest import check_retired, nearest
+from locret.base.nearest import refuse_unknown
 from locret.environment import versions
 from locret.infer.verify import FAILED, LEAST_TOKENS, SKIPPED, TOKENS, NotHere, Report, Row
 from locret.infer.verify.checks import CHECKS
@@ -80,9 +80,7 @@ def chosen_checks(only: Collection[str]) -> Sequence[str]:
     """Return the checks of these names, in their own order; all if there are none. Refuses a name that is unknown."""
     for name in only:
         if name not in CHECKS:
-            check_retired("--only", name)
-            near = nearest(name, list(CHECKS)) or list(CHECKS)
-            raise ValueError(f"--only {name}: there is no such check; did you mean {' or '.join(near)}?")
+            refuse_unknown("--only", name, CHECKS)
     return [name for name in CHECKS if not only or name in only]
 
 

@@ -93,9 +93,9 @@ def _pass_along(root: Any) -> Tensor:
     return root(input_ids=token, use_cache=False, logits_to_keep=1).logits  # type: ignore[no-any-return]
 
 
-def run_decoder(model: nn.Module, input_ids: Tensor, cache: Cache | None = None) -> None:
+def run_decoder(model: nn.Module, input_ids: Tensor, cache: Cache | None = None, **arguments: Any) -> None:
     """Run the decoder layers over (B, L) new tokens, for what observers and the cache, which is filled, see of them."""
-    arguments: dict[str, Any] = {"input_ids": input_ids, "past_key_values": cache, "use_cache": cache is not None}
+    arguments |= {"input_ids": input_ids, "past_key_values": cache, "use_cache": cache is not None}
     if gathering_root(model) is not None:
         # Layers come together from the root on; the logits of one token cost nothing.
         unwrap(model)(logits_to_keep=1, **arguments)

@@ -200,7 +200,7 @@ def test_the_embedded_pair_passes(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["--tokens", "10"], "--tokens 10 leaves nothing to cut into chunks"),
         (["--output", "record"], 'locret-verify "--output" was retired'),
-        (["--only", "bytess"], "--only bytess: there is no such check; did you mean bytes"),
+        (["--only", "bytess"], '--only "bytess" is unknown; did you mean bytes'),
         (["--budget", "1000", "--tokens", "512"], "--tokens 512 is too short to evict anything with --budget 1000"),
     ],
     ids=str,
