@@ -65,7 +65,7 @@ def _answers_about(
                 yield _record(case, run, prompt, facts, _answered(prompt, run))
             elif rule(run.method) == ORACLE:  # it reads the document for one question
                 yield _later(case, run, prompt, facts, next(answers_on_forks([prompt], run)))
-        prompt.forget()
+        vars(prompt).pop("labels", None)  # which are large
     for run in runs:
         own_of = [(case, prompt, facts) for case, own, prompt, facts in asked if run in own]
         if run.protocol != AWARE and rule(run.method) != ORACLE and own_of:

@@ -26,12 +26,10 @@ from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.infer.methods import Method, find, modified
 from locret.infer.methods import names as shared_names
 from locret.labels.labels import answer_labels
-from locret.loading.options import LOCRET
 from locret.scorers import Scorer
-from locret.scorers.chosen import FULL
 
 ORACLE = "oracle"
-_OWN = (Method(ORACLE, "labels of the true answer: the upper bound that trained heads chase"),)
+_ORACLE = Method(ORACLE, "labels of the true answer: the upper bound that trained heads chase")
 
 
 @dataclass
@@ -111,7 +109,6 @@ class Prompt:
     text: SharedText = field(repr=False)
     whole: Prompt | None = field(default=None, repr=False)
     """With the question, where these ids end before it."""
-    _labels: Tensor | None = field(default=None, repr=False)
 
     @property
     def setup(self) -> Setup:
@@ -121,27 +118,21 @@ class Prompt:
     @property
     def document(self) -> Prompt:
         """The prompt up to where its question begins; errors are those of the text's."""
-        return replace(self, ids_1N=self.ids_1N[:, : self.text.document], whole=self, _labels=None)
+        return replace(self, ids_1N=self.ids_1N[:, : self.text.document], whole=self)
 
-    @property
+    @cached_property
     def labels(self) -> Tensor:
-        """The oracle's labels (L, K, N), from the true answer; computed once."""
+        """The oracle's labels (L, K, N), from the true answer; computed once, until they are deleted."""
         if self.whole is not None:
             return self.whole.labels[..., : self.ids_1N.shape[1]]
-        if self._labels is None:
-            answer_1A = reply_ids(self.setup.tokenizer, self.sample.reply, self.ids_1N.device)
-            self._labels = answer_labels(self.setup.model, self.ids_1N, answer_1A, "log_attention", True)
-        return self._labels
-
-    def forget(self) -> None:
-        """Give the labels' memory back."""
-        self._labels = None
+        answer_1A = reply_ids(self.setup.tokenizer, self.sample.reply, self.ids_1N.device)
+        return answer_labels(self.setup.model, self.ids_1N, answer_1A, "log_attention", True)
 
 
 def names() -> list[str]:
     """Return the names that `get` knows."""
-    own = [FULL, LOCRET, ORACLE]
-    return [*own, *(name for name in shared_names() if name not in own)]
+    first, second, *others = shared_names()
+    return [first, second, ORACLE, *others]
 
 
 def rule(method: Method) -> str:
@@ -152,8 +143,7 @@ def rule(method: Method) -> str:
 def get(method: str) -> Method:
     """Return the method that a text names, such as `snapkv:kernel=7+pyramid`."""
     spec = method_spec.parse(method)
-    own = next((own for own in _OWN if own.name == spec.name), None)
-    return find(spec, "method", names()) if own is None else modified(own, spec, "method")
+    return modified(_ORACLE, spec, "method") if spec.name == ORACLE else find(spec, "method", names())
 
 
 def make_scorer(method: Method, prompt: Prompt) -> RetainingHeads | Scorer:

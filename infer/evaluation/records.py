@@ -18,7 +18,7 @@ from locret.environment import versions
 SAMPLES, RESULTS, TABLE = "samples.jsonl", "results.json", "results.md"
 PART = "samples.process-{}.jsonl"
 """What another process than the first writes, until the first merges it."""
-KEY = ("task", "version", "tokens", "index", "method", "budget", "chunk_size", "stabilizers")
+KEY = ("task", "version", "tokens", "index", "method", "budget", "chunk_size", "stabilizers", "protocol")
 """What tells one run from another within an output folder."""
 PROTOCOLS = AWARE, AGNOSTIC = "aware", "agnostic"
 """The question stands in the prompt while that is read; or the document is read and evicted to the budget first, and
@@ -27,19 +27,13 @@ the question comes afterwards, on a fork."""
 
 def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what tells a record from others."""
-    varying = record.get("budget_share"), protocol_of(record), record.get("question")
-    return (*(record[name] for name in KEY), *varying)
-
-
-def protocol_of(found: Mapping[str, Any]) -> str:
-    """Return the protocol of a record or cell; the first toolkits knew one only."""
-    return str(found.get("protocol", AWARE))
+    return (*(record[name] for name in KEY), record.get("budget_share"), record.get("question"))
 
 
 def shown(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return records or cells for people: the method's name says its protocol where that is not the usual one."""
     return [
-        one if protocol_of(one) == AWARE else {**one, "method": f"{one['method']}, {one['protocol']}"} for one in found
+        one if one["protocol"] == AWARE else {**one, "method": f"{one['method']}, {one['protocol']}"} for one in found
     ]
 
 
@@ -53,12 +47,8 @@ def with_error(score: float | None, error: float | None, places: int = 1) -> str
 def amount(found: Mapping[str, Any]) -> str:
     """Return the budget of a record or a cell for people: "256", "10%" of the prompt, or "all"."""
     if found.get("budget_share") is not None:
-        return percent(found["budget_share"])
+        return f"{100 * found['budget_share']:.6g}%"
     return "all" if found["budget"] is None else f"{found['budget']:,}"
-
-
-def percent(share: float) -> str:
-    return f"{100 * share:.6g}%"
 
 
 def size(count: float) -> str:

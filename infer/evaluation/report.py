@@ -19,14 +19,12 @@ from locret.data.tasks.task import SampleSet, Task
 from locret.environment import versions
 from locret.infer.evaluation.plan import Case, Run
 from locret.infer.evaluation.records import (
-    AWARE,
     RESULTS,
     TABLE,
     SampleLog,
     amount,
     fingerprint,
     key,
-    protocol_of,
     shown,
     size,
     with_error,
@@ -95,7 +93,7 @@ def cells(records: Sequence[dict[str, Any]], sets: Mapping[tuple[str, int], Samp
     """
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for record in records:
-        groups.setdefault(tuple(record.get(name) for name in CELL[:-1]) + (protocol_of(record),), []).append(record)
+        groups.setdefault(tuple(record.get(name) for name in CELL), []).append(record)
     found = []
     for group, members in groups.items():
         cell = {name: value for name, value in zip(CELL, group, strict=True) if (name, value) != ("budget_share", None)}
@@ -151,9 +149,8 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     tiers = ["host"] if any("host_bytes" in cell for cell in found) else []
     lines = []
     for policy, own in zip(policies, rows.values(), strict=True):
-        full = _full(rows, policy)
         texts = [policy["method"], amount(policy)]
-        texts += [_score(own.get(column), full.get(column), name) for column, name in zip(columns, names, strict=True)]
+        texts += [_score(own.get(column), name) for column, name in zip(columns, names, strict=True)]
         cells = list(own.values())
         texts += [f"{max(cell['kept_units'] for cell in cells):,}", size(max(cell["peak_bytes"] for cell in cells))]
         texts += [size(max(cell.get("host_bytes", 0) for cell in cells)) for _ in tiers]
@@ -169,13 +166,6 @@ def table(found: Sequence[dict[str, Any]]) -> str:
     return "\n".join([*markdown(titles, lines), *noted]) + "\n"
 
 
-def _full(rows: Mapping[tuple[Any, ...], Any], policy: dict[str, Any]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return the plain cache's cells, of the same protocol if it was read in it."""
-    nothing, protocol = (None, None, None, None), policy["protocol"]
-    usual = rows.get(("full", *nothing, AWARE), {})
-    return {**usual, **rows.get((f"full, {protocol}", *nothing, protocol), {})}
-
-
 def _title(column: tuple[str, int], found: Sequence[dict[str, Any]]) -> str:
     """Return a column's title: a task with the part of a published set that all methods read, and the length.
 
@@ -189,13 +179,12 @@ def _title(column: tuple[str, int], found: Sequence[dict[str, Any]]) -> str:
     return name if single or not tokens else f"{name} @ {tokens:,}"
 
 
-def _score(cell: dict[str, Any] | None, full: dict[str, Any] | None, title: str) -> str:
+def _score(cell: dict[str, Any] | None, title: str) -> str:
     if cell is None:
         return ""
     # Methods of an unfinished run may have read different parts of a published set.
     part = f" [{cell['task'].removeprefix(cell['set']).strip(' ()')}]" if cell["task"] not in title else ""
-    share = "" if full is None or cell is full or not full["score"] else f" ({cell['score'] / full['score']:.0%})"
-    return f"{with_error(cell['score'], cell['standard_error'])}{share}{part}"
+    return f"{with_error(cell['score'], cell['standard_error'])}{part}"
 
 
 _READING = ("method", "budget", "budget_share", "chunk_size", "stabilizers")

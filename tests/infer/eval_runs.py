@@ -13,7 +13,8 @@ from locret.infer.evaluation.methods import Prompt, Setup, SharedText
 
 RECORD: dict[str, Any] = {
     **{"task": "passkey", "version": 1, "tokens": 300, "index": 0, "method": "random"},
-    **{"budget": 64, "chunk_size": 32, "stabilizers": 16, "score": 1.0, "prediction": "48213", "targets": ["48213"]},
+    **{"budget": 64, "chunk_size": 32, "stabilizers": 16, "protocol": "aware"},
+    **{"score": 1.0, "prediction": "48213", "targets": ["48213"]},
     **dict.fromkeys(("prompt_tokens", "generated_tokens", "kept_units", "peak_units", "cache_bytes", "peak_bytes"), 9),
     **dict.fromkeys(("prefill_seconds", "decode_seconds"), 0.5),
 }
