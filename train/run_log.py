@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,12 +49,8 @@ class RunLog:
         # What was interrupted and resumed is one curve, and two runs of one group.
         accelerator.init_trackers("locret", init_kwargs={"tensorboard": {"purge_step": first_step + 1}, "wandb": wandb})
 
-    def __enter__(self) -> RunLog:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self) -> None:
+        """Close the file."""
         if self.enabled:
             self._file.close()
 

@@ -12,8 +12,7 @@ from its keys and values. Labels are whole only after the last answer, so the fe
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +109,10 @@ def learn_layer(
     backward: Callable[[Tensor], None],
 ) -> Tensor:
     """Call `backward` with one layer's share of the total; return (3,) its fit, smoothness and overlap, detached."""
-    with torch.enable_grad(), _without_cast_cache(features_TF.device.type):
+    kind = features_TF.device.type
+    # Of a head's weights no low-precision copy is kept after its layer is done.
+    how = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    with torch.enable_grad(), torch.autocast(kind, *how, cache_enabled=False):
         scores_KT = heads[layer_idx](features_TF).T
         fit, smoothness = fit_and_smoothness(scores_KT, labels_KT, loss)
         # The fit is a mean over layers, smoothness a sum over them.
@@ -118,13 +120,3 @@ def learn_layer(
     overlap = top_overlap(scores_KT.detach(), labels_KT)[0]
     # Stacking copies: torch's smooth L1 loss is a scalar that holds on to the memory of all its terms.
     return torch.stack([fit.detach(), smoothness.detach(), overlap])
-
-
-@contextlib.contextmanager
-def _without_cast_cache(device_type: str) -> Iterator[None]:
-    """Under autocast, keep no low-precision copy of a head's weights after its layer is done."""
-    if not torch.is_autocast_enabled(device_type):
-        yield
-        return
-    with torch.autocast(device_type, dtype=torch.get_autocast_dtype(device_type), cache_enabled=False):
-        yield

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,7 +107,7 @@ class Trainer:
         steps = self.options.steps
         with (
             interrupts.noted(*interrupts.SIGNALS) as received,
-            RunLog(self.folder, self.step, steps, self.heads.layers, self.accelerator) as log,
+            closing(RunLog(self.folder, self.step, steps, self.heads.layers, self.accelerator)) as log,
         ):
             if not self.step and self.held_out:
                 before = self._evaluate()
