@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +167,7 @@ def prepare(
             method.scorer.check_backbone(config)
     dtype = loading.resolve_dtype(model.dtype, config, device)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    found, missing = _selected(evaluation, positions, partial(loading.load_tokenizer, model))
+    found, missing = _selected(evaluation, positions, cache(partial(loading.load_tokenizer, model)))
     cases = plan_cases(found, evaluation.seed, evaluation.template, evaluation.questions)
     made = [case.tokens for case in cases if case.samples.made and case.tokens]
     if made:

@@ -34,7 +34,7 @@ def row(name: str, tokens: int | None = 2048, **options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ANYWHERE)
 def test_a_prompt_fills_its_length_and_its_true_answer_scores_1(name: str) -> None:
     task = MADE[name]
-    sample = task.sampler(TOKENIZER, 3000, samples=2, seed=0)
+    sample = task.sampler(Making(TOKENIZER, 3000, samples=2))
     for index in range(2):
         one = sample(index)
         prompt = build_prompt(task, one, TOKENIZER)
@@ -75,7 +75,7 @@ def test_the_largest_size_is_found_from_any_guess(limit: int, guess: int) -> Non
 
 def test_a_length_that_is_missing_or_cannot_hold_a_row_is_refused() -> None:
     with pytest.raises(ValueError, match="tokens: ruler/vt has no length of its own"):
-        MADE["ruler/vt"].sample(TOKENIZER)
+        MADE["ruler/vt"].sampler(Making(TOKENIZER))
     with pytest.raises(ValueError, match=r"tokens=100 cannot hold a row of ruler/vt, which takes at least \d+; raise"):
         row("ruler/vt", 100)
 
@@ -83,7 +83,7 @@ def test_a_length_that_is_missing_or_cannot_hold_a_row_is_refused() -> None:
 @pytest.mark.parametrize(("move", "share"), [("rock", 0.5), ("paper", 0.502), ("scissors", 0.5205)])
 def test_a_constant_answer_wins_what_the_preferred_move_allows(move: str, share: float) -> None:
     task = tasks.get(f"sirllm/{move}")
-    sample = task.sample(None)
+    sample = task.sampler(Making(None))(0)
     best = {"rock": "B", "paper": "C", "scissors": "A"}[move]
     assert task.score(best * 2000, sample) == pytest.approx(share, abs=0.04)
     (short,) = tasks.get(f"sirllm/{move}", turns=2).items(entries([{"user_choice": letter} for letter in "ABC"]))
@@ -140,5 +140,5 @@ def test_a_question_comes_with_its_own_documents_and_distractors(
 
 
 def test_a_needle_scores_the_share_of_its_words() -> None:
-    sample = MADE["niah/needle"].sample(TOKENIZER, 1000)
+    sample = MADE["niah/needle"].sampler(Making(TOKENIZER, 1000))(0)
     assert MADE["niah/needle"].score("You should eat a SANDWICH.", sample) == pytest.approx(3 / 11)

@@ -18,6 +18,7 @@ from locret import RetainingHeads, RetentionPolicy, prefill
 from locret.data import tasks
 from locret.data.tasks import Sample
 from locret.data.tasks.prompts import build_prompt
+from locret.data.tasks.published.base import Making
 from locret.data.tasks.rows import Row, open_rows
 from locret.data.tasks.task import Wanted
 from locret.infer.evaluation import answering, command, methods
@@ -223,12 +224,13 @@ def test_a_conversation_is_answered_as_by_the_plain_model_that_reads_it_anew(
 
 def played(setup: Setup, turns: int, policy: RetentionPolicy | None = None) -> dict[str, Any]:
     task = tasks.get("sirllm/rock", turns=turns)
-    (prompt,) = prompts(setup, task, [task.sample(None)])
+    (prompt,) = prompts(setup, task, [task.sampler(Making(None))(0)])
     return answering.answer_turns(prompt, Run(methods.get("random" if policy else "full"), policy))
 
 
 def test_a_choice_is_what_three_branches_of_the_same_past_would_choose(setup: Setup) -> None:
-    sample, past, best = tasks.get("sirllm/rock", turns=6).sample(None), setup.tokenizer("")["input_ids"], ""
+    sample = tasks.get("sirllm/rock", turns=6).sampler(Making(None))(0)
+    past, best = setup.tokenizer("")["input_ids"], ""
     for turn in sample.turns:
         branches = {}
         for letter in "ABC":

@@ -7,7 +7,8 @@ import random
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -144,13 +145,13 @@ class Making(NamedTuple):
 
     tokenizer: Any
     """Any; it only counts."""
-    tokens: int | None
+    tokens: int | None = None
     """Length of the whole prompt, chat template included, and the answer together (RULER's sequence length); the prompt
     fills what the answer leaves. None for the published sizes, where there are any."""
-    samples: int
-    seed: int
+    samples: int = 1
+    seed: int = 0
     """Same seed, same rows."""
-    data_dir: Path | None
+    data_dir: Path | None = None
     """Where source texts lie (essays, question sets); see the task."""
 
     def count(self, text: str) -> int:
@@ -213,18 +214,12 @@ class RowMaker(PublishedTask):
         ids = build_prompt(self, probe, of.tokenizer, template=template).ids
         return len(ids) - of.count(probe.content) + self.max_new_tokens
 
-    def sampler(
-        self, tokenizer: Any, tokens: int | None, *, samples: int, seed: int, data_dir: Path | None = None
-    ) -> Callable[[int], Sample]:
+    def sampler(self, of: Making) -> Callable[[int], Sample]:
         """Return what makes the sample of row `index`; errors are those of `maker`."""
-        if tokens is None and self.needs_length:
+        if of.tokens is None and self.needs_length:
             raise ValueError(f"tokens: {self.name} has no length of its own; give one, such as 4096")
-        make = self.maker(Making(tokenizer, tokens, samples, seed, data_dir))
+        make = self.maker(of)
         return lambda index: self.read(Row(index, f"{self.name}:{index}", make(index)))[0]
-
-    def sample(self, tokenizer: Any, tokens: int | None = None, *, seed: int = 0) -> Sample:
-        """Return one sample that is made for a tokenizer and a length; errors are those of `maker`."""
-        return self.sampler(tokenizer, tokens, samples=1, seed=seed)(0)
 
     def stand_in(self, data_dir: Path | None) -> str:
         """Return in a word or two what stands in for published texts that are not there; empty if nothing does."""
@@ -257,8 +252,8 @@ class RowMaker(PublishedTask):
                     f"{f'to --lengths {tokens}' if tokens else 'in their published sizes'}; give --lengths "
                     f"{wanted.max_prompt} or less, or drop --max-prompt"
                 )
-            source = self._source(wanted.tokenizer(), tokens, wanted.folders)
-            found[tokens] = MadeSamples(self, tokens, wanted.samples or SAMPLES, wanted.seed, source)
+            of = Making(wanted.tokenizer(), tokens or None, wanted.samples or SAMPLES, wanted.seed)
+            found[tokens] = MadeSamples(self, self._with_texts(of, wanted.folders))
         return "length", found
 
     def rows_of(self, tokens: int, folders: Sequence[str] | None) -> Self | None:
@@ -267,15 +262,15 @@ class RowMaker(PublishedTask):
         tasks = [replace(self, file=spot) for spot in spots]
         return next((task for task in tasks if folders is not None and rows.local(task, folders)), None)
 
-    def _source(self, tokenizer: Any, tokens: int, folders: Sequence[str] | None) -> Path | None:
-        """Return the folder that has the texts rows are made from; None if they need none, or make do with our own."""
+    def _with_texts(self, of: Making, folders: Sequence[str] | None) -> Making:
+        """Return the same with the folder that has the texts rows are made from, if any is given."""
         *others, last = [None] if folders is None else [Path(folder).expanduser() for folder in folders]
         for option in others:
             with suppress(ValueError):
-                self.sampler(tokenizer, tokens or None, samples=1, seed=0, data_dir=option)
-                return option
-        self.sampler(tokenizer, tokens or None, samples=1, seed=0, data_dir=last)
-        return last
+                self.sampler(found := of._replace(data_dir=option))
+                return found
+        self.sampler(found := of._replace(data_dir=last))
+        return found
 
 
 @dataclass
@@ -283,35 +278,31 @@ class MadeSamples(SampleSet):
     """Samples that a task makes for the run, of one length; each depends on its number, seed and length alone."""
 
     task: RowMaker  # type: ignore[assignment]
-    tokens: int
-    """Of prompt and answer; 0 for the published sizes."""
-    samples: int
-    seed: int
-    source: Path | None = None
-    """Where essays and question sets lie."""
+    making: Making
     made: bool = True
-    _make: Callable[[int], Sample] | None = field(default=None, repr=False)
 
     @property
     def chosen(self) -> Sequence[int]:  # type: ignore[override]
         """Numbers of the samples."""
-        return range(self.samples)
+        return range(self.making.samples)
+
+    @cached_property
+    def _make(self) -> Callable[[int], Sample]:
+        return self.task.sampler(self.making)
 
     def sample(self, number: int, tokenizer: Any) -> Sample:
-        if self._make is None:
-            more = {"samples": self.samples, "seed": self.seed, "data_dir": self.source}
-            self._make = self.task.sampler(tokenizer, self.tokens or None, **more)  # type: ignore[arg-type]
         return self._make(number)
 
     def facts(self) -> dict[str, Any]:
         """Return what tells these data from others."""
-        texts = self.task.stand_in(self.source) or (self.source and self.source.name)
-        return {"generated": True, "seed": self.seed, "texts": texts}
+        source = self.making.data_dir
+        texts = self.task.stand_in(source) or (source and source.name)
+        return {"generated": True, "seed": self.making.seed, "texts": texts}
 
     def label(self, count: int) -> str:
         """Return the task's name, with what stands in for the published texts."""
-        own = self.task.stand_in(self.source)
-        return f"{self.task.name} ({own})" if own and self.made else super().label(count)
+        own = self.task.stand_in(self.making.data_dir)
+        return f"{self.task.name} ({own})" if own else super().label(count)
 
 
 def spread(samples: int, index: int, low: float = 0.0, high: float = 1.0) -> float:

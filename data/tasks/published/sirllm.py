@@ -72,7 +72,7 @@ class RockPaperScissors(RowMaker):
 
     def made(self, wanted: Wanted) -> tuple[str, dict[int, SampleSet]]:
         """Return one game, whose length comes from its turns."""
-        return "turns", {0: MadeSamples(self, 0, 1, wanted.seed)}
+        return "turns", {0: MadeSamples(self, Making(None, seed=wanted.seed))}
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the share of turns won."""
