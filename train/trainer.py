@@ -9,9 +9,9 @@ processes with one row each do what one process does with k accumulated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,13 +28,14 @@ from locret.train import checkpointing
 from locret.train.loss import chance_overlap
 from locret.train.run_log import RunLog, Window, peak_memory
 from locret.train.step import StepResult, train_step
-from locret.train.training_options import LossOptions, OptimizerOptions, RunOptions
+from locret.train.training_options import OptimizerOptions
 from locret.train.validation import eval_record
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from locret.data.training.stream import TrainingExample, TrainingStream
+    from locret.data.training.stream import TrainingExample
+    from locret.train.training_run import TrainingRun
 
 
 def head_optimizer(heads: nn.Module, o: OptimizerOptions) -> tuple[torch.optim.AdamW, LambdaLR]:
@@ -49,35 +50,26 @@ def head_optimizer(heads: nn.Module, o: OptimizerOptions) -> tuple[torch.optim.A
 class Trainer:
     """Trains heads on a frozen backbone."""
 
+    training: TrainingRun
+    """The run, with its rows open and its output folder there."""
     model: nn.Module
     """The backbone, frozen, in evaluation mode, on the accelerator's device."""
     heads: RetainingHeads
     """On the same device."""
-    stream: TrainingStream
-    """This process's rows."""
     accelerator: Accelerator
     """Made with the mixed precision and gradient accumulation that the options say."""
-    _: KW_ONLY
-    held_out: Sequence[TrainingExample]
-    """Rows to evaluate on, the same on every process; they are shared out."""
-    loss: LossOptions
-    options: OptimizerOptions
-    run: RunOptions
-    max_prompt_tokens: int
-    eval_every: int
-    folder: Path
-    """Output folder, which exists."""
     config: Mapping[str, Any]
     """The options that must not change when the run is resumed; stored with every checkpoint."""
 
     def __post_init__(self) -> None:
         self._ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        self.stream, self.held_out, self.folder = self.training.stream, self.training.held_out, self.training.folder
         self.step = self.rows = self.tokens = 0
         self.learning_rate = 0.0
         self.last_record: dict[str, Any] = {}
         self.before: list[float] = []
         """Overlap of each held-out row before the first step; without such rows, that of the first step."""
-        adamw, self.scheduler = head_optimizer(self.heads, self.options)
+        adamw, self.scheduler = head_optimizer(self.heads, self.training.optimizer)
         self.optimizer = self.accelerator.prepare(adamw)
         self.window = Window(self.accelerator.device)
 
@@ -104,7 +96,7 @@ class Trainer:
         Returns:
             The signal that ended the run (0: it is finished), and the last log record.
         """
-        steps = self.options.steps
+        steps = self.training.optimizer.steps
         with (
             interrupts.noted(*interrupts.SIGNALS) as received,
             closing(RunLog(self.folder, self.step, steps, self.heads.layers, self.accelerator)) as log,
@@ -118,9 +110,9 @@ class Trainer:
                 self._optimizer_step()
                 stopped = self._agree(received[0] if received else 0)
                 ends = bool(stopped) or self.step == steps
-                evaluates = bool(self.held_out) and (self.step % self.eval_every == 0 or self.step == steps)
-                saves = ends or self.step % self.run.save_every == 0
-                if saves or evaluates or self.step % self.run.log_every == 0:
+                evaluates = bool(self.held_out) and (self.step % self.training.eval_every == 0 or self.step == steps)
+                saves = ends or self.step % self.training.run.save_every == 0
+                if saves or evaluates or self.step % self.training.run.log_every == 0:
                     self.last_record = {"step": self.step, **self._record()}
                     if evaluates:
                         self.last_record |= self._evaluate()
@@ -134,7 +126,7 @@ class Trainer:
 
     def _optimizer_step(self) -> None:
         # A step that the loss scaler skips (float16) counts as a step all the same, so that a run ends.
-        for _ in range(self.options.gradient_accumulation):
+        for _ in range(self.training.optimizer.gradient_accumulation):
             with self.accelerator.accumulate(self.heads):
                 self._row()
                 if self.accelerator.sync_gradients:
@@ -162,8 +154,8 @@ class Trainer:
                 self.heads,
                 example.prompt_ids,
                 example.answer_ids,
-                self.loss,
-                max_prompt_tokens=self.max_prompt_tokens,
+                self.training.loss,
+                max_prompt_tokens=self.training.data.max_prompt_tokens,
                 asked=example.asked,
                 backward=backward,
             )
@@ -176,10 +168,10 @@ class Trainer:
                 result = self._read(self.held_out[row], lambda _: None)
                 values[row] = torch.stack([result.total, result.fit, result.smoothness, result.overlap.mean()])
         shared: Tensor = self.accelerator.reduce(values, reduction="sum")  # type: ignore[assignment]
-        return eval_record(shared.tolist(), self.loss.objective)
+        return eval_record(shared.tolist(), self.training.loss.objective)
 
     def _chance(self, example: TrainingExample) -> float:
-        return chance_overlap(min(example.prompt_ids.shape[-1], self.max_prompt_tokens))
+        return chance_overlap(min(example.prompt_ids.shape[-1], self.training.data.max_prompt_tokens))
 
     def chance(self) -> float:
         """Return the overlap of scores at random, on the held-out rows or else on those of the last record."""
@@ -194,10 +186,10 @@ class Trainer:
                 parameter.grad = self.accelerator.reduce(parameter.grad, reduction="mean")  # type: ignore[assignment]
         self.accelerator.unscale_gradients()
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        norm, limit = nn.utils.get_total_norm(gradients), self.options.clip_limit
-        if self.options.clip == "value":
+        norm, limit = nn.utils.get_total_norm(gradients), self.training.optimizer.clip_limit
+        if self.training.optimizer.clip == "value":
             nn.utils.clip_grad_value_(parameters, limit)
-        elif self.options.clip == "norm":
+        elif self.training.optimizer.clip == "norm":
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         self.window.add_step(norm)
 
@@ -228,7 +220,7 @@ class Trainer:
         norms, steps = window.gradients.tolist()
         record = {
             "total": means[0],
-            self.loss.objective: means[1],
+            self.training.loss.objective: means[1],
             "smoothness": means[2],
             "overlap": sum(means[3:-2]) / len(self.heads),
             "chance_overlap": means[-2],
@@ -259,4 +251,4 @@ class Trainer:
                     "record": self.last_record,
                     "before": self.before,
                 }
-                checkpointing.save(self.folder, self.step, self.heads, state, self.run.keep_checkpoints)
+                checkpointing.save(self.folder, self.step, self.heads, state, self.training.run.keep_checkpoints)

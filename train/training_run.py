@@ -203,20 +203,7 @@ class TrainingRun:
                 options, processes = self.resolved_options(), accelerator.num_processes
                 record = run_folder.run_record(options, self.chosen, processes, str(accelerator.device))
                 run_folder.prepare(self.folder, record, overwrite=self.run.overwrite)
-        trainer = Trainer(
-            model,
-            heads,
-            self.stream,
-            accelerator,
-            held_out=self.held_out,
-            loss=self.loss,
-            options=self.optimizer,
-            run=self.run,
-            max_prompt_tokens=self.data.max_prompt_tokens,
-            eval_every=self.eval_every,
-            folder=self.folder,
-            config=fixed,
-        )
+        trainer = Trainer(self, model, heads, accelerator, fixed)
         with own.together():
             if begun is not None:
                 trainer.resume(*begun)
