@@ -64,28 +64,25 @@ def _answers_about(
             if run.protocol == AWARE:
                 yield _record(case, run, prompt, facts, _answered(prompt, run))
             elif rule(run.method) == ORACLE:  # it reads the document for one question
-                yield _later(case, run, prompt, facts, next(answers_on_forks([prompt], run)))
+                yield _record(case, run, prompt, facts, next(answers_on_forks([prompt], run)))
         vars(prompt).pop("labels", None)  # which are large
     for run in runs:
         own_of = [(case, prompt, facts) for case, own, prompt, facts in asked if run in own]
         if run.protocol != AWARE and rule(run.method) != ORACLE and own_of:
             found = answers_on_forks([prompt for _, prompt, _ in own_of], run)
             for (case, prompt, facts), measured in zip(own_of, found, strict=True):
-                yield _later(case, run, prompt, facts, measured)
-
-
-def _later(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
-    facts = {**facts, "document_tokens": prompt.text.document}
-    return _record(case, run, prompt, facts, measured)
+                yield _record(case, run, prompt, facts, measured)
 
 
 def _record(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     tokens = prompt.ids_1N.shape[1]
+    document = {} if run.protocol == AWARE else {"document_tokens": prompt.text.document}
     return {
         **case.axes,
         **run.axes,
-        **run.resolved(facts.get("document_tokens", tokens)),
+        **run.resolved(document.get("document_tokens", tokens)),
         **facts,
+        **document,
         "prompt_tokens": tokens,
         "prompt_sha256": hashlib.sha256(prompt.ids_1N.cpu().numpy().tobytes()).hexdigest(),
         "targets": list(prompt.sample.targets),

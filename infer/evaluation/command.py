@@ -33,8 +33,7 @@ DESCRIPTION = "Compare methods of keeping cache units, on the same prompts and w
 def command(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--list" in arguments:  # whatever else is named
-        known = _everything()
-        print_json(known) if "--json" in arguments else print(_listed(known), end="")
+        print(_listed(), end="")
         return 0
     if "--suite=real" in arguments or ("--suite", "real") in pairwise(arguments):  # it has options of its own
         from locret.infer.evaluation import real
@@ -80,20 +79,6 @@ def _say(job: Job, named: bool) -> None:
         sys.stderr.write(f"locret-eval: {line}\n")
 
 
-def _everything() -> dict[str, Any]:
-    """Return the tasks, suites, methods and modifiers there are, by name."""
-    from locret.infer.evaluation import methods  # imports torch
-
-    about = ("version", "metric", "source", "max_new_tokens", "size")
-    known = {name: tasks.get(name) for name in tasks.names()}
-    return {
-        "tasks": {n: {one: getattr(t, one) for one in about} | {"options": t.options()} for n, t in known.items()},
-        "suites": {n: {"title": suites.get(n).title, "tasks": suites.get(n).tasks} for n in suites.names()},
-        "methods": {name: _about(methods, name) for name in methods.names()},
-        "modifiers": {name: {"changes": one.fields, "options": one.options} for name, one in MODIFIERS.items()},
-    }
-
-
 def _about(methods: Any, name: str) -> str:
     try:
         return methods.get(name).description
@@ -101,18 +86,20 @@ def _about(methods: Any, name: str) -> str:
         return str(error)
 
 
-def _listed(known: dict[str, Any]) -> str:
-    """Return a line for each of everything."""
+def _listed() -> str:
+    """Return a line for each task, suite, method and modifier there is."""
+    from locret.infer.evaluation import methods  # imports torch
+
     lines = ["tasks (name, version, metric, source)"]
-    lines += [f"  {n:<36} {t['version']}  {t['metric']:<20} {t['source']}" for n, t in known["tasks"].items()]
+    lines += [f"  {t.name:<36} {t.version}  {t.metric:<20} {t.source}" for t in map(tasks.get, tasks.names())]
     lines.append("suites of published tasks (--suite NAME)")
-    lines += [f"  {name:<36} {suite['title']}" for name, suite in known["suites"].items()]
+    lines += [f"  {name:<36} {suites.get(name).title}" for name in suites.names()]
     lines.append("methods")
-    lines += [f"  {name:<20} {description}" for name, description in known["methods"].items()]
+    lines += [f"  {name:<20} {_about(methods, name)}" for name in methods.names()]
     lines.append("modifiers of a method, as in locret+pyramid (what they change)")
-    for name, one in known["modifiers"].items():
-        options = f"; options: {', '.join(one['options'])}" if one["options"] else ""
-        lines.append(f"  +{name:<19} {', '.join(f'{key}={value}' for key, value in one['changes'].items())}{options}")
+    for name, one in MODIFIERS.items():
+        options = f"; options: {', '.join(one.options)}" if one.options else ""
+        lines.append(f"  +{name:<19} {', '.join(f'{key}={value}' for key, value in one.fields.items())}{options}")
     return "\n".join(lines) + "\n"
 
 

@@ -202,16 +202,8 @@ def prepare(
 def _notes(job: Job, headless: bool) -> list[str]:
     """Return what the user may not have expected, in sentences."""
     notes = ["--methods without locret, as trained heads are needed for that; give --heads"] if headless else []
-    sets = {(case.task.name, case.tokens): case.samples for case in job.cases}
-    own = {name: samples.label(0) for (name, _), samples in sets.items() if samples.made}
-    named = [label for name, label in own.items() if label != name]
-    if named:
-        notes.append(
-            f"{', '.join(named)}: our own texts stand in for the published ones, so scores are comparable with each "
-            "other only; give --data-dir with the essays, and the task option words=wonderwords"
-        )
-    bounded = [run for run in job.runs if run.policy is not None]
-    reads = [(run.policy_of(tokens) if tokens else None, tokens) for run in bounded for _, tokens in sets]
+    bounded, lengths = [run for run in job.runs if run.policy is not None], {case.tokens for case in job.cases}
+    reads = [(run.policy_of(tokens) if tokens else None, tokens) for run in bounded for tokens in lengths]
     if reads and all(policy is not None and policy.budget + policy.local_len >= tokens for policy, tokens in reads):
         notes.append(
             "no prompt is longer than the budget and --local-len together, so nothing is evicted and all methods read "

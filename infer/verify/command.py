@@ -59,10 +59,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     if "--list" in arguments:
         from locret.infer.verify.suite import CHECKS, said_of
 
-        if "--json" in arguments:
-            print_json({name: dict(zip(("about", "means"), said_of(name), strict=True)) for name in CHECKS})
-        else:
-            print("\n".join(f"{name:<16} {said_of(name)[0]}" for name in CHECKS))
+        print("\n".join(f"{name:<16} {said_of(name)[0]}" for name in CHECKS))
         return 0
     if any(one.partition("=")[0] == "--output" for one in arguments):
         check_retired("locret-verify", "--output")

@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 _JOINING = timedelta(minutes=10)
 _PATIENCE = timedelta(days=30)
 """How long processes wait for each other: one may have far longer rows than the others."""
-_SAME_ROWS = ("tp",)
-"""Ways of sharding in which all processes work on the same rows."""
-
 _ENGINES = {"DEEPSPEED": "zero3", "FSDP": "fsdp", "MEGATRON_LM": "fsdp", "PARALLELISM_CONFIG": "tp"}
 """What `accelerate launch` asks for by a variable ACCELERATE_USE_..., and the option that spreads the backbone here."""
 
@@ -56,7 +53,7 @@ class Ranks:
 
     def under(self, shard: str | None) -> Ranks:
         """Return this process as one of a run that spreads its backbone so."""
-        rows = (0, 1) if shard in _SAME_ROWS else (self.rank, self.size)
+        rows = (0, 1) if shard == "tp" else (self.rank, self.size)  # by tensor parallelism all work on the same ones
         return replace(self, shard=shard, data_rank=rows[0], data_size=rows[1])
 
     def own_device(self, device: torch.device) -> torch.device:

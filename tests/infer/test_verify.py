@@ -211,8 +211,8 @@ def test_what_cannot_be_verified_is_refused(line: list[str], message: str) -> No
 
 
 def test_checks_are_listed_and_planned(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command.command(["--list", "--json"]) == 0
-    assert list(json.loads(capsys.readouterr().out)) == list(CHECKS)
+    assert command.command(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(CHECKS)
     assert command.command([*TINY, "--quiet", "--dry-run", "--only", "bytes"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert (plan["checks"], plan["tokens"], plan["policy"]["budget"]) == (["bytes"], 1024, 256)
