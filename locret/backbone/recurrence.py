@@ -14,48 +14,28 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModel, AutoModelForCausalLM, Cache, DynamicCache
 
+if TYPE_CHECKING:
+    from locret.cache.states import States as Carrier
+
 CONV, SCAN = "conv", "recurrent"
 """What the names of states begin with: the newest inputs of a convolution, and what a recurrence carries."""
-States = Mapping[int, Mapping[str, tuple[tuple[int, ...], bool]]]
 _FORCE = 1e6
 """Much larger than what one token adds to a state, all of which are linear in what they were."""
-
-
-class Carrier(Protocol):
-    """A cache's hold on the state of one layer."""
-
-    @property
-    def marking(self) -> bool:
-        """Whether the newest token of the pass may be taken back."""
-
-    @property
-    def begun(self) -> bool:
-        """Whether there is a state."""
-
-    def mark(self) -> None:
-        """Remember the state as it is, which is that before the newest token."""
-
-    def trial(self, number: float) -> AbstractContextManager[None]:
-        """Let recurrent states be all `number`, and put everything back when the block ends."""
-
-    def strength(self) -> float:
-        """Return the largest number of the recurrent states; 0 where there are none."""
 
 
 # -- how large states are ---------------------------------------------------------------------------------------------
 
 
-def state_shapes(config: Any, decoder: type[nn.Module] | None = None) -> States:
-    """Return the shapes of the states of each layer, without the dimension of rows, and whether their dtype is float32.
+def state_numbers(config: Any, decoder: type[nn.Module] | None = None) -> tuple[int, int]:
+    """Return how many numbers the states of one row have: in the backbone's own dtype, and in float32.
 
     They are those that the backbone's code gives them, run over one token without weights; each kind of layer has a
     formula of its own otherwise.
@@ -63,21 +43,28 @@ def state_shapes(config: Any, decoder: type[nn.Module] | None = None) -> States:
     Args:
         config: The text config.
         decoder: The class of the stack of decoder layers, for a config that transformers has no causal model for.
-
-    Returns:
-        By layer and by name, "conv.0" for the first convolution's inputs and "recurrent.0" for the first state. What is
-        not in float32 has the backbone's own dtype.
     """
     said = f"{decoder} {config.to_json_string(use_diff=False)}"
-    if said not in _SHAPES:
-        _SHAPES[said] = _traced(copy.deepcopy(config), decoder)
-    return _SHAPES[said]
+    if said not in _NUMBERS:
+        states = [
+            state
+            for layer in _traced(copy.deepcopy(config), decoder).layers
+            for name in (CONV, SCAN)
+            for state in getattr(layer, f"{name}_states", {}).values()
+            if state is not None
+        ]
+        own, exact = (
+            sum(math.prod(one.shape[1:]) for one in states if (one.dtype != torch.bfloat16) == apart)
+            for apart in (False, True)
+        )
+        _NUMBERS[said] = own, exact
+    return _NUMBERS[said]
 
 
-_SHAPES: dict[str, States] = {}
+_NUMBERS: dict[str, tuple[int, int]] = {}
 
 
-def _traced(config: Any, decoder: type[nn.Module] | None) -> States:
+def _traced(config: Any, decoder: type[nn.Module] | None) -> DynamicCache:
     config._attn_implementation = "eager"
     held = DynamicCache(config=config)
     try:
@@ -92,15 +79,7 @@ def _traced(config: Any, decoder: type[nn.Module] | None) -> States:
             f"{config.model_type} carries states that transformers' own cache does not hold ({reason}); use a backbone "
             "whose states it holds"
         ) from error
-    return {
-        index: {
-            f"{name}.{n}": (tuple(state.shape[1:]), state.dtype != torch.bfloat16)
-            for name in (CONV, SCAN)
-            for n, state in getattr(layer, f"{name}_states", {}).items()
-            if state is not None
-        }
-        for index, layer in enumerate(held.layers)
-    }
+    return held
 
 
 def _weightless(config: Any, decoder: type[nn.Module] | None) -> Any:
@@ -116,16 +95,6 @@ def weightless_or_none(config: Any) -> nn.Module | None:
             return cast(nn.Module, _weightless(copy.deepcopy(config), None))
     except Exception:  # whatever a config is wrong in, which is reported by who asked
         return None
-
-
-def state_numbers(config: Any, decoder: type[nn.Module] | None = None) -> tuple[int, int]:
-    """Return how many numbers the states of one row have: in the backbone's own dtype, and in float32.
-
-    Arguments and errors are those of `state_shapes`.
-    """
-    found = [state for layer in state_shapes(config, decoder).values() for state in layer.values()]
-    own, exact = (sum(math.prod(shape) for shape, apart in found if apart == kind) for kind in (False, True))
-    return own, exact
 
 
 # -- the modules that own states --------------------------------------------------------------------------------------

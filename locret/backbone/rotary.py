@@ -48,8 +48,8 @@ class Rotary:
         self._last: tuple[tuple[object, ...], tuple[Tensor, Tensor]] | None = None
 
     def of(self, layer: int) -> Rotary:
-        """Return the rotation of one layer."""
-        return NoRotary() if layer in self._still else self
+        """Return the rotation of one layer; of one that does not rotate, that of no module."""
+        return Rotary(nn.Module()) if layer in self._still else self
 
     def table(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (length, R) in the dtype and on the device of `like`, for consecutive positions.
@@ -115,15 +115,6 @@ class Rotary:
     def forget(self) -> None:
         """Drop the remembered table."""
         self._last = None
-
-
-class NoRotary(Rotary):
-    """What takes the place of a `Rotary` in layers that do not rotate: angles of 0."""
-
-    def __init__(self) -> None:
-        self._still: frozenset[int] = frozenset()
-        self._module, self._by_type, self._pairs = None, False, None
-        self.adjacent, self._last = False, None
 
 
 def adjacent_pairs(decoder: Any) -> bool:

@@ -10,10 +10,10 @@ Deviates:  a token that leaves the window within an execution block counts once 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from locret.backbone.attention import Far, View
 from locret.backbone.chunk import Projections
@@ -24,9 +24,6 @@ from locret.cache.store import EMPTY, SCORES, DenseStore, Part
 from locret.cache.units import Units, Workspace
 from locret.lookups.infllm import InfLLM, attention_column
 from locret.policy.selectors import KeptPerHead, PerHead, Stay
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 def block_columns(shape: LayerShape) -> dict[str, torch.dtype]:

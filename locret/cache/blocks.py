@@ -9,16 +9,13 @@ Deviates:  the vectors that are searched lie in host memory too, so that memory 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from locret.cache.units import Units
 from locret.lookups.infllm import InfLLM
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _AWAY = {"keys": 2, "values": 2, "vectors": 1}
 """What lies in host memory, with the dimension that counts blocks."""

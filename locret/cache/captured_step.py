@@ -96,7 +96,6 @@ class CapturingReader(Reader):
         self._replay: Callable[[], Any] | None = None
 
     def run(self, plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """See `Reader`."""
         ids, decoder = kwargs.get("input_ids"), self.cache.decoder
         if args or ids is None or ids.shape[1] != 1:
             if self.static:
@@ -147,7 +146,6 @@ class CapturingReader(Reader):
         self.static, self._replay, self._given, self._slots, self._moving = False, None, {}, [], []
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int) -> None:
-        """See `Reader`."""
         if not self.static:
             super().update(keys, values, layer_idx)
             return
@@ -159,7 +157,6 @@ class CapturingReader(Reader):
         slots.mask.view(-1).index_fill_(0, slots.openings, 0)
 
     def view(self, layer_idx: int, query: Tensor, scaling: float) -> View:
-        """See `Reader`."""
         if not self.static:
             return super().view(layer_idx, query, scaling)
         slots = self._slots[self._nth[layer_idx]]
@@ -173,7 +170,6 @@ class CapturingReader(Reader):
         return View(slots.keys, slots.values, sparse=attention)
 
     def attended(self, layer: Attended) -> None:
-        """See `Reader`."""
         if not self.static:
             super().attended(layer)
             return

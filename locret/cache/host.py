@@ -14,10 +14,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from locret.backbone.attention import Recalled
 from locret.cache.ragged import PackedTier, RaggedStore, distances, most_apart
@@ -25,9 +26,6 @@ from locret.cache.store import EMPTY, NO_UNIT, POSITIONS, QUERIES, SCORES, Dense
 from locret.cache.units import Units, Workspace
 from locret.lookups import Ask, Lookup
 from locret.policy.selectors import Kept, KeptPerHead, score_order
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _MOVED = 4096
 """Units that are on their way at once."""

@@ -6,10 +6,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
+from typing_extensions import Self
 
 from locret.backbone.attention import View
 from locret.backbone.chunk import Projections
@@ -20,9 +20,6 @@ from locret.cache.ragged import RaggedStore
 from locret.cache.store import SCORES, DenseStore, Part, Store, UnitRanks
 from locret.cache.units import Units, Workspace
 from locret.policy.selectors import Selector, Stay
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 HOST = "host."
 """What the names of the second tier's tensors begin with."""

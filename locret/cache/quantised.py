@@ -9,10 +9,11 @@ rewritten: `rotate` and `unrotate` only remember. What queries attend to is one 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from locret.backbone.attention import View
 from locret.backbone.rotary import Rotary
@@ -20,9 +21,6 @@ from locret.cache.rounding import COUNT, PLACE, Form
 from locret.cache.store import QUERIES, STATES, DenseStore, Store, UnitRanks, Workspace
 from locret.lookups.base import Keys, KeysInSpans
 from locret.policy.selectors import Kept, KeptPerHead
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _BLOCK = 1024
 """Slots that are read at once: what they take in float32 is small beside the workspace."""

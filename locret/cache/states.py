@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import cache_utils
+from typing_extensions import Self
 
 from locret.backbone.recurrence import CONV, SCAN
 from locret.cache.units import Units, Workspace
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 BEFORE = "before"
 """What the names of a state's tensors begin with, where they are those before the newest token."""

@@ -11,19 +11,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from locret.backbone.attention import Recalled, View
 from locret.backbone.rotary import Rotary
 from locret.cache.units import EMPTY, NO_UNIT, POSITIONS, ROW_START, SCORES, Units, Workspace
 from locret.lookups.base import Keys
 from locret.policy.selectors import Kept, KeptPerHead
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 __all__ = ["EMPTY", "NO_UNIT", "POSITIONS", "SCORES", "DenseStore", "Part", "Slots", "Store", "UnitRanks", "Workspace"]
 COLUMNS = {SCORES: torch.float32, POSITIONS: torch.int32}

@@ -12,13 +12,13 @@ from locret.lookups.infllm import InfLLM
 from locret.lookups.omnikv import OmniKVLookup
 from locret.lookups.quest import QuestLookup
 
-__all__ = ["Ask", "ExactLookup", "InfLLM", "Lookup", "find", "get", "in_blocks", "names"]
+__all__ = ["Ask", "ExactLookup", "InfLLM", "Lookup", "get", "in_blocks", "names"]
 
 _LOOKUPS: tuple[type[Lookup], ...] = (ExactLookup, OmniKVLookup, QuestLookup)
 
 
 def names() -> list[str]:
-    """Return the names that `find` knows, sorted."""
+    """Return the names that `recall_by` may begin with, sorted."""
     return sorted([InfLLM.name, *(lookup.name for lookup in _LOOKUPS)])
 
 
@@ -32,16 +32,11 @@ def get(spec: str) -> Lookup:
         >>> lookups.get("exact").name
         'exact'
     """
-    found = find(spec)
+    known: tuple[type[Lookup | InfLLM], ...] = (*_LOOKUPS, InfLLM)
+    found = registry.get("lookup", known, spec)
     if isinstance(found, InfLLM):
         raise ValueError(f'lookup "{spec}" recalls blocks from a tier of its own; give it as recall_by of a policy')
     return found
-
-
-def find(spec: str) -> Lookup | InfLLM:
-    """Return what a policy's `recall_by` means: a lookup of units, or InfLLM's of blocks."""
-    known: tuple[type[Lookup | InfLLM], ...] = (*_LOOKUPS, InfLLM)
-    return registry.get("lookup", known, spec)
 
 
 def in_blocks(spec: str) -> InfLLM:

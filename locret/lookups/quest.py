@@ -56,7 +56,6 @@ class QuestLookup(Lookup):
         return nth < self.dense
 
     def as_method(self) -> dict[str, Any]:
-        """See `Lookup`."""
         return {**WHOLE, "recall": self.tokens or 1024}
 
     def index(self, keys: Keys, positions: Tensor) -> _Pages:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,13 +40,6 @@ class Stay(NamedTuple):
     def of_row(self, row: int) -> Stay:
         """Return what stays of one row."""
         return self._replace(guarantees=self.guarantees[row : row + 1]) if len(self.guarantees) > 1 else self
-
-
-class Kept(Protocol):
-    """Which units of a layer stay, by their rank in it, and which go."""
-
-    def gone(self) -> Any:
-        """Return the ranks of the units that go, in the form of those that stay."""
 
 
 @dataclass(frozen=True)
@@ -82,14 +75,8 @@ class KeptOverHeads:
         return tuple(mask.index_fill(0, u, False).nonzero()[:, 0] for mask, u in zip(masks, self.units, strict=True))
 
 
-class Selector(Protocol):
-    """Decides from scores which units stay."""
-
-    store: ClassVar[str]
-    """Name of the store that can hold what it chooses."""
-
-    def select(self, units: Any, stay: Stay) -> Kept:
-        """Choose among the units of a store."""
+Kept = KeptPerHead | KeptOverHeads
+"""Which units of a layer stay, by their rank in it, and which go."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +84,10 @@ class PerHead:
     """Every KV head keeps its own best units (Locret, Algorithm 1)."""
 
     store: ClassVar[str] = "dense"
+    """Name of the store that can hold what it chooses."""
 
     def select(self, units: Any, stay: Stay) -> KeptPerHead:
-        """See `Selector`; of units a column is asked, (B, K, S)."""
+        """Choose among the units of a store, of which a column is asked, (B, K, S)."""
         scores, pinned = units.held("scores"), None
         if stay.recent or stay.sinks or stay.guarantees:
             pinned = staying(scores, units.held("positions"), stay)
@@ -118,7 +106,7 @@ class OverHeads:
     """See `select_over_heads`."""
 
     def select(self, units: Any, stay: Stay) -> KeptOverHeads:
-        """See `Selector`."""
+        """Choose among the units of a store."""
         return _by_row(self.of_row, units, stay)
 
     def of_row(self, scores: Tensor, positions: Tensor, numbers: list[int], stay: Stay) -> tuple[Tensor, Tensor]:
@@ -148,7 +136,7 @@ class ByShares:
     """Units that a head holds at most, as long as the others have a use for more: positions that a backbone has."""
 
     def select(self, units: Any, stay: Stay) -> KeptOverHeads:
-        """See `Selector`."""
+        """Choose among the units of a store."""
         return _by_row(self.of_row, units, stay)
 
     def of_row(self, scores: Tensor, positions: Tensor, numbers: list[int], stay: Stay) -> tuple[Tensor, Tensor]:
@@ -167,6 +155,10 @@ class ByShares:
             pinned = staying(scores_11S, positions_11S, own)
             parts.append(select_kept(scores_11S, quota, pinned)[0, 0] + span.start)
         return torch.cat(parts), torch.tensor(quotas)
+
+
+Selector = PerHead | OverHeads | ByShares
+"""Decides from scores which units stay."""
 
 
 def _sampled(scores_11S: Tensor, positions_11S: Tensor) -> Tensor:
