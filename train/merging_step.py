@@ -27,9 +27,8 @@ from locret.cache.merging import Folding
 from locret.chunked_prefill import prefill
 from locret.heads.heads import RetainingHeads
 from locret.labels.labels import token_row
-from locret.mergers.base import Merged, Merger, Units, take
 from locret.mergers.kernels import MergingKernels
-from locret.mergers.loco import fold
+from locret.mergers.loco import LoCoMerger, Merged, Units, fold, take
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import RetainingHeadScorer
 
@@ -69,12 +68,12 @@ def merging_step(
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class _Lesson(Merger):
+class _Lesson(LoCoMerger):
     """Merges with the kernels as they are, and remembers what it has merged until the next chunk has looked at it."""
 
     name: ClassVar[str] = "lesson"
 
-    kernels: MergingKernels
+    kernels: MergingKernels  # type: ignore[assignment]
     rotary: Rotary | None = None
     waiting: dict[int, Units] = field(default_factory=dict)
     losses: list[Tensor] = field(default_factory=list)

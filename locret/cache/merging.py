@@ -12,7 +12,7 @@ from torch import Tensor
 
 from locret.backbone.attention import View
 from locret.cache.store import POSITIONS, SCORES, Part, Store
-from locret.mergers.base import Merged, Merger, Units, take
+from locret.mergers.loco import LoCoMerger, Merged, Units, take
 from locret.policy.selectors import Kept, KeptOverHeads, KeptPerHead, Stay, staying
 
 
@@ -20,7 +20,7 @@ from locret.policy.selectors import Kept, KeptOverHeads, KeptPerHead, Stay, stay
 class Folding:
     """What one layer does with the units that go."""
 
-    merger: Merger
+    merger: LoCoMerger
     prepared: Any
     """What the merger needs of this backbone."""
     layer_idx: int

@@ -12,7 +12,7 @@ Deviates:  keys are merged before rotation, and a merged slot goes to the place 
 Cost:      one convolution over the units that are not kept as they are, per eviction and layer.
 """
 
-# B batch, K KV heads, S units held, C kept ones, M merged slots, U units that are merged, D head dim
+# B batch, K KV heads, S units held, C kept ones, G those that go, M merged slots, U units that are merged, D head dim
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from locret.backbone.adapters import attention_modules, device_of
-from locret.mergers.base import Merged, Merger, Units, take
+from locret.base.registry import Chosen
 from locret.mergers.kernels import WHAT, MergingKernel, MergingKernels
 
 WORST = torch.finfo(torch.float32).min
@@ -31,9 +31,49 @@ WORST = torch.finfo(torch.float32).min
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoCoMerger(Merger):
+class Units:
+    """What a layer holds when it evicts: the units of all heads, or of one head of one row."""
+
+    layer_idx: int
+    keys: Tensor
+    """(B, K, S, D) float32, before rotation, so that keys of different places can be added."""
+    values: Tensor
+    """(B, K, S, D) float32."""
+    scores: Tensor
+    """(B, K, S) float32."""
+    positions: Tensor
+    """(B, K, S) original positions, ascending; -1 in empty slots."""
+    pinned: Tensor
+    """(B, K, S) bool: units that stay whatever their score."""
+    kept: Tensor
+    """(B, K, C) int64 ranks of the units that stay, ascending."""
+    gone: Tensor
+    """(B, K, G) int64 ranks of those that go, ascending."""
+    free: int
+    """How many of those that stay are not pinned, at least."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Merged:
+    """The units that stay, after others were folded into them."""
+
+    keys: Tensor
+    """(B, K, C, D) float32, before rotation."""
+    values: Tensor
+    """(B, K, C, D) float32."""
+    scores: Tensor
+    """(B, K, C) float32."""
+    positions: Tensor
+    """(B, K, C) original positions, strictly ascending but for empty slots in front."""
+    source: Tensor
+    """(B, K, C) int64 rank of the unit that each takes its other columns from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoCoMerger(Chosen):
     """Merge all that is not among the best into a few slots, by trained convolutions."""
 
+    kind: ClassVar[str] = "merge"
     name: ClassVar[str] = "loco"
     over_ranks: ClassVar[bool] = True
 
@@ -41,7 +81,6 @@ class LoCoMerger(Merger):
     """Folder or Hub repository of trained merging kernels (locret kernels trains them)."""
 
     def check_file(self) -> None:
-        """See `Merger`."""
         self._load()
 
     def prepare(self, model: nn.Module) -> MergingKernels:
@@ -61,11 +100,11 @@ class LoCoMerger(Merger):
             raise ValueError(f"merge {self.name}: {about}") from None
 
     def slots(self, prepared: Any) -> int:
-        """See `Merger`."""
+        """Return how many units of a layer and KV head it makes anew, out of those that stay and are not pinned."""
         return int(prepared.config.slots)
 
     def fold(self, units: Units, prepared: Any) -> Merged:
-        """See `Merger`."""
+        """Return the kept units with the others folded in."""
         return fold(units, prepared[units.layer_idx])
 
 
@@ -114,3 +153,10 @@ def _places(means_BKM: Tensor, positions_BKU: Tensor) -> Tensor:
     steps = torch.arange(slots, device=means_BKM.device)
     risen = (nearest - steps).cummax(-1).values.clamp(0, units - slots)  # no two slots on one place
     return risen + steps
+
+
+def take(states: Tensor, ranks: Tensor) -> Tensor:
+    """Return (B, K, C) or (B, K, C, D): the units of the given ranks."""
+    if states.ndim == 3:
+        return states.gather(2, ranks)
+    return states.gather(2, ranks[..., None].expand(*ranks.shape, states.shape[-1]))

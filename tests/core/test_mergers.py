@@ -12,9 +12,8 @@ from families import build, prompt
 from test_scorers import NUMBERS
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy
-from locret.mergers.base import Units
 from locret.mergers.kernels import MergingKernel, MergingKernels
-from locret.mergers.loco import WORST, fold
+from locret.mergers.loco import WORST, Units, fold
 from locret.train import merging_command
 from locret.train.merging_step import merging_step
 
