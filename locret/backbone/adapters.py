@@ -49,9 +49,19 @@ def describe(model_or_config: Any) -> Backbone:
 
 def describe_whole(model_or_config: Any) -> Backbone:
     """Describe a backbone with the heads of all processes; see `describe`."""
-    if not isinstance(model_or_config, nn.Module):
-        return _describe_config(model_or_config)
-    return _describe_config(unwrap(model_or_config).config, model_or_config)
+    model = model_or_config if isinstance(model_or_config, nn.Module) else None
+    return _describe_config(config_of(model_or_config), model)
+
+
+def config_of(model_or_config: Any) -> Any:
+    """Return the transformers config of a backbone, or the config that is given."""
+    return unwrap(model_or_config).config if isinstance(model_or_config, nn.Module) else model_or_config
+
+
+def text_config(model_or_config: Any) -> Any:
+    """Return the config of the layers that read text; that of a model of images, too, has it under another name."""
+    config = config_of(model_or_config)
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def ranks_of(model: nn.Module) -> HeadRanks | None:
@@ -175,16 +185,13 @@ def lends_neuron(model_or_config: Any) -> bool:
 
     Attention takes that number for 0, before rotation and after it (DMS, arXiv 2506.05345).
     """
-    config = unwrap(model_or_config).config if isinstance(model_or_config, nn.Module) else model_or_config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(model_or_config)
     return getattr(text, "dms_alpha_scale", None) is not None and not getattr(text, "dms_separate_alpha", False)
 
 
 def hidden_size(model_or_config: Any) -> int:
     """Return the width of a backbone's hidden states."""
-    config = unwrap(model_or_config).config if isinstance(model_or_config, nn.Module) else model_or_config
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return int(text.hidden_size)
+    return int(text_config(model_or_config).hidden_size)
 
 
 def rotary_module(decoder: Any) -> Any:
@@ -196,9 +203,7 @@ def rotary_module(decoder: Any) -> Any:
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """Return the attention module of every decoder layer, in order; of one that does not attend, the layer itself."""
-    config = unwrap(model).config
-    kinds = layer_kinds(config.get_text_config() if hasattr(config, "get_text_config") else config)
-    layers = list(zip(find_decoder(model).layers, kinds, strict=False))
+    layers = list(zip(find_decoder(model).layers, layer_kinds(text_config(model)), strict=False))
     modules = [
         layer if kind in (RECURRENT, NONE) else _attention_of(layer, index, model)
         for index, (layer, kind) in enumerate(layers)
@@ -269,7 +274,7 @@ def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
             f"{model_type} is an encoder-decoder model; looked for self_attn.q_proj in a decoder-only stack: "
             "use a causal language model"
         )
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = text_config(config)
     if not hasattr(text, "num_hidden_layers"):
         raise ValueError(f"{model_type} is made of several stacks of layers, which is not supported; {_SUPPORTED}")
     _check_layers(text, model_type)

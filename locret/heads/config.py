@@ -13,12 +13,13 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import pairwise
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from locret._version import __version__
-from locret.backbone.adapters import describe_whole, hidden_size, unwrap
+from locret.backbone.adapters import config_of, describe_whole, hidden_size, text_config
 from locret.backbone.chunk import PROJECTIONS
 from locret.backbone.shape import Backbone, LayerShape
 from locret.base.fields import Range, check_fields, check_ranges, checked_values, shown
@@ -27,9 +28,6 @@ from locret.heads import gates
 from locret.heads.gates import Gate
 from locret.heads.head import RetainingHead
 from locret.policy.policy import RetentionPolicy, without_retired
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 FORMAT_VERSION = 1
 PAPER_WIDTH = 1024
@@ -312,17 +310,11 @@ def base_identity(model_or_config: Any) -> tuple[str | None, str | None]:
     return name, revision
 
 
-def config_of(model_or_config: Any) -> Any:
-    """Return the transformers config of a backbone, or the config that is given."""
-    return unwrap(model_or_config).config if hasattr(model_or_config, "forward") else model_or_config
-
-
 def _dimensions(backbone: Backbone, config: Any) -> dict[str, Any]:
     """Return what heads and backbone must agree on, under the names of `HeadsConfig`."""
-    # The text part's type: a multimodal config wraps it under another name, and the heads see text layers only.
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    # The text part's type: the heads see text layers only.
     return {
-        "base_model_type": getattr(text, "model_type", backbone.model_type),
+        "base_model_type": getattr(text_config(config), "model_type", backbone.model_type),
         "num_hidden_layers": backbone.num_layers,
         "layers": tuple(backbone.layers),
         "num_attention_heads": backbone.num_heads,

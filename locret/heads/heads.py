@@ -52,6 +52,8 @@ class RetainingHeads(nn.Module):
         super().__init__()
         self.config = config
         self.allow_other_base = False
+        self.whole: str | None = None
+        """Fingerprint of the whole heads where these are the part of one process; see `sharded`."""
         self.heads = nn.ModuleDict()
         for layer_idx in config.layers:
             self.heads[str(layer_idx)] = config.make(layer_idx, generator)
@@ -112,8 +114,8 @@ class RetainingHeads(nn.Module):
         return projections.features(self.config.reads)
 
     def fingerprint(self) -> str | None:
-        """Return `weight_fingerprint` of the heads."""
-        return weight_fingerprint(self)
+        """Return `weight_fingerprint` of the heads, of the whole ones where these are a part."""
+        return self.whole or weight_fingerprint(self)
 
     def __getitem__(self, layer_idx: int) -> RetainingHead:
         if str(layer_idx) not in self.heads:
@@ -270,29 +272,17 @@ def _numbers(label: str | None) -> str:
     return "not quantised" if label is None else f"quantised ({label})"
 
 
-class ShardedHeads(RetainingHeads):
-    """This process's part of retaining heads, as `sharded` makes it; `config` is that of the whole.
+def sharded(heads: RetainingHeads, ranks: HeadRanks | None) -> RetainingHeads:
+    """Return this process's part of heads; they themselves where nobody shares them, or they are a part already.
 
     A head's first product is split by its inputs, the q, k and v of this process, and one sum over the processes makes
     the same hidden numbers everywhere; the second is split by its outputs, the KV heads of this process. Files hold
     whole heads, whatever the number of processes.
-    """
-
-    whole: str | None
-    """Fingerprint of the whole heads."""
-
-    def fingerprint(self) -> str | None:
-        """Return that of the whole heads."""
-        return self.whole
-
-
-def sharded(heads: RetainingHeads, ranks: HeadRanks | None) -> RetainingHeads:
-    """Return this process's part of heads; they themselves where nobody shares them, or they are a part already.
 
     Raises:
         ValueError: For gates, which read whole hidden states.
     """
-    if ranks is None or isinstance(heads, ShardedHeads):
+    if ranks is None or heads.whole:
         return heads
     if heads.config.gate is not None:
         raise ValueError(
@@ -300,7 +290,7 @@ def sharded(heads: RetainingHeads, ranks: HeadRanks | None) -> RetainingHeads:
             "leave out --shard tp"
         )
     with torch.device("meta"):
-        parts = ShardedHeads(heads.config)
+        parts = RetainingHeads(heads.config)
     parts.whole, parts.allow_other_base = weight_fingerprint(heads), heads.allow_other_base
     with torch.inference_mode(False), torch.no_grad():
         for layer in heads:

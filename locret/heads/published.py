@@ -27,11 +27,11 @@ from huggingface_hub import errors, hf_hub_download
 from torch import Tensor
 
 from locret import hub
-from locret.backbone.adapters import describe_whole, hidden_size
+from locret.backbone.adapters import config_of, describe_whole, hidden_size
 from locret.base.fields import shown
 from locret.base.files import read_json, shards
 from locret.heads import checkpoint, gates
-from locret.heads.config import HeadsConfig, config_of
+from locret.heads.config import HeadsConfig
 from locret.labels.kinds import LOG_ATTENTION, LOGIT
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

@@ -28,11 +28,10 @@ from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
-from locret.backbone.adapters import describe, lends_neuron
+from locret.backbone.adapters import config_of, describe, lends_neuron, text_config
 from locret.backbone.chunk import PROJECTIONS
 from locret.base.fields import Range
 from locret.heads import published
-from locret.heads.config import config_of
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.scorers.base import FeatureScorer
@@ -65,10 +64,7 @@ class PublishedGateScorer(FeatureScorer):
 
     def recent(self, budget: int) -> int:
         """Return the window."""
-        return min(self._authors_window(), budget // _SHARE) if self.window is None else self.window
-
-    def _authors_window(self) -> int:
-        return self.their_window
+        return min(self.their_window, budget // _SHARE) if self.window is None else self.window
 
     def check_budget(self, budget: int) -> None:
         """Refuse a window and sinks that leave nothing of a budget."""
@@ -144,10 +140,8 @@ class DMSScorer(PublishedGateScorer):
     name: ClassVar[str] = "dms"
     needs: ClassVar[str] = "a model that DMS was trained on; write dms:path=FOLDER, or dms:path=org/name"
     read = staticmethod(published.read_dms)
-    their_window: ClassVar[int] = 512
 
     def check_backbone(self, config: Any) -> None:
-        """See `PublishedGateScorer`."""
         if self._numbers["separate"]:
             super().check_backbone(config)
         else:
@@ -162,13 +156,14 @@ class DMSScorer(PublishedGateScorer):
         # Once: every cache asks, and a model on the Hub is asked for over the network.
         return self._told(published.dms_config, self.path, self.revision)  # type: ignore[no-any-return]
 
-    def _authors_window(self) -> int:
-        window: int = self._numbers["window"]
-        return window
+    @property
+    def their_window(self) -> int:  # type: ignore[override]
+        """As the model's config says."""
+        return int(self._numbers["window"])
 
     def _neuron(self, model_or_config: Any) -> _Neuron:
         numbers, config = self._numbers, config_of(model_or_config)
-        if not lends_neuron(config) or published.dms_numbers(config.get_text_config().to_dict(), "it") != numbers:
+        if not lends_neuron(config) or published.dms_numbers(text_config(config).to_dict(), "it") != numbers:
             raise ValueError(
                 f"scorer dms: the decisions of {self.path} are a number of its own queries (dms_separate_alpha=false), "
                 f"which this backbone's are not; read with that model itself (--model {self.path})"
