@@ -167,7 +167,8 @@ class Conversation:
         from locret.pictures import retention_of
 
         chat = self._current()
-        print(kept_page.as_text(retention_of(chat.cache), chat.kept_by_message()), flush=True)
+        turns = None if chat.protection.turns is None else chat.kept_by_message()
+        print(kept_page.as_text(retention_of(chat.cache), turns), flush=True)
 
     def _do_help(self, _: str) -> None:
         """/help: list what can be said."""

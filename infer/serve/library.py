@@ -327,7 +327,8 @@ class Library:
     def _reading_bytes(self, entry: Entry, tokens: int) -> int:
         """Return what a copy of a context needs to read on: its file says by which policy, and may hold more units."""
         state = check_header(entry.path, self.lm.model, self.lm.scorer)
-        policy = RetentionPolicy.from_dict(state["policy"], "policy", state["following"])
+        following = state.get("following", ["stabilizers"])  # files of earlier versions do not say
+        policy = RetentionPolicy.from_dict(state["policy"], "policy", following)
         length = entry.units + tokens if policy.plans_by_length else None
         return max(self.plan.reader, reader_bytes(self.lm, policy, length) + self.plan.more_to_work(self.lm, policy))
 

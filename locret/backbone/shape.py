@@ -68,7 +68,7 @@ class Backbone:
     max_positions: int
     window: int | None
     """Tokens a sliding-window layer sees, if there are such layers."""
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
     """What each layer remembers: "full" (keys and values of all tokens), "sliding" (those of a window), "recurrent" (a
     state of fixed size: linear attention, state space, short convolution), "both" (a state, and the keys and values of
     all tokens) or "none"."""
@@ -78,6 +78,12 @@ class Backbone:
     """The layer whose units each layer attends to, where some have none of their own; empty: each to its own."""
     shapes: tuple[LayerShape, ...] = ()
     """Of every layer, where they differ or a value is not as wide as a key; empty: the three numbers say all."""
+
+    def __post_init__(self) -> None:
+        """Work out what layers remember where nobody says it, as in files of earlier versions."""
+        if not self.kinds:
+            kinds = tuple(FULL if layer in self.layers else SLIDING for layer in range(self.num_layers))
+            object.__setattr__(self, "kinds", kinds)
 
     def shape(self, layer: int) -> LayerShape:
         """Return the shape of one layer's attention."""

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin
-from typing_extensions import Self
 
 from locret import mergers, prefill_attention
 from locret.backbone.adapters import compute_dtype, describe, describe_whole, find_decoder, latents, ranks_of, unwrap
@@ -42,6 +41,8 @@ from locret.prefill_attention.blocked import SparseAttention
 from locret.scorers import FALLBACK, FeatureScorer, RetainingHeadScorer, Scorer, get
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from locret.cache.reader import Reader
 
 
@@ -270,6 +271,14 @@ class RetentionCache(Whole):
             raise ValueError(
                 f"spans of {len(protected)} rows are protected, but there are {rows}; give spans once for all rows, or "
                 "for each of them"
+            )
+
+    def check_scores(self, unsound: Tensor) -> None:
+        """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device."""
+        if unsound:
+            raise ValueError(
+                f"scorer {self.scorer.name} returned scores that are NaN or infinite, so what was kept means nothing; "
+                "mend it and start again with cache.fresh()"
             )
 
     @property

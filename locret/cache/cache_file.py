@@ -24,10 +24,10 @@ from locret.base.warned import warn_user
 from locret.cache.cache import RetentionCache
 from locret.cache.export import check_one_row, check_prefix, positions_now, turned_back
 from locret.cache.layer import HOST
-from locret.cache.over_ranks import state_of
+from locret.cache.over_ranks import own_state, whole_state
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
-from locret.cache.schema import DTYPES, check_counts, check_units, checksum
+from locret.cache.schema import DTYPES, check_counts, check_units, checksum, dtype_of
 from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.heads.fingerprint import any_fingerprint, computation, different_computation, other_weights
 from locret.heads.heads import RetainingHeads
@@ -75,7 +75,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     check_replaceable(path)
     kept = _notes(notes or {})
     tensors, numbers = cache.state()
-    tensors = state_of(tensors, cache.ranks, whole=True)
+    tensors = whole_state(tensors, cache.ranks)
     state = {
         "format": FORMAT,
         "toolkit_version": __version__,
@@ -186,10 +186,7 @@ def load_cache(
     state, _ = _header(path)
     with _named(path):
         cache = _empty(state, model, scorer, allow_other_scorer)
-        if lost := cache.scorer.columns.keys() - state["columns"].keys():
-            raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
-        tensors = _checked_units(path, state, cache.whole, cache.policy)
-        cache.load(state_of(tensors, cache.ranks, whole=False), state)
+        cache.load(own_state(_read_units(path, state, cache), cache.ranks), state)
     return cache
 
 
@@ -223,12 +220,15 @@ def _empty(
 
 
 def _policy(state: Mapping[str, Any]) -> RetentionPolicy:
-    return RetentionPolicy.from_dict(state["policy"], "policy", state["following"])
+    # Files of earlier versions do not say what nobody gave. Stabilizers that were given left room for what is protected
+    # when the text was read, and are none the worse for being held against it no more.
+    return RetentionPolicy.from_dict(state.get("policy"), "policy", state.get("following", ["stabilizers"]))
 
 
 def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
-    """Refuse another backbone."""
-    here, saved = json.loads(json.dumps(cache.whole.record())), state["backbone"]
+    """Refuse another backbone; files of earlier versions do not say all of it."""
+    here = json.loads(json.dumps(cache.whole.record()))
+    saved = {"kinds": here["kinds"], **state["backbone"]}
     different = [
         f"{key} {shown(saved.get(key))} in the file, {shown(here.get(key))} in the model"
         for key in here | saved
@@ -236,7 +236,7 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
     ]
     if different:
         raise ValueError(f"it was made with another backbone ({'; '.join(different)}); load that backbone")
-    if found := different_rotation(state["rotary"], rotary_parameters(cache.decoder)):
+    if found := different_rotation(state.get("rotary", {}), rotary_parameters(cache.decoder)):
         raise ValueError(f"its keys were rotated in another way ({found}); load the backbone with that configuration")
     cache.computation = computation(cache.model)
     if found := different_computation(state.get("computation", {}), cache.computation):
@@ -261,7 +261,7 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
 
 def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: bool) -> None:
     saved, here = _recorded_scorer(state), _identity(cache)
-    options = {**here["options"], **saved["options"]}  # one that is newer than the file had its default
+    options = {**here["options"], **saved.get("options", {})}  # one that is newer than the file had its default
     if (saved["name"], options) != (here["name"], here["options"]) and not allow_other:
         raise ValueError(
             f"it was made with the scorer {_described(saved)}, here it is {_described(here)}; give that scorer, or "
@@ -271,9 +271,10 @@ def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: 
 
 def _recorded_scorer(state: Mapping[str, Any]) -> dict[str, Any]:
     saved = state["scorer"]
-    usual = _RETIRED_OPTIONS.get(saved["name"], {})
-    options = {n: one for n, one in saved["options"].items() if n not in usual or one != usual[n]}
-    return {**saved, "options": options}
+    if isinstance(saved, str):  # files of earlier versions have the name alone
+        return {"name": saved}
+    usual, options = _RETIRED_OPTIONS.get(saved["name"], {}), saved.get("options", {})
+    return {**saved, "options": {name: one for name, one in options.items() if name not in usual or one != usual[name]}}
 
 
 def _identity(cache: RetentionCache) -> dict[str, Any]:
@@ -285,24 +286,33 @@ def _described(scorer: Mapping[str, Any]) -> str:
     # Twelve characters tell fingerprints apart.
     given = [
         f"{name}={value[:12] if isinstance(value, str) else shown(value)}"
-        for name, value in list(scorer["options"].items())[:6]
+        for name, value in list(scorer.get("options", {}).items())[:6]
     ]
     name = f"{scorer['name'][:40]} ({', '.join(given)})" if given else scorer["name"][:40]
     return name if name.isprintable() else ascii(name)
 
 
+def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCache) -> dict[str, Tensor]:
+    """Read the tensors of a file that is to be loaded into a cache."""
+    ours = {name: DTYPES.get(dtype, str(dtype)) for name, dtype in cache.scorer.columns.items()}
+    columns = state.get("columns", ours)
+    if lost := ours.keys() - columns.keys():
+        raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
+    return _checked_units(path, state, cache.whole, cache.policy, columns)
+
+
 def _checked_units(
-    path: str | Path, state: Mapping[str, Any], backbone: Backbone, policy: RetentionPolicy
+    path: str | Path, state: Mapping[str, Any], backbone: Backbone, policy: RetentionPolicy, columns: Mapping[str, str]
 ) -> dict[str, Tensor]:
     """Read the tensors, shapes first."""
     try:
         with safe_open(path, framework="pt") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
             shapes = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
-            check_units(shapes, state, backbone, policy)
+            check_units(shapes, state, backbone, policy, columns)
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in shapes}
             metadata = file.metadata()
-        if checksum(metadata["state"], tensors) != metadata["checksum"]:
+        if "checksum" in metadata and checksum(metadata["state"], tensors) != metadata["checksum"]:
             raise ValueError("its checksum is another")
         check_counts(tensors, state, backbone, policy.spacing)
     except _ODD as error:
@@ -344,8 +354,10 @@ def read_saved(path: str | Path) -> SavedCache:
     """Read all of a saved cache, and check it, without its backbone."""
     state, notes = _header(path, CONTEXT_WRITERS)
     with _named(path):
+        if any(state.get(name) is None for name in ("vocab_size", "columns", "rotary", "backbone")):
+            raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
         policy, backbone = _policy(state), _saved_backbone(state)
-        tensors = _checked_units(path, state, backbone, policy)
+        tensors = _checked_units(path, state, backbone, policy, state["columns"])
     return SavedCache(path, state, notes, backbone, policy, tensors)
 
 
@@ -365,8 +377,7 @@ def _prefix_of(
             f"its units are not at positions 0, 1, ..., or in codes, and {error}; load it with its backbone and take "
             "Prefix.of(context), or save it with context.shrink(budget) first"
         ) from error
-    known = {spelt: dtype for dtype, spelt in DTYPES.items()}
-    columns = {name: known[spelt] for name, spelt in state["columns"].items()}
+    columns = {name: dtype_of(spelt) for name, spelt in state["columns"].items()}
     store = DenseStore(rotary, Workspace(), columns)
     if form is not None:
         store = QuantisedStore(rotary, Workspace(), columns, form=form)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.shape import BOTH, FULL, SLIDING, Backbone
+from locret.base.fields import shown
 from locret.cache.layer import HOST
 from locret.cache.ragged import mean_units
 from locret.cache.rounding import forms_of, packed_bytes
@@ -39,6 +40,14 @@ DTYPES = {
 _FLOATS = ("F64", "F32", "BF16", "F16")
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype that safetensors spells so."""
+    found = [dtype for dtype, spelt in DTYPES.items() if spelt == name]
+    if not found:
+        raise ValueError(f"a column has the type {shown(name)}, which is none")
+    return found[0]
+
+
 def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:
     """Return a CRC-32 of a text and of tensors on the CPU: it tells damage, not a forgery."""
     total = zlib.crc32(text.encode())
@@ -52,12 +61,13 @@ def check_units(
     numbers: Mapping[str, Any],
     backbone: Backbone,
     policy: RetentionPolicy,
+    columns: Mapping[str, str],
 ) -> None:
     """Refuse keys, values and columns of other shapes and types than counters, backbone and policy say."""
     if len(numbers["layers"]) != backbone.num_layers:
         raise ValueError(f"it has counters of {len(numbers['layers'])} layers instead of {backbone.num_layers}")
     rows = next((shape[0] for name, (shape, _) in sorted(shapes.items()) if name.endswith("counts")), 0)
-    for name, wanted, dtypes in _wanted(numbers, backbone, policy):
+    for name, wanted, dtypes in _wanted(numbers, backbone, policy, columns):
         if name not in shapes:
             raise ValueError(f"it lacks {name}")
         found, dtype = shapes[name]
@@ -87,10 +97,10 @@ def check_counts(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any], back
 
 
 def _wanted(
-    numbers: Mapping[str, Any], backbone: Backbone, policy: RetentionPolicy
+    numbers: Mapping[str, Any], backbone: Backbone, policy: RetentionPolicy, columns: Mapping[str, str]
 ) -> Iterator[tuple[str, tuple[Any, ...], tuple[str, ...]]]:
     """Yield name, shape and types of what there must be; of a size None anything goes."""
-    columns = {**{name: DTYPES[dtype] for name, dtype in COLUMNS.items()}, **numbers["columns"]}
+    columns = {**{name: DTYPES[dtype] for name, dtype in COLUMNS.items()}, **columns}
     forms = dict(zip(backbone.layers, forms_of(policy, len(backbone.layers)), strict=True))
     for index, (counters, kind) in enumerate(zip(numbers["layers"], backbone.kinds, strict=True)):
         shape, form, full = backbone.shape(index), forms.get(index), kind in (FULL, BOTH)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers import Cache
-from typing_extensions import Self
 
 from locret.backbone.adapters import attention_modules, compute_dtype, device_of, input_device
 from locret.cache.digest import shortened
@@ -25,6 +25,8 @@ from locret.cache.units import Units, Workspace
 from locret.policy.protection import Rows, spans_data, spans_from
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from locret.cache.reader import Reader
 
 ASSISTED = (
@@ -44,11 +46,10 @@ _STATES = re.compile(r"(\.|_)(keys|values|queries)$|\.conv\.\d+$|^rows\._context
 """What the backbone computes in its own dtype, unless it is held in codes."""
 
 
-class Whole(Cache):
+class Whole(Cache, ABC):
     """What a cache holds of the texts that it has read, whatever was chosen to stay."""
 
     model: Any
-    scorer: Any
     workspace: Workspace
     """Memory that the layers share."""
     limits: Limits
@@ -120,13 +121,9 @@ class Whole(Cache):
         if self.reader is not None and self.reader.torn:
             raise ValueError("this cache is being read; go on when that read has ended, or with cache.fresh()")
 
+    @abstractmethod
     def check_scores(self, unsound: Tensor) -> None:
         """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device."""
-        if unsound:
-            raise ValueError(
-                f"scorer {self.scorer.name} returned scores that are NaN or infinite, so what was kept means nothing; "
-                "mend it and start again with cache.fresh()"
-            )
 
     def _settled(self) -> None:
         """Refuse to go on from a read that did not end, and give all units their scores."""
@@ -358,8 +355,9 @@ class Whole(Cache):
         """Take over what `state` returned, on the backbone's device and in its dtype."""
         dtype, rows = compute_dtype(self.model), input_device(self.model)
         devices = [device_of(module) for module in attention_modules(self.model)]
+        usual = {"fed_again": False, "text_end": numbers["seen"]}  # files of earlier versions do not say these
         for name in _COUNTERS:
-            setattr(self, name, numbers[name])
+            setattr(self, name, numbers.get(name, usual.get(name)))
         self.protected = spans_from(numbers.get("protected", []))
         left = {
             name: tensor.to(dtype) if tensor.is_floating_point() and _STATES.search(name) else tensor

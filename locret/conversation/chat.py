@@ -35,7 +35,7 @@ from locret.cache.layer import HOST
 from locret.cache.limits import CacheMemory
 from locret.chunked_prefill import read_turn
 from locret.conversation.document import Decoder, decode, is_text
-from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, kept_turns
+from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, kept_of
 from locret.conversation.turns import Talk
 from locret.generation import checked_options, generate
 from locret.policy.budget import full_bytes
@@ -199,6 +199,9 @@ class Reading:
     def kept_by_message(self) -> list[KeptTurn]:
         """Return what has stayed of each turn: the system message, the document, what was asked and answered.
 
+        Raises:
+            ValueError: If it was saved by an earlier version, which did not say where they are.
+
         Examples:
             >>> lm = LongContextModel(model, tokenizer, heads, policy)
             >>> text = "The grass is green. " * 40 + "The pass key is 71432. " + "The sky is blue. " * 40
@@ -208,9 +211,7 @@ class Reading:
             >>> context.kept_by_message()[0].protected
             'all'
         """
-        cache = self.cache
-        heads = (head for layer in cache.backbone.layers for head in cache.kept_everywhere(layer)[0])
-        return kept_turns(heads, self.protection.turns, cache.seen, cache.protected[0] if cache.protected else ())
+        return kept_of(self.cache, self.protection.known)
 
     def save(self, path: str | Path) -> None:
         """Write it to one file, for `LongContextModel.load`, or `load_chat` if something was said.
@@ -405,9 +406,10 @@ class Chat(Reading):
         talk, seen = self.talk.copy(), self.cache.seen + self.cache.held_back
         more, asked = talk.stream.followed(talk.transcript.ask(text))
         ids = [*talk.unread, *more]
-        talk.protection = talk.protection.began(USER, seen + len(talk.unread) + asked)  # the turn before has what waits
-        talk.protection.check_answer(self.cache, seen + len(ids), new_tokens)
-        talk.protection.apply(self.cache, seen + len(ids))
+        if talk.protection.turns is not None:  # what waits is still part of the turn before
+            talk.protection = talk.protection.began(USER, seen + len(talk.unread) + asked)
+            talk.protection.check_answer(self.cache, seen + len(ids), new_tokens)
+            talk.protection.apply(self.cache, seen + len(ids))
         self._torn = True
         if ids:  # a plain text without a question is all there
             read_turn(self.lm.model, torch.tensor([ids]), self.cache, new_tokens=new_tokens)

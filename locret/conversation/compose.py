@@ -13,7 +13,7 @@ from locret.cache.compose import Part, check_together, checked_budget, joined
 from locret.chunked_prefill import feed_held_back, read_turn
 from locret.conversation.context import Context
 from locret.conversation.document import encode, is_text, shared
-from locret.conversation.protect import Protection, Rule, Turn
+from locret.conversation.protect import Protection, Rule, Turn, rules_of
 
 SEPARATOR = "\n\n"
 """What is between two documents in the user's turn, as between a document and a question."""
@@ -62,17 +62,18 @@ def compose(contexts: Sequence[Context], budget: int | None = None, *, name: str
             read.read(ids)
         parts.append(Part(cache, skip))
         distance -= skip
-        for turn in context.protection.turns:
+        for turn in context.protection.turns or ():
             start, end = max(turn.start, skip), cache.seen if turn.end is None else turn.end
             if end > start:
                 turns.append(Turn(turn.role, start + distance, end + distance))
         distance += cache.seen
     whole = joined(parts, budget)
+    known = all(context.protection.turns is not None for context in contexts)
     talk = replace(
         read,
         stream=contexts[-1].talk.stream.copy(),
         name=" + ".join(context.name for context in contexts) if name is None else name,
-        protection=_protection(whole, turns),
+        protection=_protection(whole, turns if known else []),
     )
     return Context(lm, whole, talk)
 
@@ -83,6 +84,8 @@ def _protection(cache: RetentionCache, turns: list[Turn]) -> Protection:
     The last turn goes on until another begins, so what is protected of it is said by its number.
     """
     spans = cache.protected[0] if cache.protected else ()
+    if not turns:
+        return Protection(rules_of(spans), None)
     turns[-1], last = turns[-1]._replace(end=None), Rule("message", len(turns) - 1)
     goes_on = [one.end is None and one.name.endswith(f", {turns[-1].role}") for one in spans]
     rules = [replace(last, share=one.share) if on else Rule.of(one) for one, on in zip(spans, goes_on, strict=True)]

@@ -314,7 +314,7 @@ class LongContextModel:
         """
         cache, bar = self.new_cache() if cache is None else cache, ReadingBar(document, progress)
         talk = self._opened(document, system, rules_of(protect))
-        there = [turn.role for turn in talk.protection.turns]
+        there = [turn.role for turn in talk.protection.known]
         check_named(talk.protection.rules, there if question is None else [*there, USER])
         before, talk.transcript = talk.transcript, talk.transcript.copy()
         added = talk.transcript.ask(question)
@@ -434,7 +434,9 @@ class LongContextModel:
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    settings = answer_settings
+    def settings(self, max_new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of `locret.generate` for one answer; see `answer_settings`."""
+        return answer_settings(self, max_new_tokens, options)
 
     @property
     def end_ids(self) -> list[int]:

@@ -192,6 +192,12 @@ def kept_turns(heads: Iterable[Tensor], turns: Sequence[Turn], seen: int, spans:
     return found
 
 
+def kept_of(cache: RetentionCache, turns: Sequence[Turn]) -> list[KeptTurn]:
+    """Count what a cache of one row holds of each turn; called in all processes alike."""
+    heads = (head for layer in cache.backbone.layers for head in cache.kept_everywhere(layer)[0])
+    return kept_turns(heads, turns, cache.seen, cache.protected[0] if cache.protected else ())
+
+
 def _protection(tokens: range, spans: Sequence[Span], seen: int) -> str | None:
     pinned = Guarantee.of([span for span in spans if span.share is None], 0)
     count = pinned.needed(tokens.stop) - pinned.needed(tokens.start)
@@ -215,25 +221,27 @@ class Protection:
     """What of a conversation is protected, and where its turns are."""
 
     rules: tuple[Rule, ...] = ()
-    turns: tuple[Turn, ...] = ()
-    """In their order, each up to the next; none of what is no conversation."""
+    turns: tuple[Turn, ...] | None = None
+    """In their order, each up to the next; None where a file of an earlier version does not say."""
 
     def began(self, role: str, start: int) -> Protection:
         """Return the conversation with a turn that begins there."""
+        if self.turns is None:
+            return self
         ended = (*self.turns[:-1], *(turn._replace(end=start) for turn in self.turns[-1:]))
         return replace(self, turns=(*ended, Turn(role, start, None)))
 
     def apply(self, cache: RetentionCache, seen: int | None = None) -> None:
         """Tell a cache what the rules protect, if there are some, of which so many tokens are known."""
         if self.rules:
-            turns = [turn if turn.end is not None else turn._replace(end=seen) for turn in self.turns]
+            turns = [turn if turn.end is not None else turn._replace(end=seen) for turn in self.known]
             cache.protect(spans_of(self.rules, turns))
 
     def check_answer(self, cache: RetentionCache, start: int, tokens: int) -> None:
         """Refuse an answer that begins there, is protected itself, and could outgrow what an answer may hold."""
-        if not self.rules or cache.policy.decode_budget is None:
+        if not self.rules or self.turns is None or cache.policy.decode_budget is None:
             return
-        *before, answer = self.began(ASSISTANT, start).turns
+        *before, answer = self.began(ASSISTANT, start).known
         cache.check_room(checked_rows([spans_of(self.rules, before)]))
         try:
             whole = spans_of(self.rules, [*before, answer._replace(end=start + tokens)])
@@ -242,9 +250,20 @@ class Protection:
             rule = f"may find no room: {error}, or lower max_new_tokens"
             raise Refusal("max_new_tokens", tokens, rule) from None
 
+    @property
+    def known(self) -> tuple[Turn, ...]:
+        """The turns."""
+        if self.turns is None:
+            raise ValueError(
+                "where its messages are is not known, for it was saved by an earlier version, or is no conversation; "
+                "read the text again"
+            )
+        return self.turns
+
     def data(self) -> dict[str, Any]:
         """Return plain data, for `protection_from`."""
-        return {"protect": [str(rule) for rule in self.rules], "messages": [list(turn) for turn in self.turns]}
+        turns = None if self.turns is None else [list(turn) for turn in self.turns]
+        return {"protect": [str(rule) for rule in self.rules], "messages": turns}
 
 
 NOTHING = Protection()
@@ -252,18 +271,20 @@ NOTHING = Protection()
 
 def protection_from(notes: Mapping[str, Any]) -> Protection:
     """Return what a file says of a conversation's turns and of what is protected of them."""
-    given, messages = notes["protect"], notes["messages"]
+    given, messages = notes.get("protect", []), notes.get("messages")
     if not isinstance(given, list) or len(given) > MOST_SPANS:
         raise ValueError(f"protect is {shown(given)}, which is no list of names")
     rules = tuple(dict.fromkeys(map(Rule.of, given)))
-    if notes.get("fixed"):  # in files of release 0.1.0, rules by role were not about the turns of joined texts
+    if messages is None:
+        return Protection(rules)
+    if notes.get("fixed"):  # in files of earlier versions, rules by role were not about the turns of joined texts
         rules = tuple(rule for rule in rules if rule.what in ("message", "tokens"))
     try:
         turns = tuple(Turn(*one) for one in read(messages, list[tuple[str, int, int | None]]))
         places: list[Any] = [place for turn in turns for place in turn[1:]]
         if places[-1:] == [None]:  # the last turn goes on
             places.pop()
-        if not turns or places != sorted(places) or any(place < 0 for place in places):
+        if places != sorted(places) or any(place < 0 for place in places):
             raise ValueError
     except (TypeError, ValueError):
         raise ValueError(f"messages are {shown(messages)}, which cannot be right") from None

@@ -151,8 +151,8 @@ class SavedContext:
         return kept_heads(self.saved.tensors.__getitem__, layer)
 
     def kept_by_message(self) -> list[KeptTurn] | None:
-        """Return what has stayed of each turn; None of a cache that was saved on its own."""
-        if not self.protection.turns:
+        """Return what has stayed of each turn; None where the file does not say where they are."""
+        if self.protection.turns is None:
             return None
         heads = (head for layer in self.saved.backbone.layers for head in self.kept(layer))
         rows = spans_from(self.saved.state.get("protected", []))

@@ -275,8 +275,9 @@ def saved_talk(path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary:
     if notes is None:
         raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
     protection = checked_notes(notes, path, vocabulary)
-    # Files of release 0.1.0 count what fills the vocabulary.
-    if all(notes["tokenizer"] != vocabulary_fingerprint(tokenizer, filled=filled) for filled in (False, True)):
+    # Files of earlier versions do not say, or count what fills the vocabulary.
+    made = notes.get("tokenizer")
+    if made is not None and all(made != vocabulary_fingerprint(tokenizer, filled=filled) for filled in (False, True)):
         raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
     check_template(tokenizer, notes["template"])
     if notes.get("between_turns", ours := turns_fingerprint(tokenizer, notes["template"])) != ours:
@@ -296,7 +297,7 @@ def checked_notes(notes: Any, path: str | Path, vocabulary: int) -> Protection:
     try:
         context, pending, turns, system = (notes[name] for name in ("context", "pending", "turns", "system"))
         said = [text for _, text in turns]
-        texts = [notes["name"], notes["template"], notes["tokenizer"], context, pending, system or "", *said]
+        texts = [notes["name"], notes["template"], context, pending, "" if system is None else system, *said]
         roles = ["user", "assistant"] * (len(turns) // 2)
         if (
             all(map(is_text, texts))

@@ -16,7 +16,7 @@ import torch
 import locret
 from locret import Context, LongContextModel, RetentionPolicy
 from locret.conversation.document import as_text, open_document
-from locret.conversation.turns import vocabulary_fingerprint, written
+from locret.conversation.turns import written
 
 POLICY = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
 FACT = "The pass key is 71432. Remember it. 71432 is the pass key. "
@@ -215,8 +215,7 @@ def test_a_file_is_what_it_was_saved_as_and_by_whom(lm: LongContextModel, contex
         other.load(tmp_path / "context")
     assert other.load_chat(tmp_path / "context", allow_other_scorer=True).say(QUESTION)
     notes = locret.read_notes(tmp_path / "context")["conversation"]
-    notes["tokenizer"] = vocabulary_fingerprint(lm.tokenizer, filled=True)
-    del notes["between_turns"]  # as release 0.1.0 wrote it
+    del notes["tokenizer"], notes["between_turns"]  # as earlier versions wrote it
     locret.save_cache(context.cache, tmp_path / "older", notes={"conversation": notes})
     assert lm.load(tmp_path / "older").ask(QUESTION) == ANSWER
     chat.save(tmp_path / "context")  # one saved file may take the place of another

@@ -117,7 +117,7 @@ def test_a_turn_begins_where_its_text_does(parts: Any, system: str | None) -> No
     for _ in range(2):
         told.read_turn(question, 4)
         for chat in (asked, told):
-            (*_, document, turn) = chat.protection.turns
+            (*_, document, turn) = chat.protection.known
             before, text = (lm.tokenizer.decode(chat.talk.ids[one.start : one.end]) for one in (document, turn))
             tags, said, _ = _plain(text).partition(_plain(question))
             assert said, text
@@ -125,7 +125,7 @@ def test_a_turn_begins_where_its_text_does(parts: Any, system: str | None) -> No
             assert said not in _plain(before)
         told.write_answer(lm.settings(4, {}))
     assert [turn.protected for turn in told.kept_by_message() if turn.role == "user"] == [None, "all"]
-    whole = asked.protection.turns[-1]
+    whole = asked.protection.known[-1]
     assert fewest(asked, whole.start, asked.cache.seen) == asked.cache.seen - whole.start
 
 
@@ -176,6 +176,6 @@ def test_rules_by_role_of_earlier_files_are_not_about_texts_that_were_joined_and
     assert protection_from(notes).rules == (Rule.of("tokens:0-4"),)
     for lie in ([["system", 0]], [["system", 0, None], ["user", 3, 5]], [["system", 0, 5], ["user", 3, 9]], 7):
         with pytest.raises(ValueError, match="messages"):
-            protection_from({"protect": [], "messages": lie})
+            protection_from({"messages": lie})
     with pytest.raises(ValueError, match="protect"):
-        protection_from({"protect": "system", "messages": [["user", 0, None]]})
+        protection_from({"protect": "system"})
