@@ -98,7 +98,7 @@ def execute(options: Options, ranks: Ranks) -> None:
     with ranks.together():
         ranks.agree({"what auto came to": plan.policy.to_dict()}, "give --kv-memory as a number")
         if ranks.size > 1 and not output.dry_run:
-            ranks.agree(contents(options, plan, asked), "give all processes the same files")
+            ranks.agree(contents(options, plan), "give all processes the same files")
     warn_of_growth(plan)
     if output.dry_run:
         record = plan.foreseen(options[:-1], quiet=output.quiet)
@@ -110,8 +110,8 @@ def execute(options: Options, ranks: Ranks) -> None:
         print_json(record)
 
 
-def contents(options: Options, plan: Ready, asked: Sequence[str]) -> dict[str, Any]:
-    """Return what tells a text, its questions and the heads from those of a process on another machine."""
+def contents(options: Options, plan: Ready) -> dict[str, Any]:
+    """Return what tells a text and the heads from those of a process on another machine."""
     from locret import RetainingHeads
     from locret.infer.reading import opened
 
@@ -120,7 +120,6 @@ def contents(options: Options, plan: Ready, asked: Sequence[str]) -> dict[str, A
         digest.update(piece.encode("utf-8", "surrogatepass"))
     return {
         "the text of --prompt-file": digest.hexdigest()[:16],
-        "the questions": list(asked),
         "the weights of --heads": plan.scorer.fingerprint() if isinstance(plan.scorer, RetainingHeads) else None,
     }
 

@@ -7,6 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tokenizers import Regex
 from transformers import AutoTokenizer
 
 from locret import shipped
@@ -22,6 +23,11 @@ INTRODUCTION = (
     "Some special magic numbers are hidden within the following text. Make sure to memorize it. I will quiz you about "
     "the numbers afterwards."
 )
+LLAMA3_WORDS = Regex(
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+    r"\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How the tokenizer of Llama 3 parts words."""
 
 
 def tiny_tokenizer() -> Any:

@@ -70,21 +70,20 @@ def fit_and_smoothness(scores: Tensor, labels: Tensor, loss: Loss) -> tuple[Tens
 
 
 @torch.no_grad()
-def top_overlap(scores: Tensor, labels: Tensor, fraction: float = 0.1) -> Tensor:
+def top_overlap(scores: Tensor, labels: Tensor) -> Tensor:
     """Return (L,): the share of the best tokens by label that are also among the best by score, 0 to 1.
 
-    The best are floor(fraction * T) tokens of each KV head, at least one (the original code's training monitor).
+    The best are a tenth of the T tokens of each KV head, at least one (the original code's training monitor).
 
     Args:
         scores: (L, K, T), or (K, T) for one layer.
         labels: Of the same shape.
-        fraction: Share of the tokens that counts as best.
 
     Raises:
         ValueError: If the shapes differ, or are not those above.
     """
     _check_shapes(scores, labels)
-    best = max(1, int(fraction * scores.shape[-1]))
+    best = max(1, scores.shape[-1] // 10)
     marked = [
         torch.zeros_like(values, dtype=torch.bool).scatter_(-1, values.topk(best, dim=-1).indices, True)
         for values in (_with_layers(scores), _with_layers(labels))
@@ -92,9 +91,9 @@ def top_overlap(scores: Tensor, labels: Tensor, fraction: float = 0.1) -> Tensor
     return (marked[0] & marked[1]).sum(dim=-1).float().mean(dim=-1) / best
 
 
-def chance_overlap(tokens: int, fraction: float = 0.1) -> float:
+def chance_overlap(tokens: int) -> float:
     """Return what scores drawn at random get from `top_overlap` on average, for a number of tokens."""
-    return max(1, int(fraction * tokens)) / tokens
+    return max(1, tokens // 10) / tokens
 
 
 def _check_shapes(scores: Tensor, labels: Tensor) -> None:

@@ -161,9 +161,14 @@ class TrainingRun:
         self.eval_every = steps_between(self.validation.eval_every, steps, rows_per_step, found)
 
     def plan(self) -> dict[str, int]:
-        """Return the memory plan, in bytes."""
-        heads = HeadsConfig.for_model(self.config, self.backbone.hidden_dim)
-        return memory_plan(self.weights.on(self.device), heads.num_weights)
+        """Return bytes by purpose, of one process, and their total.
+
+        A row takes besides what the backbone takes to read it, and the tensors of one layer's head.
+        """
+        weights = HeadsConfig.for_model(self.config, self.backbone.hidden_dim).num_weights
+        plan = {"backbone": self.weights.on(self.device), "heads": weights * 4, "gradients": weights * 4}
+        plan["optimizer"] = weights * 8
+        return {**plan, "total": sum(plan.values())}
 
     def resolved_options(self) -> dict[str, Any]:
         """Return all options, with what "auto" came to."""
@@ -294,21 +299,6 @@ class TrainingRun:
         heads.annotate(base_weights=None if heads.config.base_model else weight_fingerprint(model))
         licence = {} if self.run.license is None else {"license": self.run.license}
         return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes, **licence)
-
-
-def memory_plan(backbone: int, weights: int) -> dict[str, int]:
-    """Return bytes by purpose, of one process.
-
-    Args:
-        backbone: What the backbone's weights take on the device.
-        weights: Numbers of all heads.
-
-    Returns:
-        `backbone`, `heads`, `gradients`, `optimizer` and their `total`. A row takes besides what the backbone takes to
-        read it, and the tensors of one layer's head.
-    """
-    plan = {"backbone": backbone, "heads": weights * 4, "gradients": weights * 4, "optimizer": weights * 8}
-    return {**plan, "total": sum(plan.values())}
 
 
 def check_fits(plan: dict[str, int], device: torch.device) -> None:

@@ -44,8 +44,6 @@ class VerifyOptions:
 class VerifyOutput(ReportOptions):
     """What comes out."""
 
-    json: bool = False
-    """Print one JSON object instead of the table: options, machine, versions, rows."""
     dry_run: bool = False
     """Print the plan: text, policy, memory and work, without the backbone's weights."""
 

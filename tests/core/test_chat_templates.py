@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from embedded import LLAMA3_WORDS
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -44,10 +45,6 @@ TEMPLATES = {
 }
 DOCUMENT = "The tower of Oslo is red. It has 48213 steps, and a garden.\n\nThe river is near; they say it is cold. " * 6
 TURNS = [("What colour is it?", "It is red."), ("How many steps?", "It has 48213 steps."), ("Why?", "They say so.")]
-LLAMA3_WORDS = Regex(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def make_tokenizer(kind: str) -> Any:

@@ -26,11 +26,6 @@ ANSWER = "The pass key is 71432."
 TURNS = "{% for one in messages %}[{{ one.role }}] {{ one.content }}\n{% endfor %}[assistant] "
 
 
-@pytest.fixture(scope="module")
-def context(lm: LongContextModel) -> Context:
-    return lm.read(TEXT, name="text")
-
-
 def state(context: Any) -> tuple[list[torch.Tensor], Any]:
     tensors, numbers = context.cache.copy().state()
     return list(tensors.values()), numbers

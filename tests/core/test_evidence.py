@@ -16,11 +16,6 @@ TEXT = "The grass is green. " * 60 + FACT + "The sky is blue. " * 60
 QUESTION = "What is the pass key?"
 
 
-@pytest.fixture(scope="module")
-def context(lm: LongContextModel) -> Context:
-    return lm.read(TEXT, name="text")
-
-
 def test_the_answer_is_the_same_and_the_context_stays_as_it_was(context: Context) -> None:
     before = context.memory()
     found = context.ask(QUESTION, evidence=True, max_new_tokens=16)

@@ -6,9 +6,10 @@ import random
 import tracemalloc
 
 import pytest
+from embedded import LLAMA3_WORDS
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from locret.conversation.document import GROWTH, TokenStream, leading_special_ids, read_text
@@ -17,10 +18,6 @@ WORDS = ["the", "key", "1234567", "größer", "日本語の文", "e\u0301a", "�
 SPACES = [" ", " ", " ", "\n", "\n\n", "  ", "\t", " \n "]
 SPECIAL = ["<unk>", "<s>", "<|end of turn|>"]
 WINDOW, MARGIN = 256, 64
-LLAMA3_WORDS = Regex(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
-    r"\s*[\r\n]+|\s+(?!\S)|\s+"
-)
 
 
 def sample_text(seed, words=300):

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill
 from locret.cache import captured_step
+from locret.infer.speed.plan import random_model, shape_of
+from locret.train.step import train_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -225,3 +227,15 @@ def test_the_second_tier_is_pinned_and_never_on_the_device(model: torch.nn.Modul
             assert layer.host.store.keys.is_pinned()
         del cache
     assert peaks[1] <= peaks[0] * 1.01
+
+
+def test_a_training_step_on_the_device_gives_the_gradients_of_the_cpu() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    model, gradients = random_model(shape_of("tiny").config), []
+    for device in ("cpu", "cuda"):
+        heads = RetainingHeads.for_model(model, hidden_dim=64, seed=0).to(device)
+        train_step(model.to(device), heads, prompt(500) % 900, prompt(40) % 900)
+        gradients.append([weight.grad.cpu() for weight in heads.parameters() if weight.grad is not None])
+    assert len(gradients[0]) == 2 * model.config.num_hidden_layers
+    for ours, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-2)

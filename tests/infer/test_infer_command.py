@@ -170,13 +170,6 @@ def test_positions_beyond_the_context_are_warned_about_once(infer: Infer, usual:
     assert "beyond 4096, the longest context of this backbone" in err
 
 
-def test_heads_auto_are_the_shipped_ones_for_the_embedded_backbone(infer: Infer, text: Path) -> None:
-    options = ("--model", "checkpoints/tiny", "--prompt-file", text, "--question", QUESTION, "--heads", "auto")
-    outcome = infer(*options, "--json", "--max-new-tokens", 2)
-    assert json.loads(outcome.out)["scorer"].endswith("checkpoints/tiny-heads")
-    assert "tiny-heads, which are shipped with this toolkit" in outcome.err
-
-
 def test_evidence_is_said_of_the_same_answer(infer: Infer, usual: tuple[object, ...]) -> None:
     call = (*usual, "--question", QUESTION, "--question", "Who?", "--temperature", "0.8", "--seed", "3")
     plain, own = (json.loads(infer(*call, *more, "--json").out)["answers"] for more in ([], ["--evidence"]))
@@ -214,7 +207,6 @@ REFUSED = {
     "--evidence": "--evidence is about an answer, but nothing is asked",
     "--protect message:9": "--protect message:9 is none of 1 messages",
     "--protect document=0.5 --protect document": "--protect document=0.5 adds nothing to document",
-    "--config {recipe}": "budgett",
     "--recall-by exact:page=16": "--recall-by exact:page=16 changes nothing without --recall",
     "--host-budget 1000000000000 --recall 4": "bytes of host memory, but this machine has",
     "--budget 64 --kv-memory 1MiB": "--budget 64 and kv_memory exclude each other; drop one",
@@ -239,13 +231,12 @@ def test_refusals_are_one_sentence_with_setting_value_and_way_out(
     if line not in WITH_WEIGHTS:
         monkeypatch.setattr("locret.loading.load_model", lambda *_: pytest.fail("weights were loaded"))
     usual = usual if not line.startswith("--scorer") or line.count("--") == 1 else (*usual[:2], *usual[4:])
-    (recipe := tmp_path / "recipe.yaml").write_text("budgett: 3\n")
     if "{other}" in line:
         config = AutoConfig.from_pretrained(backbone)
         config.num_hidden_layers = 3
         RetainingHeads.for_model(config, hidden_dim=8).save_pretrained(tmp_path / "other")
     (nothing := tmp_path / "nothing.txt").write_text("\n \n")
-    named = {"recipe": recipe, "backbone": backbone, "nothing": nothing, "other": tmp_path / "other"}
+    named = {"nothing": nothing, "other": tmp_path / "other"}
     words = line.format(**named, blank="{blank}").split()
     outcome = infer(*usual, *(" " if word == "{blank}" else word for word in words))
     assert (outcome.code, outcome.out) == (2, ""), outcome

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
-import re
 import sys
 from configparser import ConfigParser
 from pathlib import Path
@@ -14,8 +12,6 @@ import pytest
 import locret
 from locret import shipped
 from locret.__main__ import COMMANDS
-from locret.cli.command import parse_options
-from locret.infer.serve.command import OPTION_CLASSES
 
 ROOT = Path(locret.__file__).resolve().parent.parent
 NAMES = {"yaml": "pyyaml", "flash_attn": "flash-attn"}
@@ -91,14 +87,3 @@ def test_the_embedded_backbone_has_its_own_heads(elsewhere: Path) -> None:
     assert shipped.embedded_heads("checkpoints/tiny") == shipped.embedded_heads(whole) == heads
     (elsewhere / "checkpoints/tiny").mkdir(parents=True)
     assert shipped.embedded_heads(whole) is None, "the user's has taken the name"
-
-
-def test_the_container_installs_as_the_readme_does_and_starts_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines, readme = (ROOT / "Dockerfile").read_text(), (ROOT / "README.md").read_text(encoding="utf-8")
-    installed = re.findall(r"^RUN (pip .+)$", lines, re.MULTILINE)
-    assert len(installed) == 2
-    assert all(line.replace("[all]", "[gguf]") in readme for line in installed)
-    (start,) = re.findall(r"^CMD (.+)$", lines, re.MULTILINE)
-    monkeypatch.setenv("LOCRET_API_KEY", "any")
-    assert json.loads(start)[0] == "serve"
-    parse_options("locret-serve", "", OPTION_CLASSES, json.loads(start)[1:])

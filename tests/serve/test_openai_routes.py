@@ -127,15 +127,6 @@ def test_a_question_about_a_context_is_answered_token_by_token_as_by_ask(
     assert details.units == book.memory().units
 
 
-def test_turns_go_on_as_in_a_chat(client: openai.OpenAI, book: Context) -> None:
-    chat, said = book.chat(), []
-    for question in (QUESTION, "Is the grass green?", QUESTION):
-        said.append(user(question))
-        answer = ask(client, *said).choices[0].message
-        assert answer.content.strip() == chat.say(question)
-        said.append(answer.to_dict())  # as users append what they got
-
-
 def test_a_long_prompt_is_read_as_by_hand_and_only_where_it_is_new(
     client: openai.OpenAI, serving: LongContextModel
 ) -> None:

@@ -300,7 +300,9 @@ def frequent_words(task: RulerTask, of: Making) -> Drafter:
     Word k appears size / (k^alpha zeta(alpha)) times; each count is rounded down, and words that would not appear are
     left out.
     """
-    total, (form, prefix) = _zeta(ALPHA), PROMPTS["fwe"]
+    from torch import float64, special, tensor
+
+    total, (form, prefix) = float(special.zeta(tensor(ALPHA, dtype=float64), 1)), PROMPTS["fwe"]
 
     def draft(rng: random.Random, _: int, size: int) -> Draft:
         names, text = ["..."], list[str]()
@@ -316,12 +318,6 @@ def frequent_words(task: RulerTask, of: Making) -> Drafter:
         return Draft(form.format(text=" ".join(text)), prefix, tuple(names[1 : ASKED + 1]))
 
     return draft
-
-
-def _zeta(alpha: float, terms: int = 1000) -> float:
-    """Return the sum of 1/k^alpha over all k: terms one by one, the rest by the Euler-Maclaurin formula."""
-    head = sum(rank**-alpha for rank in range(1, terms))
-    return head + terms ** (1 - alpha) / (alpha - 1) + terms**-alpha / 2
 
 
 FILES = {
