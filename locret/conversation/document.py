@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -199,24 +199,24 @@ class TokenStream:
             for start in range(0, len(piece), self.window):  # a piece may be the whole text
                 self.pending += piece[start : start + self.window]
                 while len(self.pending) >= wanted:
-                    block = _cut(self.tokenizer, self.context, self.pending, self.margin)
-                    if block is None and wanted < GROWTH * self.window:
+                    ids = self._cut(self.margin)
+                    if ids is None and wanted < GROWTH * self.window:
                         wanted += self.window
                         continue
-                    block = block or _forced_cut(self.tokenizer, self.context, self.pending, self.margin)
                     wanted = self.window
-                    yield from self._taken(block)
+                    if ids := self._forced_cut(self.margin) if ids is None else ids:
+                        yield ids
 
     def hold(self) -> Iterator[list[int]]:
         """Yield the tokens of all but the last words, which wait for what follows; all of a text too short for that."""
         margin = min(HELD, len(self.pending) // 4)
-        block = _cut(self.tokenizer, self.context, self.pending, margin, within_words=margin == HELD)
-        if block is None and len(self.pending) > self.margin:
-            block = _forced_cut(self.tokenizer, self.context, self.pending, HELD)
-        if block is not None:
-            yield from self._taken(block)
-        elif not self.context:
-            yield self.finish()
+        ids = self._cut(margin, within_words=margin == HELD)
+        if ids is None and len(self.pending) > self.margin:
+            ids = self._forced_cut(HELD)
+        if ids is None and not self.context:
+            ids = self.finish()
+        if ids:
+            yield ids
 
     def rest(self, text: str) -> list[int]:
         """Return the tokens of all that waits and of a last text."""
@@ -237,44 +237,32 @@ class TokenStream:
         self.context, self.pending = (self.context + self.pending)[-self.margin :], ""
         return ids
 
-    def _taken(self, block: _Block) -> Iterator[list[int]]:
-        self.context, self.pending = block.context, self.pending[block.cut :]
-        if block.ids:
-            yield block.ids
+    def _cut(self, margin: int, *, within_words: bool = True) -> list[int] | None:
+        """Take what waits up to a cut in its second half that changes no token; None if no such place is found.
 
+        A margin that is shorter than a word does not show that a cut within one is right.
+        """
+        text = self.pending
+        first, last = max(len(text) // 2, margin), len(text) - margin
+        word_starts = [match.start() for match in WORD_START.finditer(text, first, last)][-TRIES:]
+        within = range(last, max(first, last - TRIES), -1) if within_words else ()
+        for cut in [*reversed(word_starts), *within]:
+            ids = _encode_after(self.tokenizer, self.context, text[:cut])
+            before = _faithful_end(self.tokenizer, ids, self.context + text[:cut], margin)
+            if before is None:
+                continue
+            before_ids = encode(self.tokenizer, before)
+            if encode(self.tokenizer, before + text[cut : cut + margin])[: len(before_ids)] == before_ids:
+                self.context, self.pending = before, text[cut:]
+                return ids
+        return None
 
-class _Block(NamedTuple):
-    """A text up to a cut: its tokens, and its end, with which the text after the cut is to be tokenised."""
-
-    cut: int
-    ids: list[int]
-    context: str
-
-
-def _cut(
-    tokenizer: PreTrainedTokenizerBase, context: str, text: str, margin: int, *, within_words: bool = True
-) -> _Block | None:
-    """Cut a text in its second half where that changes no token; None if no such place is found.
-
-    A margin that is shorter than a word does not show that a cut within one is right.
-    """
-    first, last = max(len(text) // 2, margin), len(text) - margin
-    word_starts = [match.start() for match in WORD_START.finditer(text, first, last)][-TRIES:]
-    within = range(last, max(first, last - TRIES), -1) if within_words else ()
-    for cut in [*reversed(word_starts), *within]:
-        ids = _encode_after(tokenizer, context, text[:cut])
-        before = _faithful_end(tokenizer, ids, context + text[:cut], margin)
-        if before is None:
-            continue
-        before_ids = encode(tokenizer, before)
-        if encode(tokenizer, before + text[cut : cut + margin])[: len(before_ids)] == before_ids:
-            return _Block(cut, ids, before)
-    return None
-
-
-def _forced_cut(tokenizer: PreTrainedTokenizerBase, context: str, text: str, margin: int) -> _Block:
-    cut = len(text) - margin
-    return _Block(cut, _encode_after(tokenizer, context, text[:cut]), text[cut - margin : cut])
+    def _forced_cut(self, margin: int) -> list[int]:
+        """Take all that waits but for the last `margin` characters."""
+        text, cut = self.pending, len(self.pending) - margin
+        ids = _encode_after(self.tokenizer, self.context, text[:cut])
+        self.context, self.pending = text[cut - margin : cut], text[cut:]
+        return ids
 
 
 def _faithful_end(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str, margin: int) -> str | None:
