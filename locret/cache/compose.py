@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from numbers import Integral
-from typing import NamedTuple
 
 import torch
 
@@ -45,14 +44,6 @@ _HOW_IT_IS_READ = {
 """Fields of a policy in which texts of one cache may differ: what they decide is over when a text has been read."""
 
 
-class Part(NamedTuple):
-    """A cache of one text that becomes part of another, and is used up."""
-
-    cache: RetentionCache
-    skip: int = 0
-    """Tokens at its beginning that the joined text does not have again."""
-
-
 def checked_budget(budget: object) -> int:
     """Return a number of units per KV head, or refuse what is none."""
     if isinstance(budget, bool) or not isinstance(budget, Integral) or budget < 1:
@@ -80,15 +71,16 @@ def shrunk(cache: RetentionCache, budget: int) -> RetentionCache:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def joined(parts: Sequence[Part], budget: int | None = None) -> RetentionCache:
+def joined(parts: Sequence[tuple[RetentionCache, int]], budget: int | None = None) -> RetentionCache:
     """Join texts that were read apart in one cache, in their order.
 
     Args:
-        parts: Caches of one row each, of one backbone and scorer; they are used up.
+        parts: Caches of one row each, of one backbone and scorer, which are used up; and of each how many tokens at its
+            beginning the joined text does not have again.
         budget: Units per KV head of the whole, as many for each text, and what a short one does not need is for the
             others; None: all stay, but for those of tokens that are skipped.
     """
-    caches = [part.cache for part in parts]
+    caches = [cache for cache, _ in parts]
     budget = None if budget is None else checked_budget(budget)
     check_together(caches)
     whole, offset = caches[0], 0

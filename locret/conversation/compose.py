@@ -9,7 +9,7 @@ import torch
 
 from locret.base.fields import shown
 from locret.cache.cache import RetentionCache
-from locret.cache.compose import Part, check_together, checked_budget, joined
+from locret.cache.compose import check_together, checked_budget, joined
 from locret.chunked_prefill import feed_held_back, read_turn
 from locret.conversation.context import Context
 from locret.conversation.document import encode, is_text, shared
@@ -60,7 +60,7 @@ def compose(contexts: Sequence[Context], budget: int | None = None, *, name: str
         if nth < len(contexts) - 1 and (ids := context.talk.stream.copy().rest(SEPARATOR)):
             read_turn(lm.model, torch.tensor([ids]), cache)
             read.read(ids)
-        parts.append(Part(cache, skip))
+        parts.append((cache, skip))
         distance -= skip
         for turn in context.protection.turns or ():
             start, end = max(turn.start, skip), cache.seen if turn.end is None else turn.end

@@ -16,7 +16,7 @@ from torch import Tensor
 import locret
 from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill
 from locret.backbone.adapters import find_decoder
-from locret.cache.compose import Part, joined, shrunk
+from locret.cache.compose import joined, shrunk
 from locret.engines.prefix import Prefix
 from locret.policy.growth import divided
 
@@ -67,7 +67,7 @@ def test_joined_units_are_those_of_the_oracle(family: str, budget: int | None, s
     dropped = [max(int((layer[nth].positions < layer[nth].skip).sum(-1).max()) for layer in texts) for nth in range(3)]
     assert dropped[1] > 0
     copies = [cache.copy() for cache in caches]
-    whole = joined([Part(*part) for part in zip(copies, skips, strict=True)], budget if shares == "fair" else None)
+    whole = joined([*zip(copies, skips, strict=True)], budget if shares == "fair" else None)
     if shares == "score" and budget is not None:  # shrunk afterwards, the best of all stay
         whole = shrunk(whole, budget)
     exported = whole.to_dynamic_cache()
@@ -139,8 +139,8 @@ def test_it_is_saved_asked_and_talked_to_like_any_context(
 )
 @pytest.mark.parametrize("budget", [None, 30])
 def test_every_store_and_policy_holds_both(changes: dict[str, Any], budget: int | None) -> None:
-    parts = [Part(read("llama", 60, seed, **changes), skip) for seed, skip in ((0, 0), (1, 4))]
-    before = [part.cache.copy() for part in parts]
+    parts = [(read("llama", 60, seed, **changes), skip) for seed, skip in ((0, 0), (1, 4))]
+    before = [cache.copy() for cache, _ in parts]
     units = [layer.fill for layer in before[0].governed]
     assert [layer.fill for layer in shrunk(before[0], -(-sum(units) // 3)).governed] == units, "all fit"
     whole = joined(parts, budget)

@@ -12,7 +12,7 @@ import torch
 from families import build, prompt
 
 from locret import RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache
-from locret.cache.compose import Part, joined, shrunk
+from locret.cache.compose import joined, shrunk
 
 IDS = prompt(60)
 ANSWER = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
@@ -63,7 +63,7 @@ def test_another_computation_is_refused_by_an_open_cache_and_by_a_file(change: s
         with pytest.raises(ValueError, match="computed something else"):
             generate(model, cache=one, **ANSWER)
     with pytest.raises(ValueError, match="computed something else"):
-        joined([Part(cache), Part(read(model))])
+        joined([(cache, 0), (read(model), 0)])
     with pytest.raises(ValueError, match="computes something else|other weights"):
         load_cache(tmp_path / "read.safetensors", model, "streaming")
 

@@ -12,7 +12,7 @@ from oracle import kept_with_protection
 from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, Span, generate, load_cache, prefill, save_cache
-from locret.cache.compose import Part, joined, shrunk
+from locret.cache.compose import joined, shrunk
 from locret.cache.limits import Limits
 from locret.policy.protection import Guarantee
 from locret.policy.schedule import layer_budgets as budgets_of
@@ -220,7 +220,7 @@ def test_texts_read_apart_keep_what_each_protects(name: str, afterwards: bool) -
         cache.protect([Span(5, 12), Span(20, None if nth == 1 else 60, 0.125)])
         prefill(cache.model, prompt(length, seed=nth), cache)
         caches.append(cache)
-    parts = [Part(one.copy(), 8 if nth else 0) for nth, one in enumerate(caches)]
+    parts = [(one.copy(), 8 if nth else 0) for nth, one in enumerate(caches)]
     whole = shrunk(joined(parts), 60) if afterwards else joined(parts, 60)
     starts = [0, TOKENS - 8, TOKENS + 90 - 16]
     spans = [Span(5, 12), Span(20, 60, 0.125)]
@@ -230,7 +230,7 @@ def test_texts_read_apart_keep_what_each_protects(name: str, afterwards: bool) -
     check_guaranteed(whole, spans, most=32)  # what they were read with
     assert sum(layer.fill for layer in whole.governed) <= 60 * len(whole.governed)
     with pytest.raises(ValueError, match=r"need \d+ units .* raise budget, or protect less"):
-        joined([Part(one.copy()) for one in caches], 24)
+        joined([(one.copy(), 0) for one in caches], 24)
 
 
 def test_pinned_tokens_count_for_the_share_they_are_in() -> None:
