@@ -37,10 +37,9 @@ class Rotary:
     def __init__(self, decoder: Any, still: frozenset[int] = frozenset()) -> None:
         self._still = still
         self._module: Any = rotary_module(decoder)
-        self._by_type = self._module is not None and (
-            "layer_type" in inspect.signature(self._module.forward).parameters
-        )
-        prefix = f"{FULL_ATTENTION}_" if self._by_type else ""
+        by_type = self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
+        self._extra = {"layer_type": FULL_ATTENTION} if by_type else {}
+        prefix = f"{FULL_ATTENTION}_" if by_type else ""
         frequencies: Tensor | None = getattr(self._module, f"{prefix}inv_freq", None)
         self._pairs = None if frequencies is None else frequencies.shape[-1]
         self.adjacent = adjacent_pairs(decoder)
@@ -70,16 +69,15 @@ class Rotary:
         if self._module is None:
             still = like.new_ones((*positions.shape, 2))
             return still, torch.zeros_like(still)
-        if self._by_type and FULL_ATTENTION not in self._module.rope_type:
+        if self._extra and FULL_ATTENTION not in self._module.rope_type:
             raise ValueError(
                 "layers of full attention have no rotary positions here, so no rank can be given to their keys; use "
                 'positions="original"'
             )
-        extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
         flat = positions.to(like.device).reshape(1, -1)
         # Of text, positions in time, height and width are the same.
         grid = flat.expand(3, 1, -1) if hasattr(self._module, "mrope_section") else flat
-        table = self._module(like, grid, **extra)
+        table = self._module(like, grid, **self._extra)
         if isinstance(table, Tensor):  # complex numbers (DeepSeek-V2)
             cos, sin = (torch.cat([part, part], dim=-1).to(like.dtype) for part in (table.real, table.imag))
         else:
@@ -97,11 +95,9 @@ class Rotary:
     @cached_property
     def _columns_adjacent(self) -> bool:
         """Whether the backbone's tables have the columns of a pair side by side (Cohere) rather than apart (GLM)."""
-        extra = {"layer_type": FULL_ATTENTION} if self._by_type else {}
         frequencies = next(self._module.buffers())
-        cos, _ = self._module(
-            frequencies.float(), torch.ones(1, 1, dtype=torch.long, device=frequencies.device), **extra
-        )
+        one = torch.ones(1, 1, dtype=torch.long, device=frequencies.device)
+        cos, _ = self._module(frequencies.float(), one, **self._extra)
         return torch.equal(cos[..., ::2], cos[..., 1::2])
 
     def turn(self, keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:

@@ -112,9 +112,6 @@ class RaggedStore(Store):
             slots = self._slots(row, scores.device)
             yield scores[row].index_select(0, slots), positions[row].index_select(0, slots), counts
 
-    def share_before(self, position: int) -> Tensor:
-        return (torch.cat([positions for _, positions, _ in self.rows()]) < position).float().mean()
-
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
         batch, heads, new, dim = keys.shape
         self._make_room(keys, values)

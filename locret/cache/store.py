@@ -222,10 +222,6 @@ class Store(Slotted):
         elif end > self.capacity:
             self.reserve(max(end, self.capacity + _GROWTH))
 
-    def scratch(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory of the shared workspace, lent until any store of the cache is used again."""
-        return self.workspace.take(shape, 0, self.keys.new_empty(0, dtype=dtype))
-
     @abstractmethod
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
         """Add L units to every head.
@@ -265,9 +261,10 @@ class Store(Slotted):
     def write(self, name: str, values: Tensor, where: tuple[int, int] | None = None) -> None:
         """Set a column of the newest units, (B, K, L), or of the one head that `where` names, (1, 1, L)."""
 
-    @abstractmethod
     def share_before(self, position: int) -> Tensor:
         """Return, as one number, the share of the held units that come from before a position of the text."""
+        positions = self.held(POSITIONS)
+        return (positions[positions != NO_UNIT] < position).float().mean()
 
     @abstractmethod
     def keep(self, kept: Kept, turned: bool) -> None:
@@ -367,9 +364,6 @@ class DenseStore(Store):
             empty = torch.arange(first, self.fill, device=values.device) < self.row_start[:, None]
             values = values.masked_fill(empty[:, None], -torch.inf)
         self.tensors[name][:, :, first : self.fill] = values
-
-    def share_before(self, position: int) -> Tensor:
-        return (self.held(POSITIONS) < position).float().mean()
 
     def keep(self, kept: Kept, turned: bool) -> None:
         assert isinstance(kept, KeptPerHead)

@@ -38,7 +38,8 @@ class Unscored:
         batch, starts = self.stores[0].batch, list(accumulate(self.widths, initial=0))
         rooms = []
         for store, start, width in zip(self.stores, starts, self.widths, strict=False):
-            every = store.scratch((1, batch, most, starts[-1]), dtype).flatten()
+            like = store.keys.new_empty(0, dtype=dtype)
+            every = store.workspace.take((1, batch, most, starts[-1]), 0, like).flatten()
             rooms.append(every[batch * most * start :][: batch * most * width].view(batch, most, width))
         return rooms
 
