@@ -165,7 +165,7 @@ def _read_all(model: nn.Module, reader: Reader, stream: Stream, way: Way) -> Ten
         tokens = stream.take(left if last else min(size, left - size))
         cache.last_tokens = tokens[:, -1:].clone()
         if last:
-            reader.begin_last()
+            reader.last = True
         if last and not way.hold_last:
             logits = unwrap(model)(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
         elif last and not at_end:

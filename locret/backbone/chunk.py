@@ -42,7 +42,7 @@ class Projections:
     """(B, L, E) hidden states that the decoder layer was given, before its norm."""
 
     def features(self, source: str = PROJECTIONS) -> Tensor:
-        """Return (B, L, F) of one of `SOURCES`."""
+        """Return (B, L, F) of one of `SOURCES`: by default all query, key and value heads before rotation."""
         parts = self.feature_parts(source)
         return torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0]
 
@@ -123,10 +123,6 @@ class Attended:
     def new_tokens(self) -> int:
         """L."""
         return self.query.shape[-2]
-
-    def features(self, source: str = PROJECTIONS) -> Tensor:
-        """Return (B, L, F) of each new token: all query, key and value heads before rotation, or hidden states."""
-        return self.projections.features(source)
 
 
 @dataclass(frozen=True, kw_only=True)

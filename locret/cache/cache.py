@@ -124,7 +124,7 @@ class RetentionCache(Whole):
         self.carriers = {i: States(number) for i, kind in enumerate(backbone.kinds) if kind in (RECURRENT, BOTH)}
         for index, states in self.carriers.items():
             states.show(self.layers[index])
-        own = scorer if isinstance(scorer, FeatureScorer) and scorer.by_features else None
+        own = scorer if isinstance(scorer, FeatureScorer) else None
         self.features = PROJECTIONS if own is None else own.feature_source(self.prepared)
         """What the scorer looks at, where it looks at features."""
         self.widths = feature_widths(model, backbone, self.features)

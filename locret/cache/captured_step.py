@@ -30,6 +30,7 @@ from locret.cache.cache import RetentionCache
 from locret.cache.ragged import RaggedStore
 from locret.cache.reader import Reader
 from locret.cache.store import DenseStore, Slots
+from locret.scorers import FeatureScorer
 
 DEVICES = ("cuda",)
 """Where steps are captured."""
@@ -61,7 +62,7 @@ def obstacle(
         (copies > 1, "beams or answers change places between steps"),
         (hidden, "hidden states of every step are asked for"),
         (
-            cache.watch is not None or not cache.scorer.by_features or cache.scorer.columns,
+            cache.watch is not None or not isinstance(cache.scorer, FeatureScorer) or cache.scorer.columns,
             "every step's attention is looked at",
         ),
         (not own, "not all layers attend to units of their own, and to all of them"),
@@ -173,7 +174,8 @@ class CapturingReader(Reader):
         if not self.static:
             super().attended(layer)
             return
-        self._rooms[self._nth[layer.layer_idx]].index_copy_(1, self._waiting, layer.features(self.cache.features))
+        features = layer.projections.features(self.cache.features)
+        self._rooms[self._nth[layer.layer_idx]].index_copy_(1, self._waiting, features)
 
     def finished(self, hidden: Tensor) -> None:
         """See `Reader`; then move on to the next slot."""

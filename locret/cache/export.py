@@ -27,8 +27,12 @@ if TYPE_CHECKING:
 def to_dynamic_cache(cache: RetentionCache) -> DynamicCache:
     """Return what a cache holds as an ordinary prefix; see `RetentionCache.to_dynamic_cache`."""
     cache.check_whole()
-    _check_ordinary(cache)
-    decoder = cache.decoder
+    if not cache.seen:
+        raise ValueError("the cache has read nothing yet; call locret.prefill before exporting it")
+    if cache.pad is not None:
+        raise ValueError("rows of different lengths are no prefix of one length; export each row of cache.split(rows)")
+    decoder, units = cache.decoder, {layer.fill for layer in cache.governed}
+    check_prefix(cache.policy, cache.backbone, units, rotary_parameters(decoder), states=True)
     # By its config a cache has layers for states; without one it makes layers of units as they come.
     exported = DynamicCache(config=decoder.config) if cache.carriers else DynamicCache()
     with long_factors(decoder):
@@ -40,17 +44,6 @@ def to_dynamic_cache(cache: RetentionCache) -> DynamicCache:
     for index, states in cache.carriers.items():
         states.give(exported.layers[index])
     return exported
-
-
-def _check_ordinary(cache: RetentionCache) -> None:
-    """Refuse what no prompt would have left."""
-    if not cache.seen:
-        raise ValueError("the cache has read nothing yet; call locret.prefill before exporting it")
-    if cache.pad is not None:
-        raise ValueError("rows of different lengths are no prefix of one length; export each row of cache.split(rows)")
-    units = {layer.fill for layer in cache.governed}
-    rotary = rotary_parameters(cache.decoder)
-    check_prefix(cache.policy, cache.backbone, units, rotary, states=True)
 
 
 def check_prefix(

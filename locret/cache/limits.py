@@ -19,7 +19,7 @@ from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.protection import Rows
 from locret.policy.schedule import Schedule, decode_budgets, layer_budgets, lookahead, plan, protected
 from locret.policy.selectors import Stay
-from locret.scorers import Scorer
+from locret.scorers import FeatureScorer, Scorer
 
 _MANY = 1 << 40
 BLOCK_SCORER = "streaming"
@@ -266,7 +266,9 @@ class Limits:
         """Return whether no unit ever leaves its slot, or is turned there, where layers have at most so many slots."""
         policy = self.policy
         uniform = policy.layer_budgets == policy.head_budgets == "uniform" and policy.memory == "fixed"
-        alone = policy.decode_budget is None and not policy.recalls_blocks and not self.scorer.by_features
+        alone = (
+            policy.decode_budget is None and not policy.recalls_blocks and not isinstance(self.scorer, FeatureScorer)
+        )
         return policy.positions == "original" and uniform and alone and max(slots, default=0) <= policy.budget
 
     def fast_bytes(

@@ -54,7 +54,8 @@ class Reader(Observer):
         """Whether the cache would be left in the middle of something."""
         self._nth = {layer_idx: nth for nth, layer_idx in enumerate(cache.backbone.layers)}
         self._evicting = not answering
-        self._last = False
+        self.last = False
+        """Whether the coming forward pass ends with the prompt's last token."""
         self._new_tokens = 0
         self._chunk_start = 0
         self._ids: Tensor | None = None
@@ -126,13 +127,9 @@ class Reader(Observer):
             layer.settle(self.cache.next_position, self.cache.seen)
         self._evicting = False
 
-    def begin_last(self) -> None:
-        """Announce the forward pass that ends with the prompt's last token."""
-        self._last = True
-
     def end(self) -> None:
         """From here on tokens are generated."""
-        self.answering, self._last, self.torn = True, False, False
+        self.answering, self.last, self.torn = True, False, False
         self.cache.text_end = self.cache.seen
         self.cache.end_reading(self._new_tokens)
 
@@ -142,13 +139,13 @@ class Reader(Observer):
         """Return the (B, L) rotary positions of the coming tokens."""
         self.torn, self._shared = True, {}
         for states in self.cache.carriers.values():
-            states.marking = self.answering or self._last
+            states.marking = self.answering or self.last
         batch, length = tokens.shape[:2]
         self.limits.read = self.cache.seen + length
         ids = tokens if tokens.ndim == 2 else None
         known = self.cache.digest is not None or not self.cache.seen
         self._digest = extended(self.cache.digest, ids) if known and ids is not None else None
-        self._ids = ids if self.scorer.needs_hidden else None
+        self._ids = ids if isinstance(self.scorer, TokenScorer) else None
         steps = torch.arange(length, device=tokens.device)
         self._positions, rotary = self.cache.number(steps, batch)
         return rotary
@@ -230,7 +227,7 @@ class Reader(Observer):
         held, one = self.layers[nth], self.answering and layer.new_tokens == 1
         if self.cache.watch is not None and one:
             self.cache.watch.see(nth, layer, cast(View, view), held)
-        if one and self.scorer.by_features:
+        if one and isinstance(self.scorer, FeatureScorer):
             due = self.waiting.add(nth, layer.projections.feature_parts(self.cache.features))
             if due is not None:
                 self._rate(nth, due)
@@ -244,7 +241,7 @@ class Reader(Observer):
         stay, base = self._stay_now(nth), self.cache.next_position + layer.new_tokens
         for part in held.parts(cast(View, view), layer.new_tokens, self.scorer.causal):
             held.rate(*self._rated(self._chunk(nth, layer, part, stay)), part.where)
-        if stay is None or self.scorer.needs_hidden:
+        if stay is None or isinstance(self.scorer, TokenScorer):
             return
         if layer.layer_idx in self.cache.backbone.lenders:
             self._due.append((nth, stay, base))
@@ -287,7 +284,7 @@ class Reader(Observer):
             budget=staying.budget,
             recent=staying.recent,
             sinks=staying.sinks,
-            last=self._last,
+            last=self.last,
             generating=self.answering,
             prepared=self.cache.prepared,
         )
@@ -344,8 +341,8 @@ class Reader(Observer):
         """Rate tokens, where that takes a whole pass, and count them."""
         self.cache.rotation.report()
         self._end_lending()
-        if self.scorer.needs_hidden:
-            self._rate_tokens(hidden)
+        if isinstance(self.scorer, TokenScorer):
+            self._rate_tokens(self.scorer, hidden)
         self._report_unsound()
         self.cache.digest = self._digest
         self.cache.finished(hidden)
@@ -365,7 +362,7 @@ class Reader(Observer):
         """Return what stays after this forward pass; None: everything."""
         if self._evicting and self.policy.when == "chunk":
             return self.limits.after_chunk(nth)
-        if self._last and self.policy.when == "prompt_end":
+        if self.last and self.policy.when == "prompt_end":
             return self.limits.at_prompt_end(nth)
         return None
 
@@ -381,16 +378,15 @@ class Reader(Observer):
         scorer, layer_idx = cast(FeatureScorer, self.scorer), self.cache.backbone.layers[nth]
         self.layers[nth].rate(scorer.score_features(self.cache.prepared, layer_idx, features_BWF))
 
-    def _rate_tokens(self, hidden: Tensor) -> None:
+    def _rate_tokens(self, scorer: TokenScorer, hidden: Tensor) -> None:
         """Rate the tokens of a forward pass that is over, in all layers alike, and evict where it is time."""
-        assert isinstance(self.scorer, TokenScorer)
         assert self._positions is not None
         if self._ids is None:
-            raise ValueError(f"scorer {self.scorer.name} rates token ids, but the backbone was given embeddings")
+            raise ValueError(f"scorer {scorer.name} rates token ids, but the backbone was given embeddings")
         cache = self.cache
         before = None if cache.newest_hidden is None else cache.newest_hidden[:, -1:]
         tokens = TokenPass(ids_BL=self._ids, hidden_BLE=hidden, before_B1E=before, positions_BL=self._positions[:, 0])
-        scores = self.scorer.score_tokens(unwrap(cache.model), tokens)
+        scores = scorer.score_tokens(unwrap(cache.model), tokens)
         self._check("scores", scores, hidden.device, {tuple(self._ids.shape): "one for each token"})
         self._note_unsound(scores)
         states = hidden if cache.newest_hidden is None else torch.cat([cache.newest_hidden, hidden], dim=1)

@@ -48,10 +48,6 @@ class Scorer(Chosen):
     by_head: ClassVar[bool] = False
     """Whether a scorer that is not causal can rate one KV head after another, so that heads may hold different numbers
     of units: it then gets chunks with one row and one KV head."""
-    by_features: ClassVar[bool] = False
-    """Whether a score depends on the token's features alone, so that `score_features` can rate it later."""
-    needs_hidden: ClassVar[bool] = False
-    """Whether units are rated by `score_tokens` after the whole forward pass, instead of layer by layer."""
 
     columns: ClassVar[Mapping[str, torch.dtype]] = MappingProxyType({})
     """What the method remembers of every unit besides its score and position."""
@@ -138,8 +134,6 @@ class RevisingScorer(Scorer):
 class FeatureScorer(Scorer):
     """A scorer that rates a unit once, by its token's features, such as heads: generated units may wait for it."""
 
-    by_features: ClassVar[bool] = True
-
     def feature_source(self, prepared: Any) -> str:
         """Return which of `SOURCES` (`locret.backbone.chunk`) the features are that `score_features` is given."""
         return prepared.config.reads  # type: ignore[no-any-return]
@@ -155,7 +149,7 @@ class FeatureScorer(Scorer):
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, L)."""
-        features_BLF = chunk.features(self.feature_source(chunk.prepared))
+        features_BLF = chunk.projections.features(self.feature_source(chunk.prepared))
         return self.score_features(chunk.prepared, chunk.layer_idx, features_BLF)
 
 
@@ -174,9 +168,7 @@ class TokenPass:
 
 
 class TokenScorer(Scorer):
-    """A scorer that rates tokens by what the model makes of them, with one score for all layers and heads."""
-
-    needs_hidden: ClassVar[bool] = True
+    """A scorer that rates tokens after the whole forward pass, with one score for all layers and heads."""
 
     @abstractmethod
     def score_tokens(self, model: nn.Module, tokens: TokenPass) -> Tensor:

@@ -81,7 +81,7 @@ def test_longrope_uses_long_factors_below_the_original_length_and_is_put_back_af
 def test_features_of_as_many_tokens_as_heads_are_those_of_a_longer_texts_beginning(family: str) -> None:
     model, ids, found = build(family), prompt(9), []
     for length in (9, 4, 2, 1):
-        recorder = LayerObserver(describe(model), lambda layer: found.append(layer.features()))
+        recorder = LayerObserver(describe(model), lambda layer: found.append(layer.projections.features()))
         with instrumented(model, recorder):
             model(ids[:, :length], use_cache=False)
     layers = len(describe(model).layers)

@@ -57,7 +57,7 @@ def test_scores_are_those_of_the_obvious_version_and_gates_are_saved_as_heads(
 
     def compare(chunk: Attended) -> None:
         nonlocal compared
-        features = chunk.features(scorer.feature_source(heads))
+        features = chunk.projections.features(scorer.feature_source(heads))
         found = scorer.score_features(heads, chunk.layer_idx, features)[0]
         wanted = slowly(gate, weights, chunk.layer_idx, chunk, model.config.rms_norm_eps)
         torch.testing.assert_close(found, wanted, atol=3e-5, rtol=3e-5)

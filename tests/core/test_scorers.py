@@ -67,7 +67,7 @@ def test_scores_are_float32_one_per_unit_and_no_worse_than_finite(
     generate(model, prompt(60), cache=cache, max_new_tokens=3, **GREEDY)
     assert set(calls) == {0, 1, 2}
     # Six passes over the prompt and, where answers are rated, three tokens, which heads rate together.
-    assert len(calls) >= 3 * (6 + (1 if scorer.by_features else 3 * scorer.rates_answers))
+    assert len(calls) >= 3 * (6 + (1 if isinstance(scorer, scorers.FeatureScorer) else 3 * scorer.rates_answers))
     held = cache.kept_scores(1)
     assert not held.isnan().any()
     assert held.isfinite().sum() >= 2 * 24

@@ -25,7 +25,7 @@ def heads_for(model: Any) -> RetainingHeads:
 def naive_loss(model: nn.Module, heads: RetainingHeads, prompt: Tensor, labels: Tensor, **loss: Any) -> list[float]:
     """Features of all layers in a pass of their own, then one loss over everything."""
     features: dict[int, Tensor] = {}
-    observe(model, prompt, lambda chunk: features.update({chunk.layer_idx: chunk.features()[0]}))
+    observe(model, prompt, lambda chunk: features.update({chunk.layer_idx: chunk.projections.features()[0]}))
     scores = torch.stack([heads[layer](features[layer][: labels.shape[-1]]).T for layer in heads])
     losses = retention_loss(scores, labels, **loss)
     losses[0].backward()

@@ -69,7 +69,7 @@ def prompt_scores_with_gradient(model: Any, heads: RetainingHeads, prompt_ids: t
     from locret.labels.labels import observe
 
     features: dict[int, torch.Tensor] = {}
-    observe(model, prompt_ids, lambda chunk: features.update({chunk.layer_idx: chunk.features()[0]}))
+    observe(model, prompt_ids, lambda chunk: features.update({chunk.layer_idx: chunk.projections.features()[0]}))
     return torch.stack([heads[layer](features[layer]).T for layer in heads])
 
 
