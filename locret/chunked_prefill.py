@@ -150,7 +150,7 @@ def _read_all(model: nn.Module, reader: Reader, stream: Stream, way: Way) -> Ten
     cache, logits = reader.cache, None
     at_end = cache.policy.when == "prompt_end"
     tail = reader.limits.tail
-    while (left := stream.available((size := reader.chunk_size) + tail + 1)) > tail:
+    while (left := stream.available((size := reader.limits.chunk_size) + tail + 1)) > tail:
         reader.begin_chunk(left <= size + tail)
         tokens = stream.take(min(size, left - tail))
         run_decoder(model, tokens, cache)

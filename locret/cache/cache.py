@@ -273,14 +273,6 @@ class RetentionCache(Whole):
                 "for each of them"
             )
 
-    def check_scores(self, unsound: Tensor) -> None:
-        """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device."""
-        if unsound:
-            raise ValueError(
-                f"scorer {self.scorer.name} returned scores that are NaN or infinite, so what was kept means nothing; "
-                "mend it and start again with cache.fresh()"
-            )
-
     @property
     def turn_room(self) -> int:
         """Tokens that a turn may have to be read as it is, without eviction; 0: it is read like more text."""

@@ -24,10 +24,10 @@ from locret.base.warned import warn_user
 from locret.cache.cache import RetentionCache
 from locret.cache.export import check_one_row, check_prefix, positions_now, turned_back
 from locret.cache.layer import HOST
-from locret.cache.over_ranks import own_state, whole_state
+from locret.cache.over_ranks import state_of
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
-from locret.cache.schema import DTYPES, check_counts, check_units, checksum, dtype_of
+from locret.cache.schema import DTYPES, check_counts, check_units, checksum
 from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.heads.fingerprint import any_fingerprint, computation, different_computation, other_weights
 from locret.heads.heads import RetainingHeads
@@ -75,7 +75,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     check_replaceable(path)
     kept = _notes(notes or {})
     tensors, numbers = cache.state()
-    tensors = whole_state(tensors, cache.ranks)
+    tensors = state_of(tensors, cache.ranks, whole=True)
     state = {
         "format": FORMAT,
         "toolkit_version": __version__,
@@ -186,7 +186,7 @@ def load_cache(
     state, _ = _header(path)
     with _named(path):
         cache = _empty(state, model, scorer, allow_other_scorer)
-        cache.load(own_state(_read_units(path, state, cache), cache.ranks), state)
+        cache.load(state_of(_read_units(path, state, cache), cache.ranks, whole=False), state)
     return cache
 
 
@@ -377,7 +377,8 @@ def _prefix_of(
             f"its units are not at positions 0, 1, ..., or in codes, and {error}; load it with its backbone and take "
             "Prefix.of(context), or save it with context.shrink(budget) first"
         ) from error
-    columns = {name: dtype_of(spelt) for name, spelt in state["columns"].items()}
+    known = {spelt: dtype for dtype, spelt in DTYPES.items()}
+    columns = {name: known[spelt] for name, spelt in state["columns"].items()}
     store = DenseStore(rotary, Workspace(), columns)
     if form is not None:
         store = QuantisedStore(rotary, Workspace(), columns, form=form)

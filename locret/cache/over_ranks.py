@@ -43,20 +43,9 @@ def runs_over_heads(name: str, tensor: Tensor) -> bool:
     return name.startswith("layers.") and (tensor.ndim >= 3 or name.endswith("exact"))
 
 
-def whole_state(tensors: Mapping[str, Tensor], ranks: HeadRanks | None) -> dict[str, Tensor]:
-    """Return a cache's state with the heads of all processes; called in all of them alike."""
+def state_of(tensors: Mapping[str, Tensor], ranks: HeadRanks | None, *, whole: bool) -> dict[str, Tensor]:
+    """Return a cache's state with the heads of all processes, which all call this; or of such a one this one's part."""
     if ranks is None:
         return dict(tensors)
-    return {
-        name: ranks.gather(tensor, 1) if runs_over_heads(name, tensor) else tensor for name, tensor in tensors.items()
-    }
-
-
-def own_state(tensors: Mapping[str, Tensor], ranks: HeadRanks | None) -> dict[str, Tensor]:
-    """Return the part of a whole state that belongs to this process."""
-    if ranks is None:
-        return dict(tensors)
-    return {
-        name: ranks.own(tensor, 1).contiguous() if runs_over_heads(name, tensor) else tensor
-        for name, tensor in tensors.items()
-    }
+    part = ranks.gather if whole else ranks.own
+    return {n: part(one, 1).contiguous() if runs_over_heads(n, one) else one for n, one in tensors.items()}

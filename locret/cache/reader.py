@@ -92,11 +92,6 @@ class Reader(Observer):
                 layer.store.columns["scores"].mul_(self.scorer.fade)
         self._new_tokens = new_tokens
 
-    @property
-    def chunk_size(self) -> int:
-        """Tokens of the chunk to come."""
-        return self.limits.chunk_size
-
     def begin_chunk(self, final: bool) -> None:
         """Announce the next chunk of the prompt; after the final one no stabilizers are protected."""
         ratios = None

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from locret.backbone.shape import BOTH, FULL, SLIDING, Backbone
-from locret.base.fields import shown
 from locret.cache.layer import HOST
 from locret.cache.ragged import mean_units
 from locret.cache.rounding import forms_of, packed_bytes
@@ -38,14 +37,6 @@ DTYPES = {
 }
 """How safetensors spells dtypes."""
 _FLOATS = ("F64", "F32", "BF16", "F16")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """Return the dtype that safetensors spells so."""
-    found = [dtype for dtype, spelt in DTYPES.items() if spelt == name]
-    if not found:
-        raise ValueError(f"a column has the type {shown(name)}, which is none")
-    return found[0]
 
 
 def checksum(text: str, tensors: Mapping[str, Tensor]) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -46,10 +45,11 @@ _STATES = re.compile(r"(\.|_)(keys|values|queries)$|\.conv\.\d+$|^rows\._context
 """What the backbone computes in its own dtype, unless it is held in codes."""
 
 
-class Whole(Cache, ABC):
+class Whole(Cache):
     """What a cache holds of the texts that it has read, whatever was chosen to stay."""
 
     model: Any
+    scorer: Any
     workspace: Workspace
     """Memory that the layers share."""
     limits: Limits
@@ -121,9 +121,13 @@ class Whole(Cache, ABC):
         if self.reader is not None and self.reader.torn:
             raise ValueError("this cache is being read; go on when that read has ended, or with cache.fresh()")
 
-    @abstractmethod
     def check_scores(self, unsound: Tensor) -> None:
         """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device."""
+        if unsound:
+            raise ValueError(
+                f"scorer {self.scorer.name} returned scores that are NaN or infinite, so what was kept means nothing; "
+                "mend it and start again with cache.fresh()"
+            )
 
     def _settled(self) -> None:
         """Refuse to go on from a read that did not end, and give all units their scores."""

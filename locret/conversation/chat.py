@@ -35,7 +35,7 @@ from locret.cache.layer import HOST
 from locret.cache.limits import CacheMemory
 from locret.chunked_prefill import read_turn
 from locret.conversation.document import Decoder, decode, is_text
-from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, kept_of
+from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, kept_turns
 from locret.conversation.turns import Talk
 from locret.generation import checked_options, generate
 from locret.policy.budget import full_bytes
@@ -211,7 +211,9 @@ class Reading:
             >>> context.kept_by_message()[0].protected
             'all'
         """
-        return kept_of(self.cache, self.protection.known)
+        cache = self.cache
+        heads = (head for layer in cache.backbone.layers for head in cache.kept_everywhere(layer)[0])
+        return kept_turns(heads, self.protection.known, cache.seen, cache.protected[0] if cache.protected else ())
 
     def save(self, path: str | Path) -> None:
         """Write it to one file, for `LongContextModel.load`, or `load_chat` if something was said.

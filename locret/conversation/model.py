@@ -434,9 +434,7 @@ class LongContextModel:
 
     # -- asking -------------------------------------------------------------------------------------------------------
 
-    def settings(self, max_new_tokens: int, options: dict[str, Any]) -> dict[str, Any]:
-        """Return the arguments of `locret.generate` for one answer; see `answer_settings`."""
-        return answer_settings(self, max_new_tokens, options)
+    settings = answer_settings
 
     @property
     def end_ids(self) -> list[int]:

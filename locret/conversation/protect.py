@@ -192,12 +192,6 @@ def kept_turns(heads: Iterable[Tensor], turns: Sequence[Turn], seen: int, spans:
     return found
 
 
-def kept_of(cache: RetentionCache, turns: Sequence[Turn]) -> list[KeptTurn]:
-    """Count what a cache of one row holds of each turn; called in all processes alike."""
-    heads = (head for layer in cache.backbone.layers for head in cache.kept_everywhere(layer)[0])
-    return kept_turns(heads, turns, cache.seen, cache.protected[0] if cache.protected else ())
-
-
 def _protection(tokens: range, spans: Sequence[Span], seen: int) -> str | None:
     pinned = Guarantee.of([span for span in spans if span.share is None], 0)
     count = pinned.needed(tokens.stop) - pinned.needed(tokens.start)
