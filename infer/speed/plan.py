@@ -139,9 +139,13 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     file = Path(source.place, source.gguf) if source is not None and source.gguf else None
     gguf = str(file) if file is not None and file.is_file() else None
     methods = tuple(ways.get(name, own, gguf) for name in options.method_names())
-    trained = _trained(heads, shape.config)
-    if trained is not None and not any(method.needs_heads for method in methods):
-        raise ValueError(f"--heads {options.heads}: no method of --methods uses them; add locret, or drop them")
+    trained: Any = None  # fresh ones will do
+    if heads is not None:
+        named = ScorerOptions(heads=heads)
+        trained, _ = load_scorer(named)
+        check_matches(named, trained, shape.config)
+        if not any(method.needs_heads for method in methods):
+            raise ValueError(f"--heads {options.heads}: no method of --methods uses them; add locret, or drop them")
     plan = BenchPlan(
         options=options,
         source=source,
@@ -170,17 +174,6 @@ def _device(options: BenchOptions, shape: Shape, source: BackboneSource | None) 
     if options.device.startswith("cuda") and not has_gpu:
         return None
     return loading.resolve_device(options.device)
-
-
-def _trained(heads: str | None, config: Any) -> RetainingHeads | None:
-    """Return trained heads that fit the backbone; None where fresh ones will do."""
-    if heads is None:
-        return None
-    options = ScorerOptions(heads=heads)
-    found, _ = load_scorer(options)
-    assert isinstance(found, RetainingHeads)
-    check_matches(options, found, config)
-    return found
 
 
 def _check(plan: BenchPlan, own: Mapping[str, Any]) -> None:
