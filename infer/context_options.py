@@ -39,7 +39,8 @@ class ShowOptions(SeveralContexts):
     """What is looked at."""
 
     plot: str | None = None
-    """HTML file to write: the text of --text, the words that heads hold dark and forgotten ones pale."""
+    """PNG or HTML file to write: the text of --text, the words that heads hold dark and forgotten ones pale. A PNG file
+    needs locret[eval]."""
     text: str | None = None
     """The text file that the context was read from. Needs --plot and --model."""
     model: str | None = None
@@ -51,8 +52,6 @@ class ShowOptions(SeveralContexts):
         super().__post_init__()
         if len({one is None for one in (self.plot, self.text, self.model)}) > 1:
             raise ValueError("--text draws a text with the words of --model into the file of --plot; give all three")
-        if self.plot is not None and not self.plot.lower().endswith(".html"):
-            raise Refusal("plot", self.plot, "is to be a page; give the name of an .html file")
         if self.text is not None and len(self.context) > 1:
             raise Refusal("text", self.text, f"is that of one context, and {len(self.context)} are given; give one")
 

@@ -42,7 +42,7 @@ class DemoOptions:
     """Where it goes. Texts and questions of your own are for locret-infer and locret-context."""
 
     output: str = "runs/demo"
-    """Folder for the drawn text, kept.html; that of an earlier demonstration is replaced."""
+    """Folder for the drawn text, kept.html and kept.png; those of an earlier demonstration are replaced."""
 
 
 def command(argv: Sequence[str] | None = None) -> int:
@@ -86,9 +86,10 @@ def command(argv: Sequence[str] | None = None) -> int:
             print(f"  {name:<16} {answers[question]}")
     note = f"{SHARE:.0%} of the units. The darker a word, the more of the heads hold it."
     pieces = kept_page.marked(words, shares["retaining heads"], lm.tokenizer, lm.template)
-    page = Path(options.output, "kept.html")
-    kept_page.write(page, pieces, f"What heads kept of {Path(path).name}", note)
-    print(f"\nthe text with what heads kept of it: {page}")
+    drawn = ["kept.html", "kept.png"] if kept_page.can_draw() else ["kept.html"]
+    for file in drawn:
+        kept_page.write(Path(options.output, file), pieces, f"What heads kept of {Path(path).name}", note)
+    print(f"\nthe text with what heads kept of it: {', '.join(drawn)} in {options.output}")
     return 0
 
 

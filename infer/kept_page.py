@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import html
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from locret.base.files import write_text
+from locret.base.files import write_text, written_whole
 from locret.conversation.protect import KeptTurn, as_table
 from locret.conversation.turns import Transcript
 from locret.pictures import Retention, as_lines
 
 _PALEST, _DARK = 0.12, 0.95
+_COLUMNS, _MOST_LINES, _SIZE = 110, 400, 6.6
+"""Of a picture: letters in a line, lines, and the size of a letter in points."""
+_LETTER, _LINE = 0.602 * _SIZE / 72, 0.12
+"""Width of a letter of the font and height of a line, in inches."""
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{title}</title>
 <style>body {{ font: 15px/1.5 Georgia, serif; max-width: 46em; margin: 2em auto; padding: 0 1em; white-space: pre-wrap
@@ -68,8 +73,48 @@ def marked(text: str, share_N: Tensor, tokenizer: Any, template: str, system: st
 
 
 def write(file: str | Path, pieces: Marked, title: str, note: str) -> None:
-    """Write a page."""
-    dark = ((piece, _PALEST + (1 - _PALEST) * share) for piece, share in pieces)
+    """Write a page or a picture, by the ending of the file's name, .html or .png."""
+    ending = Path(file).suffix.lower()
+    if ending not in (".html", ".png"):
+        raise ValueError(f"{file} has another ending than .html and .png; rename it")
+    dark = [(piece, _PALEST + (1 - _PALEST) * share) for piece, share in pieces]
+    if ending == ".png":
+        return _picture(file, dark, title, note)
     spans = (f'<span style="opacity:{share:.2f}">{html.escape(piece)}</span>' for piece, share in dark)
     page = _PAGE.format(title=html.escape(title), note=html.escape(note), body="".join(spans))
     write_text(file, page, parents=True)
+
+
+def can_draw() -> bool:
+    """Return whether there is what draws a picture."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def _picture(file: str | Path, dark: Marked, title: str, note: str) -> None:
+    if not can_draw():
+        raise ValueError(f"{file} needs matplotlib; install it with `pip install 'locret[eval]'`, or write .html")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    lines: list[list[tuple[int, str, float]]] = [[]]
+    column = 0
+    for piece, share in dark:
+        for nth, part in enumerate(piece.split("\n")):
+            if nth or column + len(part) > _COLUMNS:
+                lines.append([])
+                column = 0
+            if part:
+                lines[-1].append((column, part, share))
+                column += len(part)
+    shown = [line for line in lines if line][:_MOST_LINES]
+    width, height = _COLUMNS * _LETTER + 0.5, _LINE * (len(shown) + 6)
+    figure = Figure(figsize=(width, height), facecolor="white")
+    figure.text(0.25 / width, 1 - 0.2 / height, title, fontsize=10, va="top", weight="bold")
+    figure.text(0.25 / width, 1 - 0.42 / height, note, fontsize=7, va="top", color="#555555")
+    for number, line in enumerate(shown):
+        for column, piece, share in line:
+            place = ((0.25 + column * _LETTER) / width, 1 - _LINE * (number + 6) / height)
+            text, grey = piece.replace("$", r"\$"), f"{1 - share:.3f}"
+            figure.text(*place, text, fontsize=_SIZE, family="DejaVu Sans Mono", color=grey)
+    with written_whole(Path(file), parents=True) as fresh:
+        FigureCanvasAgg(figure).print_figure(str(fresh), dpi=130, format="png")

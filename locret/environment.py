@@ -16,7 +16,7 @@ from locret._version import __version__
 from locret.cli.command import parse_options, run
 
 _PACKAGES = (
-    "accelerate datasets huggingface_hub peft safetensors tokenizers lm_eval flash_attn "
+    "accelerate datasets huggingface_hub peft safetensors tokenizers lm_eval matplotlib flash_attn "
     "deepspeed fastapi uvicorn vllm llama_cpp_python gguf"
 )
 

@@ -161,6 +161,7 @@ def test_three_ways_of_reading_answer_and_the_text_is_drawn(
     size = {name: float(line.split(" MiB")[0].split()[-1]) for name, line in told.items()}
     assert size["retaining heads"] == size["newest only"] < size["everything"] / 5
     assert (tmp_path / "demo" / "kept.html").read_text().count("<span") > 1000
+    assert (tmp_path / "demo" / "kept.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_text_is_marked_piece_by_piece_and_another_one_refused() -> None:
