@@ -119,8 +119,11 @@ def planned_bytes(
             "host_budget as a number of units"
         )
     limits = Limits.of(backbone, scorer, policy)
-    slots, second = limits.slots(prompt_tokens, new_tokens)
-    return limits.far_bytes(backbone, second, size) if host else limits.fast_bytes(backbone, slots, second, size)
+    schedule = limits.plan(prompt_tokens)
+    second = limits.host_capacity(schedule, [0] * limits.layers, new_tokens)
+    if host:
+        return limits.far_bytes(backbone, second, size)
+    return limits.fast_bytes(backbone, limits.capacity(schedule, new_tokens), second, size)
 
 
 def column_bytes(scorer: Scorer) -> int:
@@ -209,11 +212,6 @@ class Limits:
         sinks = self.scorer.sink_tokens(1, 0)  # of the least memory: shares of a budget are none of it
         how = {"recent": recent, "sinks": sinks, "tail": self.tail, "promised": self._promised}
         return plan(self.policy, self.layers, prompt_tokens, held=held, **how)
-
-    def slots(self, prompt_tokens: int | None, new_tokens: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the slots per layer, and of its second tier, for a first text and an answer."""
-        schedule = self.plan(prompt_tokens)
-        return self.capacity(schedule, new_tokens), self.host_capacity(schedule, [0] * self.layers, new_tokens)
 
     def capacity(self, schedule: Schedule, new_tokens: int) -> tuple[int, ...]:
         """Return the slots per layer for a read and an answer; of a read that grows without end, for what is known."""

@@ -121,14 +121,17 @@ class Units:
 
     def join(self, others: Sequence[Self], room: int = 0) -> None:
         """Become a batch of the only rows of others, aligned to the right, with room for so many more units."""
-        self.fill = max(other.fill for other in others)
-        self.capacity, joined = self.fill + room, {}
-        for name in others[0].tensors:
-            if self._slotted(name):
-                parts = [other.tensors[name][:, :, : other.fill] for other in others]
-                joined[name], self.row_start = aligned(parts, EMPTY.get(name, 0), room, self.empty)
-            else:
+        self.fill = slots = max(other.fill for other in others)
+        self.capacity, joined = slots + room, {}
+        for name, like in others[0].tensors.items():
+            if not self._slotted(name):
                 joined[name] = torch.cat([other.tensors[name] for other in others])
+                continue
+            shape = (len(others), like.shape[1], slots + room, *like.shape[3:])
+            joined[name] = self.empty(shape, dtype=like.dtype, device=like.device).fill_(EMPTY.get(name, 0))
+            for row, other in enumerate(others):
+                joined[name][row, :, slots - other.fill : slots] = other.tensors[name][0, :, : other.fill]
+            self.row_start = torch.tensor([slots - other.fill for other in others], device=joined[name].device)
         self.tensors = joined
 
     def copy(self, workspace: Workspace) -> Self:
@@ -152,16 +155,3 @@ class Units:
         """Return uninitialised memory for a tensor, or for so many rows of it, where this holder has its memory."""
         shape = (len(like) if rows is None else rows, *like.shape[1:])
         return (self.empty if self._slotted(name) else torch.empty)(shape, dtype=like.dtype, device=like.device)
-
-
-def aligned(
-    parts: Sequence[Tensor], empty: float, room: int = 0, memory: Callable[..., Tensor] = torch.empty
-) -> tuple[Tensor, Tensor]:
-    """Stack (1, K, S_i, ...) tensors into (B, K, max S + room, ...), right-aligned; also (B,) where each row begins."""
-    slots, like = max(part.shape[2] for part in parts), parts[0]
-    shape = (len(parts), like.shape[1], slots + room, *like.shape[3:])
-    joined = memory(shape, dtype=like.dtype, device=like.device).fill_(empty)
-    start = torch.tensor([slots - part.shape[2] for part in parts], device=joined.device)
-    for row, part in enumerate(parts):
-        joined[row, :, slots - part.shape[2] : slots] = part[0]
-    return joined, start
