@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -82,6 +83,15 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
         yield server
 
 
+_SLOW = re.compile(
+    "(distributed|engines|serve)/|test_(bench|chat_command|chat_templates|compose|context_command|damaged_files|"
+    "eval_command|eval_protocols|formats|infer_command|lookup_methods|mergers|mutated_options|protected|protected_turns|"
+    "publishing|ragged|real_suite|requirements|resume|scores|sizing|start|stores|text_stream|train_command|trainer|"
+    "verify|whole_cache).py"
+)
+"""Files that take some seconds each."""
+
+
 def pytest_collection_finish() -> None:
     """Take what all tests share out of garbage collection, which would look through it again and again."""
     gc.collect()
@@ -89,12 +99,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark cases after the first of a test as slow, and after the second as long: every claim is checked, by fewer."""
+    """Mark slow files and a test's second case as slow, and further cases as long: every claim is checked, by fewer."""
     cases: dict[str, int] = {}
     for item in items:
         test = item.nodeid.partition("[")[0]
         cases[test] = cases.get(test, 0) + 1
         if cases[test] > 2:
             item.add_marker(pytest.mark.long)
-        if cases[test] > 1 or item.get_closest_marker("long"):
+        if _SLOW.search(test.partition("::")[0]) or cases[test] > 1 or item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)

@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 from locret.__main__ import COMMANDS
 from locret.cli import command as cli
 
-pytestmark = pytest.mark.slow
-
 TINY = {"model": "checkpoints/tiny", "heads": "checkpoints/tiny-heads"}
 BASES: dict[str, dict[str, Any]] = {
     "infer": {**TINY, "prompt_file": "text.txt", "dry_run": True, "quiet": True},

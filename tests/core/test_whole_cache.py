@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import oracle as reference
-import pytest
 import torch
 from families import build, merger, prompt
 from hypothesis import Phase, assume, example, given, note, settings
@@ -30,8 +29,6 @@ from torch import Tensor
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.policy.growth import divided, shared_budgets
 from locret.policy.schedule import plan
-
-pytestmark = pytest.mark.slow
 
 ASKED: dict[str, Any] = {
     "do_sample": False,

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from launches import found
 
-pytestmark = pytest.mark.slow
-
 CLOSE = 5e-5
 """Was 1e-5, which other processors hold; up to 2.6e-5 was found on one with AVX-512, and why was not looked into."""
 REFUSED = {

@@ -21,8 +21,6 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, pr
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import NoRoom, PagedContexts, Sampling, Stored, Written
 
-pytestmark = pytest.mark.slow
-
 NEW = 12
 
 

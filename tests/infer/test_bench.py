@@ -18,8 +18,6 @@ from locret.infer.speed.report import make_record, page
 from locret.infer.speed.ways import Given, Held
 from tests.tiny_gguf import write_gguf
 
-pytestmark = pytest.mark.slow
-
 LENGTH, NEW = 150, 5
 NUMBERS = {"budget": 32, "chunk_size": 24, "stabilizers": 8, "local_len": 7, "new_tokens": NEW}
 FLAGS = [part for name, value in NUMBERS.items() for part in (f"--{name.replace('_', '-')}", str(value))]

@@ -23,8 +23,6 @@ from locret.data.tasks.published import suites
 from locret.infer.evaluation import answering, report
 from locret.infer.evaluation.records import PART, SAMPLES, SampleLog, key
 
-pytestmark = pytest.mark.slow
-
 SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--max-new-tokens", 6)
 ONE = ("--methods", "random", "--tasks", "passkey", "--lengths", 500, "--budget", 64, "--samples", 1, *SMALL)
 TWO = ("--tasks", "passkey,twostage/2stage", "--lengths", 600, "--budget", 64, "--samples", 2, *SMALL)

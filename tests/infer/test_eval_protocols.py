@@ -26,8 +26,6 @@ from locret.infer.evaluation.methods import Prompt, Setup, document_tokens
 from locret.infer.evaluation.plan import Allotment, Run, plan_cases, plan_runs, settled
 from locret.infer.evaluation.records import AGNOSTIC, AWARE
 
-pytestmark = pytest.mark.slow
-
 POLICY = RetentionPolicy(budget=48, chunk_size=64, stabilizers=8, local_len=8)
 SMALL = ("--chunk-size", 64, "--stabilizers", 8, "--local-len", 8, "--budget", 48, "--max-new-tokens", 4)
 AMPLE = ("--budget", "2000", "--chunk-size", "64", "--stabilizers", "0", "--local-len", "8")

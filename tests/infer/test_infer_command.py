@@ -21,8 +21,6 @@ from locret.conversation.chat import AnswerStreamer
 from locret.conversation.document import Document, decode
 from locret.conversation.turns import Transcript
 
-pytestmark = pytest.mark.slow
-
 QUESTION = "What is the pass key?"
 FULL = ("--budget", 8000, "--stabilizers", 0, "--chunk-size", 700)
 Infer = Callable[..., Any]

@@ -101,7 +101,7 @@ def test_a_scorer_of_a_package_is_as_good_as_ours_in_methods_and_benchmarks_too(
     own = scorers.get("acme_memory:ValueNorm", power=2.0)
     found = methods.get("acme_memory:ValueNorm:power=2+pyramid")
     assert (found.name, found.description) == ("acme_memory:ValueNorm:power=2+pyramid", "keep long values")
-    assert timed.get("acme_memory:ValueNorm:power=2+linear").scorer() == own
+    assert timed.get("acme_memory:ValueNorm:power=2+linear").scorer == own
 
 
 REFUSED = {

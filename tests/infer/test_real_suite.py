@@ -21,8 +21,6 @@ from locret.infer.evaluation.real import Cell, RealOptions, _Reading, recovered,
 from locret.loading.options import ScorerOptions
 from locret.pictures import Retention, as_lines, kept_shares
 
-pytestmark = pytest.mark.slow
-
 TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
 SMALL = ["--sets", "sqlite_faq", "--tokens", "128", "--pieces", "1", "--questions", "2", "--quiet"]
 SMALL += ["--chunk-size", "64"]

@@ -19,8 +19,6 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, loading, pre
 from locret.infer import sizing
 from locret.loading.backbone import _cpu_multiplies_bfloat16
 
-pytestmark = pytest.mark.slow
-
 Infer = Callable[..., Any]
 SMALL = ("--scorer", "random", "--chunk-size", 32, "--local-len", 8, "--max-new-tokens", 8)
 

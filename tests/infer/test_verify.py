@@ -35,8 +35,6 @@ sys.path.append(str(Path(__file__).parents[1] / "core"))
 from families import FAMILIES, build
 from registry import random_model, tiny_config
 
-pytestmark = pytest.mark.slow
-
 POLICY = RetentionPolicy(budget=24, chunk_size=12, stabilizers=6, local_len=4)
 TIERS = POLICY.changed(host_budget=32, recall=4)
 EVERYTHING = {"full-budget", "batch", "eviction", "prefix", "training-scores"}

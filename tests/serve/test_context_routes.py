@@ -19,8 +19,6 @@ from locret.infer.serve import context_routes
 from locret.infer.serve.library import Library
 from locret.infer.serve.plan import MemoryPlan
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture(scope="module")
 def shared(serving: LongContextModel, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Library]:

@@ -24,7 +24,6 @@ from locret import LongContextModel
 from locret.infer.serve import convert
 from locret.infer.speed.served import ServedOptions, measure
 
-pytestmark = pytest.mark.slow
 MARKITDOWN = importlib.util.find_spec("markitdown") is not None
 HTML = f"<html><body><h1>Keys</h1><p>{text_with(43600)}</p><script>no()</script></body></html>"
 

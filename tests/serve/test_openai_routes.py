@@ -26,8 +26,6 @@ from locret.infer.serve.responses import CallText
 from locret.infer.serve.schemas import ChatRequest
 from locret.infer.serve.serve_options import ServeOptions
 
-pytestmark = pytest.mark.slow
-
 KEYS = {"book": 43600, "other": 71432}
 LOOPING = "Paris " * 24
 """What the embedded backbone goes on with until its length ends it."""

@@ -17,8 +17,6 @@ from running import ROOT, text_with
 from locret import LongContextModel
 from locret.infer.serve import page
 
-pytestmark = pytest.mark.slow
-
 FOLDER = Path(page.__file__).parent
 DOCUMENTED = (ROOT / "docs" / "server.md").read_text(encoding="utf-8")
 ADDRESS = "http://127.0.0.1:8000"

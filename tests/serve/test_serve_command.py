@@ -17,8 +17,6 @@ from running import MODEL, started, text_with
 from locret import RetainingHeads, RetentionPolicy
 from locret.infer.serve.command import command
 
-pytestmark = pytest.mark.slow
-
 SMALL = ["--budget", "64", "--chunk-size", "128", "--kv-memory", "64MiB"]
 TINY = [*SMALL, "--name", "tiny"]
 

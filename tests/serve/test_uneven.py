@@ -13,7 +13,6 @@ from running import FILLER, POLICY, QUESTION, Running, running, text_with
 
 from locret import Context, LongContextModel
 
-pytestmark = pytest.mark.slow
 SIZES = {"head_budgets": "shares", "head_shares": (4.0, 0.2, 0.2, 0.2) * 2 + (1.0,) * 12, "spacing": 8}
 
 
