@@ -103,8 +103,10 @@ class EightBitLinear(nn.Module):
 
         Turned once for all layers that multiply the same states: queries, keys and values, or gate and up.
         """
-        once = self.turn is not None and not (states.requires_grad or states.is_inference())
-        key = (few, states._version) if once else None
+        # Elsewhere than on a CPU the weights' scales are used here, and a compiled graph counts no versions.
+        once = self.turn is not None and states.device.type == "cpu" and not torch.compiler.is_compiling()
+        once = once and not (states.requires_grad or states.is_inference())
+        key = (few, states._version, id(states)) if once else None  # a copy brings the attribute, not the version
         held: Any = getattr(states, "_locret_rounded", None)
         if once and held is not None and held[0] == key:
             return held[1]  # type: ignore[no-any-return]

@@ -177,6 +177,9 @@ def test_rows_of_a_chunk_are_rounded_one_by_one_and_gradients_are_not(
     assert (errors <= 0.02 * sizes).all()
     states[0, 0, 0] = torch.nan  # in place: what was rounded of these states before is not what is multiplied
     assert packed(states).isnan().all(-1).flatten().tolist() == [True] + 14 * [False]
+    elsewhere, narrow = packed.to("meta"), eight_bits.EightBitLinear(torch.nn.Linear(96, 8)).to("meta")
+    nothing = torch.empty(20, 96, device="meta")
+    assert [layer(nothing).shape[1] for layer in (elsewhere, narrow)] == [40, 8]  # each has scales of its own
 
 
 def test_a_backbone_that_was_quantised_otherwise_is_not_quantised_again(
