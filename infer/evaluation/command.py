@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret.base.files import locked
 from locret.base.method_spec import MODIFIERS
+from locret.base.nearest import check_retired
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.data import tasks
 from locret.data.tasks.published import suites
@@ -33,6 +34,8 @@ DESCRIPTION = "Compare methods of keeping cache units, on the same prompts and w
 def command(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--list" in arguments:  # whatever else is named
+        if "--json" in arguments:
+            check_retired("--list", "--json")
         print(_listed(), end="")
         return 0
     if "--suite=real" in arguments or ("--suite", "real") in pairwise(arguments):  # it has options of its own

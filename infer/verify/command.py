@@ -55,6 +55,8 @@ DESCRIPTION = "Check a backbone on this machine before trusting what is read wit
 def command(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--list" in arguments:
+        if "--json" in arguments:
+            check_retired("locret-verify", "--list --json")
         from locret.infer.verify.suite import CHECKS, said_of
 
         print("\n".join(f"{name:<16} {said_of(name)[0]}" for name in CHECKS))
