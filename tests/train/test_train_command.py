@@ -211,7 +211,7 @@ def test_rows_are_held_out_by_default_and_evaluations_show_what_is_learned(
 OPTIONS = [
     (["--skip-bad-rows=false"], 'option "--skip-bad-rows" was retired; release 0.1.0'),
     (["--label-kind=kvzip_plus"], 'label kind "kvzip_plus" was retired; release 0.1.0'),
-    (["--steps=0"], "steps=0 is too small; it must be 1 or more"),
+    (["--steps=0"], "--steps 0 is too small; it must be 1 or more"),
     (["--warmup-steps=6"], "--warmup-steps 6 is not below --steps 6, so the learning rate would never reach"),
     (["--hidden-dim=100000000000"], "--hidden-dim makes heads of"),
     (["--eval-every=2"], "--eval-every 2 evaluates on held-out rows, and there are none; give --eval-rows 8"),
