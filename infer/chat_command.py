@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret import shipped
 from locret.base.fields import Refusal
-from locret.base.nearest import refuse_unknown
+from locret.base.nearest import check_retired, nearest
 from locret.base.warned import warn_user
 from locret.cli.command import parse_options, run, warnings_as_lines
 from locret.cli.options import flag_of
@@ -104,7 +104,11 @@ class Conversation:
         if word.startswith("/"):
             name = word.removeprefix("/")
             if name not in self._commands:
-                refuse_unknown("locret-chat", word, [f"/{one}" for one in (*self._commands, "quit")])
+                check_retired("locret-chat", word)
+                near = [f"/{one}" for one in nearest(name, [*self._commands, "quit"])]
+                raise ValueError(
+                    f"{word} is unknown; " + (f"did you mean {' or '.join(near)}?" if near else "try /help")
+                )
             self._commands[name](rest.strip())
         elif word:
             self._say(line)

@@ -85,7 +85,7 @@ def test_what_stayed_is_shown_layer_by_layer_and_turn_by_turn(chat: Chat, text: 
 def test_from_a_pipe_the_first_mistake_ends_the_command(chat: Chat) -> None:
     for lines, said in (
         ("Who?\n", "read a text with /read FILE"),
-        ("/red x\n", '"/red" is unknown; did you mean /read?'),
+        ("/red x\n", "/red is unknown; did you mean /read?"),
         ("/read\n", "/read needs a file; write /read FILE"),
         ("/read no.txt\n", "no.txt: no such file"),
         ("/back\n", '"/back" was retired: /save FILE and /load FILE return to a point'),
