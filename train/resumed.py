@@ -108,7 +108,9 @@ def read_record(folder: Path, known: set[str]) -> dict[str, Any]:
         if name not in known:
             raise ValueError(f"--resume {folder}: {RECORD} has an unknown option {name!r}; {way_out}")
     dropped = ONCE if launched()[1] > 1 else (*ONCE, *SPREAD)
-    return {"config": {name: value for name, value in config.items() if name not in dropped}, "chosen": chosen}
+    # Before there was validation, no rows were held out.
+    options = {"eval_rows": 0, **{name: value for name, value in config.items() if name not in dropped}}
+    return {"config": options, "chosen": chosen}
 
 
 def _value(arguments: Sequence[str], names: Sequence[str]) -> str | None:

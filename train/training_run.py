@@ -236,7 +236,7 @@ class TrainingRun:
             return None
         state = checkpointing.read(checkpoint)
         with checkpointing.intact(checkpoint):
-            stored = resumed.without_retired(state["config"])
+            stored = {"eval_rows": 0, **resumed.without_retired(state["config"])}
         checkpointing.check_same(stored, fixed, checkpoint)
         records_until(self.folder / run_folder.LOG, state["step"])
         return checkpoint, state

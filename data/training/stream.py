@@ -185,7 +185,8 @@ class TrainingStream(Iterator[TrainingExample]):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken; the number of processes may differ."""
         for name, ours in {"held_out": None, **self._identity()}.items():
-            if (theirs := state.get(name)) != ours:
+            # States of earlier versions have no first row.
+            if (theirs := state.get(name, ours if name == "first_row" else None)) != ours:
                 raise ValueError(
                     f"--resume: the checkpoint's stream was made with {name}={theirs!r}, this run has {ours!r}; use "
                     "the same setting and rows, or start without --resume"

@@ -8,7 +8,7 @@ Imported only where lm-evaluation-harness is installed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import groupby
 from typing import Any
 
@@ -17,8 +17,9 @@ from lm_eval.api.model import TemplateLM
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from locret import RetentionCache, RetentionPolicy, generate, loading, prefill
+from locret import RetentionCache, RetentionPolicy, generate, loading, prefill, scorers
 from locret.backbone.adapters import find_decoder, unwrap
+from locret.base import method_spec
 from locret.cache.reader import answering
 from locret.conversation.head_shares import sharing
 from locret.generation import check_finite_logits
@@ -37,8 +38,8 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
     """Answers and scores from a cache of fixed size, one request at a time, whatever the batch size.
 
     Settings are `heads` or `scorer`, and options of `locret-infer`: budget, chunk_size, dtype, ... What is missing is
-    what the heads recommend, or follows from the budget. A scorer with several options has commas, at which the harness
-    splits --model_args; give these as JSON then.
+    what the heads recommend, or follows from the budget. Where the harness splits a scorer such as
+    snapkv:kernel=7,pooling=max at its comma, what comes after it is still its option.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         **settings: Any,
     ) -> None:
         super().__init__()
+        settings = _rejoined(settings)
         if unknown := sorted(set(settings) - _MODEL_KEYS - _SCORER_KEYS - _POLICY_KEYS):
             known = ", ".join(sorted(_MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS))
             raise ValueError(f"--model_args: {unknown[0]} is not a setting of the model locret; choose among {known}")
@@ -193,6 +195,20 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:
         return torch.tensor([list(tokens)], device=self._device)
+
+
+def _rejoined(settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings with the scorer's own options in its text again, which the harness splits at commas."""
+    named, known = settings.get("scorer"), _MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS
+    if named is None:
+        return settings
+    spec = method_spec.parse(named, "--model_args scorer")
+    own = {field.name for field in fields(scorers.find(spec.name))} - known  # type: ignore[arg-type]
+    options = {name: value for name, value in settings.items() if name in own}
+    if twice := sorted(spec.options.keys() & options.keys()):
+        raise ValueError(f'scorer "{spec}" has the option {twice[0]} already; give it once')
+    others = {name: value for name, value in settings.items() if name not in own}
+    return {**others, "scorer": str(replace(spec, options={**spec.options, **options}))}
 
 
 _LONGEST = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")

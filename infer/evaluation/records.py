@@ -128,7 +128,7 @@ def read(path: Path) -> tuple[list[dict[str, Any]], int]:
     good = 0
     for number, line in enumerate(lines[:-1], start=1):  # what follows the last line break was cut off
         try:
-            record = json.loads(line)
+            record = {"protocol": AWARE, **json.loads(line)}  # the first toolkits knew no other
             name = key(record)
             twice = name in records
         except (ValueError, TypeError, KeyError):

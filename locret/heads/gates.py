@@ -76,6 +76,7 @@ class KVzapLinear(Gate):
         self.out = nn.Linear(hidden_size, shape.num_kv_heads)
 
     def scores(self, states: Tensor) -> Tensor:
+        """See `Gate`."""
         return self.out(states)  # type: ignore[no-any-return]
 
 
@@ -90,6 +91,7 @@ class KVzapMLP(Gate):
         self.inner, self.out = nn.Linear(hidden_size, width), nn.Linear(width, shape.num_kv_heads)
 
     def scores(self, states: Tensor) -> Tensor:
+        """See `Gate`."""
         return self.out(F.gelu(self.inner(states)))  # type: ignore[no-any-return]
 
 
@@ -115,6 +117,7 @@ class FastKVzip(Gate):
         self.b = nn.Parameter(torch.zeros(kv_heads, 1, group))
 
     def scores(self, states: Tensor) -> Tensor:
+        """See `Gate`."""
         kv_heads, _, group = self.b.shape
         width = self.q_norm.shape[0]
         query = self.q_proj(states).unflatten(-1, (kv_heads, group, width))
@@ -147,6 +150,7 @@ class DMSAlpha(Gate):
         self.out = nn.Linear(hidden_size, shape.num_kv_heads, bias=bool(numbers["bias"]))
 
     def scores(self, states: Tensor) -> Tensor:
+        """See `Gate`."""
         scores: Tensor = self.offset - self.scale * self.out(_normed(states, self.norm, self.epsilon))
         return scores[..., :1].expand_as(scores) if self.per_layer else scores
 

@@ -56,6 +56,7 @@ class QuestLookup(Lookup):
         return nth < self.dense
 
     def as_method(self) -> dict[str, Any]:
+        """See `Lookup`."""
         return {**WHOLE, "recall": self.tokens or 1024}
 
     def index(self, keys: Keys, positions: Tensor) -> _Pages:

@@ -142,6 +142,7 @@ class DMSScorer(PublishedGateScorer):
     read = staticmethod(published.read_dms)
 
     def check_backbone(self, config: Any) -> None:
+        """See `PublishedGateScorer`."""
         if self._numbers["separate"]:
             super().check_backbone(config)
         else:

@@ -142,8 +142,14 @@ def test_the_harness_takes_options_of_a_scorer_and_no_others() -> None:
     from locret.infer.evaluation.harness_model import LocretLM
 
     small = {"device": "cpu", "budget": 64, "chunk_size": 64, "stabilizers": 8, "local_len": 8}
-    model = LocretLM(TINY, **small, scorer="snapkv:kernel=7,pooling=max")
-    assert model.scorer == scorers.SnapKVScorer(kernel=7, pooling="max")
-    assert model.policy.positions == "compact"
-    with pytest.raises(ValueError, match="--model_args: kernel is not a setting of the model locret"):
-        LocretLM(TINY, **small, kernel=7)
+    # The second as the harness splits --model_args at commas.
+    for settings in ({"scorer": "snapkv:kernel=7,pooling=max"}, {"scorer": "snapkv:kernel=7", "pooling": "max"}):
+        model = LocretLM(TINY, **small, **settings)
+        assert model.scorer == scorers.SnapKVScorer(kernel=7, pooling="max")
+        assert model.policy.positions == "compact"
+    for settings, sentence in (
+        ({"kernel": 7}, "--model_args: kernel is not a setting of the model locret"),
+        ({"scorer": "snapkv:kernel=7", "kernel": 9}, "has the option kernel already; give it once"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            LocretLM(TINY, **small, **settings)

@@ -229,8 +229,8 @@ def test_the_second_tier_is_pinned_and_never_on_the_device(model: torch.nn.Modul
     assert peaks[1] <= peaks[0] * 1.01
 
 
-def test_a_training_step_on_the_device_gives_the_gradients_of_the_cpu() -> None:
-    torch.backends.cuda.matmul.allow_tf32 = False
+def test_a_training_step_on_the_device_gives_the_gradients_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
     model, gradients = random_model(shape_of("tiny").config), []
     for device in ("cpu", "cuda"):
         heads = RetainingHeads.for_model(model, hidden_dim=64, seed=0).to(device)

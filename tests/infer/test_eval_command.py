@@ -204,6 +204,11 @@ def test_merging_keeps_one_of_each_and_the_order_of_one_process(tmp_path: Path) 
     assert [one["index"] for one in records(tmp_path)] == [0, 1, 2, 3, 4]
     assert [{k: v for k, v in one.items() if k not in TIMES} for one in main.records] == records(tmp_path)
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == ["samples.jsonl"]
+    (tmp_path / SAMPLES).write_text(
+        json.dumps({name: one for name, one in RECORD.items() if name != "protocol"}) + "\n"
+    )
+    (first := SampleLog(tmp_path)).load()
+    assert first.records == [RECORD], "a record of the first toolkits names no protocol"
 
 
 def test_rows_of_a_file_are_asked_as_the_protocol_says_and_never_mixed(evaluate: Any, tmp_path: Path) -> None:

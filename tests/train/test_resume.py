@@ -159,7 +159,7 @@ def test_a_run_of_an_earlier_version_goes_on_without_retired_options(tmp_path: P
     config = {"steps": 3, "label_floor": None, "evict_while_training": False, "policy": {"budget": 8, "refit": False}}
     (tmp_path / "run.json").write_text(json.dumps({"config": config, "chosen": ["steps"]}))
     found = resumed.read_record(tmp_path, {"steps", "policy"})
-    assert found["config"] == {"steps": 3, "policy": {"budget": 8}}
+    assert found["config"] == {"eval_rows": 0, "steps": 3, "policy": {"budget": 8}}
     (tmp_path / "run.json").write_text(json.dumps({"config": {**config, "label_floor": -8}, "chosen": []}))
     with pytest.raises(ValueError, match='option "--label-floor" was retired; release 0.1.0'):
         resumed.read_record(tmp_path, {"steps", "policy"})
