@@ -47,7 +47,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         for name in _EXTRA:
             import_module(name)
     except ImportError as error:
-        raise ValueError(f"locret-serve needs {error.name}; run pip install 'locret[serve]'") from None
+        raise ValueError(f"the server needs {error.name}; run pip install 'locret[serve]'") from None
     with warnings_as_lines("locret-serve", quiet=options.quiet), ExitStack() as ending:
         options.check()
         listening = None if options.dry_run else ending.enter_context(_listening(options))  # refused before loading
