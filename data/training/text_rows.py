@@ -113,10 +113,6 @@ def _asked_for(sentence: str, draw: random.Random) -> dict[str, str]:
     return {"question": draw.choice(CUES).format(cue), "answer": sentence}
 
 
-def _asked_at_once(asked: Sequence[dict[str, str]]) -> dict[str, str]:
-    return {key: "\n".join(one[key] for one in asked) for key in ("question", "answer")}
-
-
 def people_asked(piece: str, questions: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
     """Return the questions whose answers stand in a piece of their text, from beginning to end."""
     text, found = unmarked(piece), []
@@ -177,7 +173,7 @@ def text_rows(options: TextRowsOptions) -> Iterator[dict[str, Any]]:
             continue
         asked = [_asked_for(sentence, draw) for sentence in told[: _SENTENCES if len(piece) <= _LONG else 8]]
         if len(asked) > _SENTENCES:
-            asked[1:] = [_asked_at_once(asked[1:])]
+            asked[1:] = [{key: "\n".join(one[key] for one in asked[1:]) for key in asked[0]}]
         asked = [*people[: _MOST_ASKED if len(piece) <= _LONG else 2], *asked]
         if index % 3 == 2 or not asked:
             asked = [{"question": REQUEST, "answer": piece}]

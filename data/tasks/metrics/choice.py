@@ -107,18 +107,6 @@ def chosen_letters(prediction: str, several: bool) -> str:
     return "".join(sorted({*leading, *marked})) or (run[0] if run else "A")
 
 
-def expected_letters(reference: str) -> str:
-    """Return the letters of a reference of L-Eval's exams: those of its first word, "A" where it has none."""
-    return re.sub("[^A-D]", "", reference.split()[0]) or "A"
-
-
-def letters_match(chosen: str, expected: str) -> float:
-    """Return 1 for the same letters, 0.25 for a part of them, 0 where any chosen one is wrong: L-Eval's exams."""
-    if chosen == expected:
-        return 1.0
-    return 0.25 if set(chosen) <= set(expected) else 0.0
-
-
 def stated_letter(prediction: str) -> str | None:
     """Return the letter after "The correct answer is", in brackets or without: LongBench v2; None if none is stated.
 

@@ -66,11 +66,6 @@ def bare_words(text: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", text.translate(_ASCII)).split()
 
 
-def plain_words(text: str) -> list[str]:
-    """Return the words of a text in lower case, without ASCII punctuation and articles."""
-    return bare_words(text.lower())
-
-
 def plain_characters(text: str) -> list[str]:
     """Return the characters of a text in lower case, without ASCII and Chinese punctuation and white space."""
     return list("".join(text.lower().translate(_CHINESE).split()))
@@ -111,7 +106,7 @@ def _best_f1(tokens: Callable[[str], list[str]], prediction: str, references: Se
 
 def word_f1(prediction: str, references: Sequence[str]) -> float:
     """Return F1 over words: LongBench's and L-Eval's question answering, InfiniteBench's E.QA."""
-    return _best_f1(plain_words, prediction, references)
+    return _best_f1(lambda text: bare_words(text.lower()), prediction, references)
 
 
 def character_f1(prediction: str, references: Sequence[str]) -> float:
@@ -170,15 +165,11 @@ def rouge_l(prediction: str, references: Sequence[str]) -> float:
     A text without any sentence scores 0, and so does one with sentences so long (a thousand words in prediction and
     reference together) that the package's recursion ends at Python's limit: the official code catches both.
     """
-    return max((_of_sets(prediction, reference, "f") for reference in references), default=0.0)
+    return max((rouge_of_sets(prediction, reference, "f") for reference in references), default=0.0)
 
 
-def rouge_recall(prediction: str, reference: str) -> float:
-    """Return recall of ROUGE-L: LooGLE's. A text without any sentence scores 0, where the official code stops."""
-    return _of_sets(prediction, reference, "r")
-
-
-def _of_sets(prediction: str, reference: str, part: str) -> float:
+def rouge_of_sets(prediction: str, reference: str, part: str) -> float:
+    """Return "f", or "r" (recall, LooGLE's), of ROUGE-L; 0 of no sentence, where LooGLE's code stops."""
     scorer = _set_scorer(part)
     try:
         with _usual_depth():

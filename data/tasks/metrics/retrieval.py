@@ -32,19 +32,6 @@ def split_words(text: str) -> list[str]:
     return text.split()
 
 
-def value_among_words(prediction: str, value: str) -> float:
-    """Return 1 if the value is one of the answer's words: InfiniteBench's R.KV."""
-    return float(value in split_words(prediction))
-
-
-def name_among_words(prediction: str, name: str) -> float:
-    """Return 1 if the name is one of the answer's words in capitals: InfiniteBench's E.Dia.
-
-    The name is taken as it stands: one in small letters or of several words is never found.
-    """
-    return float(name in [word.upper() for word in split_words(prediction)])
-
-
 def any_contained(prediction: str, targets: Sequence[str]) -> float:
     """Return 1 if any target occurs in the prediction, whatever the case (RULER's "part", needle, 2StageRetr)."""
     low = prediction.lower()
@@ -58,11 +45,6 @@ def share_of_numbers(prediction: str, number: str) -> float:
     """
     found = re.findall(r"\d+", prediction)
     return found.count(number) / len(found) if found else 0.0
-
-
-def value_contained(prediction: str, value: str) -> float:
-    """Return 1 if the value occurs in the answer as it stands, inside a longer word too: SCBench's strings."""
-    return float(value in prediction)
 
 
 def last_word_as_integer(prediction: str, value: int) -> float:

@@ -13,16 +13,14 @@ Deviates:  never. The official runs of some backbones have "You are a helpful as
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+
+from typing_extensions import Self
 
 from locret.data.tasks import rows
 from locret.data.tasks.metrics.choice import only_labels
 from locret.data.tasks.published.base import PublishedTask, prompts_of
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Sample, SampleSet, Selection, Wanted
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 LENGTHS = {"0k": 0, **{f"{2**power}k": 1024 << power for power in range(10)}, "1M": 1 << 20, "10M": 10 << 20}
 """Tokens, as --lengths has them."""

@@ -10,15 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+from typing_extensions import Self
 
 from locret.data.tasks import rows
 from locret.data.tasks.prompts import build_prompt
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import SAMPLES, NoSamples, Sample, SampleSet, Selection, Task, Wanted
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 _TEMPLATE_ROOM, _QUESTION_ROOM = 128, 1024
 """Tokens left for turns around a prompt, and for turns and question around a document that alone is counted."""

@@ -19,20 +19,19 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from locret.data.tasks.made import NOISE_LINE, random_uuid
-from locret.data.tasks.metrics.choice import book_choice, code_choice
+from locret.data.tasks.metrics.choice import LETTERS, book_choice, code_choice
 from locret.data.tasks.metrics.overlap import character_f1, rouge_lsum, word_f1
 from locret.data.tasks.metrics.retrieval import (
     first_integer,
     first_number,
     last_word_as_integer,
     leading_values,
-    name_among_words,
-    value_among_words,
+    split_words,
 )
 from locret.data.tasks.published.base import (
     Making,
@@ -48,7 +47,6 @@ from locret.data.tasks.published.base import (
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Sample
 
-LETTERS = "ABCD"
 CONTEXT_LENGTH = 131072
 ANSWER_ROOM = 50
 """The Locret release leaves this many tokens at most for the reference when it truncates."""
@@ -58,26 +56,6 @@ _FORMS: dict[str, list[str]] = prompts_of("infinitebench")
 _NUMBERS = {"code_run": r"^-?\d+$", "math_calc": r"^-?\d+$", "math_find": r"^-?\d+(\.\d+)?$"}
 # Tasks whose `input` stands in the prompt; every published row has one.
 _ASKED = {name for name, parts in _FORMS.items() if "{input}" in parts[1]} | {"code_run"}
-
-
-def _option(metric: Callable[..., float]) -> Metric:
-    return lambda said, sample: metric(said, *sample.targets)
-
-
-_METRICS: dict[str, Metric] = {
-    "passkey": first(first_integer),
-    "number_string": first(first_integer),
-    "kv_retrieval": first(value_among_words),
-    "longbook_sum_eng": over(rouge_lsum),
-    "longbook_qa_eng": over(word_f1),
-    "longbook_qa_chn": over(character_f1),
-    "longbook_choice_eng": _option(book_choice),
-    "longdialogue_qa_eng": first(name_among_words),
-    "code_debug": _option(code_choice),
-    "code_run": first(lambda said, target: last_word_as_integer(said, int(target))),
-    "math_find": first(lambda said, target: first_number(said, whole_or_decimal(target))),
-    "math_calc": over(lambda said, targets: leading_values(said, list(map(int, targets)))),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,9 +100,6 @@ class InfiniteBenchTask(PublishedTask):
     def allowed(self, sample: Sample, count: Callable[[str], int]) -> int | None:
         """Return the tokens of the prompt: the limit, less the first reference's tokens (50 at most)."""
         return self.limit and max(2, self.limit - min(ANSWER_ROOM, count(sample.targets[0])))
-
-    def score(self, prediction: str, sample: Sample) -> float:
-        return _METRICS[self.form](prediction, sample)
 
 
 def _choice(row: Row, targets: tuple[str, ...], options: tuple[str, ...]) -> tuple[str, ...]:
@@ -195,26 +170,36 @@ class MadeInfiniteBench(RowMaker, InfiniteBenchTask):
         return {"id": index, "context": context, "input": asked, "answer": [answer], "options": [], "depth": depth}
 
 
+def _named(prediction: str, name: str) -> float:
+    # The name is taken as it stands: one in small letters or of several words is never found.
+    return float(name in [word.upper() for word in split_words(prediction)])
+
+
+def _leading(prediction: str, values: Sequence[str]) -> float:
+    return leading_values(prediction, list(map(int, values)))
+
+
 # Rows, new tokens, metric.
-_TASKS = {
-    "passkey": (590, 6, "first integer"),
-    "number_string": (590, 12, "first integer"),
-    "kv_retrieval": (500, 50, "value among the words"),
-    "longbook_sum_eng": (103, 1200, "ROUGE-Lsum"),
-    "longbook_qa_eng": (351, 40, "token F1"),
-    "longbook_choice_eng": (229, 40, "accuracy of the letter"),
-    "longdialogue_qa_eng": (200, 40, "name among the words"),
-    "longbook_qa_chn": (175, 40, "character F1"),
-    "code_debug": (394, 5, "accuracy of the option"),
-    "code_run": (400, 5, "last word as integer"),
-    "math_find": (350, 3, "first number"),
-    "math_calc": (50, 30000, "share of leading values"),
+_TASKS: dict[str, tuple[int, int, str, Metric]] = {
+    "passkey": (590, 6, "first integer", first(first_integer)),
+    "number_string": (590, 12, "first integer", first(first_integer)),
+    "kv_retrieval": (500, 50, "value among the words", first(lambda said, value: float(value in split_words(said)))),
+    "longbook_sum_eng": (103, 1200, "ROUGE-Lsum", over(rouge_lsum)),
+    "longbook_qa_eng": (351, 40, "token F1", over(word_f1)),
+    "longbook_choice_eng": (229, 40, "accuracy of the letter", over(lambda said, right: book_choice(said, *right))),
+    "longdialogue_qa_eng": (200, 40, "name among the words", first(_named)),
+    "longbook_qa_chn": (175, 40, "character F1", over(character_f1)),
+    "code_debug": (394, 5, "accuracy of the option", over(lambda said, right: code_choice(said, *right))),
+    "code_run": (400, 5, "last word as integer", first(lambda said, right: last_word_as_integer(said, int(right)))),
+    "math_find": (350, 3, "first number", first(lambda said, right: first_number(said, whole_or_decimal(right)))),
+    "math_calc": (50, 30000, "share of leading values", over(_leading)),
 }
 _PUBLISHED = tuple(
     InfiniteBenchTask(
         name=f"infinitebench/{name}",
         source="InfiniteBench, arXiv 2402.13718; protocol of arXiv 2410.01805",
         metric=metric,
+        scored=scored,
         max_new_tokens=new,
         chat=False,
         limit=CONTEXT_LENGTH - new,
@@ -227,7 +212,7 @@ _PUBLISHED = tuple(
         asks_first="{" in _FORMS[name][0],
         form=name,
     )
-    for name, (size, new, metric) in _TASKS.items()
+    for name, (size, new, metric, scored) in _TASKS.items()
 )
 TASKS: tuple[InfiniteBenchTask, ...] = (
     *_PUBLISHED,
@@ -236,6 +221,7 @@ TASKS: tuple[InfiniteBenchTask, ...] = (
             name=f"infinitebench_generated/{task.form}",
             source=task.source,
             metric=task.metric,
+            scored=task.scored,
             max_new_tokens=task.max_new_tokens,
             chat=task.chat,
             file=task.file,

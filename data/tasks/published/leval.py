@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar, Literal
 
-from locret.data.tasks.metrics.choice import LETTERS, chosen_letters, expected_letters, letters_match
+from locret.data.tasks.metrics.choice import LETTERS, chosen_letters
 from locret.data.tasks.metrics.overlap import Parts, bare_words, geometric_mean, rouge_1_2_l, word_f1
 from locret.data.tasks.published.base import PublishedTask, first, over, prompts_of
 from locret.data.tasks.rows import Row
@@ -49,7 +49,8 @@ def exact_match(prediction: str, reference: str) -> float:
     """
     letters = " ".join(bare_words(reference))
     if set(letters) <= set(LETTERS):
-        return letters_match(" ".join(bare_words(prediction)), letters)
+        chosen = " ".join(bare_words(prediction))
+        return 1.0 if chosen == letters else 0.25 if set(chosen) <= set(letters) else 0.0
     try:
         return float(float(prediction) == float(reference))
     except ValueError:
@@ -110,7 +111,11 @@ def rouge_parts(prediction: str, reference: str) -> Parts:
 
 
 def _exam(several: bool) -> Callable[[str, str], float]:
-    return lambda said, right: exact_match(chosen_letters(said, several), expected_letters(right))
+    def metric(said: str, right: str) -> float:
+        expected = re.sub("[^A-D]", "", right.split()[0]) or "A"  # the letters of the reference's first word
+        return exact_match(chosen_letters(said, several), expected)
+
+    return metric
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from locret.data.tasks.metrics.choice import one_class, stated_letter
+from locret.data.tasks.metrics.choice import LETTERS, one_class, stated_letter
 from locret.data.tasks.metrics.overlap import chinese_rouge_l, chinese_word_f1, edit_similarity, rouge_l, word_f1
 from locret.data.tasks.metrics.retrieval import share_of_numbers
 from locret.data.tasks.published.base import Metric, PublishedTask, best, first, over, prompts_of
@@ -154,7 +154,6 @@ _V1_TASKS: tuple[LongBenchTask, ...] = tuple(
 )
 
 
-LETTERS = "ABCD"
 _SPLITS = {"difficulty": ("easy", "hard"), "length": ("short", "medium", "long")}
 _V2_PROMPTS: dict[str, str] = prompts_of("longbench_v2")
 

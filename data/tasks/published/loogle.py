@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from locret.data.tasks.metrics.overlap import rouge_recall
+from locret.data.tasks.metrics.overlap import rouge_of_sets
 from locret.data.tasks.published.base import PublishedTask, prompts_of
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Question, Sample
@@ -60,7 +60,7 @@ class LooGLETask(PublishedTask):
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return recall of ROUGE-L; an empty answer is taken for "None", as in the official code."""
-        return rouge_recall(prediction or "None", sample.targets[0])
+        return rouge_of_sets(prediction or "None", sample.targets[0], "r")
 
 
 @dataclass(frozen=True, kw_only=True)

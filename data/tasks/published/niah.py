@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from locret.data.tasks.made import FILLER, Words, sentences
 from locret.data.tasks.metrics.retrieval import first_integer
-from locret.data.tasks.published.base import Making, Metric, RowMaker, first, spread
+from locret.data.tasks.published.base import Making, RowMaker, first, spread
 from locret.data.tasks.published.infinitebench import needle
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Sample
@@ -75,25 +75,19 @@ def share_of_words(prediction: str, needle: str) -> float:
     return len(said & wanted) / len(wanted)
 
 
-def _task(name: str, metric: str, source: str, new: int, scored: Metric) -> NeedleTask:
-    return NeedleTask(
-        name=f"niah/{name}",
-        source=source,
-        metric=metric,
-        max_new_tokens=new,
-        file=f"{name}.jsonl",
-        passkey=name == "passkey",
-        scored=scored,
-    )
-
-
-TASKS = (
-    _task(
-        "needle",
-        "share of the needle's words",
-        "gkamradt/LLMTest_NeedleInAHaystack, LongAlign",
-        128,
-        first(share_of_words),
-    ),
-    _task("passkey", "first integer", "IM/IMDC's pass key in essays", 16, first(first_integer)),
-)
+_TASKS: dict[str, dict[str, Any]] = {
+    "needle": {
+        "source": "gkamradt/LLMTest_NeedleInAHaystack, LongAlign",
+        "metric": "share of the needle's words",
+        "max_new_tokens": 128,
+        "scored": first(share_of_words),
+    },
+    "passkey": {
+        "source": "IM/IMDC's pass key in essays",
+        "metric": "first integer",
+        "max_new_tokens": 16,
+        "scored": first(first_integer),
+        "passkey": True,
+    },
+}
+TASKS = tuple(NeedleTask(name=f"niah/{name}", file=f"{name}.jsonl", **facts) for name, facts in _TASKS.items())

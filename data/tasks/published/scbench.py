@@ -26,20 +26,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from locret.data.tasks.metrics.choice import book_choice
+from locret.data.tasks.metrics.choice import LETTERS, book_choice
 from locret.data.tasks.metrics.overlap import character_f1, repeated_function, rouge_lsum
-from locret.data.tasks.metrics.retrieval import (
-    all_contained,
-    any_contained,
-    first_integer,
-    first_number,
-    value_contained,
-)
+from locret.data.tasks.metrics.retrieval import all_contained, any_contained, first_integer, first_number
 from locret.data.tasks.published.base import PublishedTask, prompts_of, whole_or_decimal
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Question, Sample
 
-LETTERS = "ABCD"
 TURNS, LONGEST, REQUEST_ROOM = 5, 131_072, 1000
 """Questions asked of a text, tokens of text, questions and answers together, and tokens left for a request."""
 LIKE = 0.8
@@ -62,7 +55,7 @@ def _repeated(prediction: str, targets: Sequence[str], functions: Functions) -> 
 
 # By the kind of a question.
 _METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
-    **dict.fromkeys(("kv", "prefix_suffix"), lambda said, targets: value_contained(said, targets[0])),
+    **dict.fromkeys(("kv", "prefix_suffix"), lambda said, targets: float(targets[0] in said)),
     **dict.fromkeys(("qa_eng", "many_shot"), any_contained),
     "vt": lambda said, targets: round(all_contained(said, targets), 2),
     "mf": lambda said, targets: first_number(said, whole_or_decimal(targets[0])),
