@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from statistics import mean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
@@ -23,13 +23,10 @@ from locret.backbone.adapters import describe
 from locret.conversation.evidence import likelihood, policy_of_share
 from locret.conversation.head_shares import measurable
 from locret.data import real
+from locret.data.training.stream import TrainingExample, TrainingStream
 from locret.heads.heads import RetainingHeads
 from locret.scorers.chosen import MEASURED
 from locret.scorers.random import RandomScorer
-
-if TYPE_CHECKING:
-    from locret.data.training.stream import TrainingExample, TrainingStream
-
 
 AUTO_ROWS, AUTO_EVALUATIONS = 8, 10
 _LOOKED_AT = 4 * AUTO_ROWS

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from os.path import commonprefix
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,9 +35,6 @@ from locret.generation import FiniteLogits, check_finite_logits
 from locret.infer.evaluation.methods import ORACLE, Prompt, Setup, SharedText, make_scorer, rule
 from locret.infer.evaluation.plan import Case, Run, texts_of
 from locret.infer.evaluation.records import AWARE, key
-
-if TYPE_CHECKING:
-    from locret.infer.evaluation.plan import Run
 
 
 def evaluate(setup: Setup, cases: Iterable[Case], runs: Sequence[Run], done: set[Any]) -> Iterator[dict[str, Any]]:

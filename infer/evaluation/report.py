@@ -10,13 +10,14 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from locret.base.files import write_text
 from locret.base.tables import markdown
 from locret.data.tasks.published.suites import PublishedRow, Suite
 from locret.data.tasks.task import SampleSet, Task
 from locret.environment import versions
+from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.plan import Case, Run
 from locret.infer.evaluation.records import (
     RESULTS,
@@ -29,10 +30,6 @@ from locret.infer.evaluation.records import (
     size,
     with_error,
 )
-
-if TYPE_CHECKING:
-    from locret.infer.evaluation.job import Job
-
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers", "budget_share", "protocol")
 _OPTIONAL = ("host_bytes", "moved_bytes", "kv_ranks")

@@ -17,22 +17,20 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
+from locret import RetentionCache
 from locret.base.fields import shown
 from locret.base.nearest import nearest
 from locret.cache.cache_file import check_header, save_cache
 from locret.cache.export import mean_units
 from locret.conversation.document import encode, is_text
+from locret.conversation.model import LongContextModel
 from locret.conversation.turns import Talk, saved_talk
 from locret.infer.serve.jobs import Job, Progress
 from locret.infer.serve.refusal import Refusal, fault_of, one_line
-
-if TYPE_CHECKING:
-    from locret import RetentionCache
-    from locret.conversation.model import LongContextModel
 
 SUFFIX, AUTO, UPLOADS = ".ctx", "auto", ".uploads"
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}"

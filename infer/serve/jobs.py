@@ -15,21 +15,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import safe_open
 
+from locret import RetentionCache
 from locret.cache.export import mean_units
+from locret.conversation.context import Context
 from locret.conversation.document import Document, ReadingBar, read_text
+from locret.conversation.model import LongContextModel
 from locret.conversation.saved import kept_heads
 from locret.engines.transformers import Written
 from locret.pictures import Retention, kept_shares
-
-if TYPE_CHECKING:
-    from locret import RetentionCache
-    from locret.conversation.context import Context
-    from locret.conversation.model import LongContextModel
-
 
 PATIENCE = 2.0
 """Longest pause for answers, in times of the chunk before it: at least a third of the time is left to reading."""

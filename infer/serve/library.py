@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
 from locret.base.files import locked
 from locret.cache.cache_file import check_header, load_cache
 from locret.chunked_prefill import prefill
+from locret.conversation.model import LongContextModel
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import Stored
 from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digests
@@ -30,9 +31,6 @@ from locret.infer.serve.plan import MemoryPlan, reader_bytes
 from locret.infer.serve.refusal import Refusal, fault_of
 from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import closed
-
-if TYPE_CHECKING:
-    from locret.conversation.model import LongContextModel
 
 _log = logging.getLogger(__name__)
 _FORGOTTEN = 100

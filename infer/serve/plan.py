@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from locret import RetainingHeads, RetentionPolicy
 from locret.backbone.adapters import compute_dtype, find_decoder, unwrap
@@ -11,11 +10,9 @@ from locret.backbone.rotary import rotary_parameters
 from locret.cache.export import check_prefix, mean_units
 from locret.cache.limits import Limits, column_bytes, planned_bytes
 from locret.conversation.chat import LONGEST_ANSWER
+from locret.conversation.model import LongContextModel
 from locret.infer import sizing
 from locret.policy.budget import host_bytes, parse_bytes
-
-if TYPE_CHECKING:
-    from locret.conversation.model import LongContextModel
 
 _COPIES = 2
 """Of a context on its way to disk or back: what the cache gives or takes, and what the file is written from."""

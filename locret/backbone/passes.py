@@ -10,20 +10,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
+from transformers import Cache
 
 from locret.backbone.adapters import find_decoder, input_device, unwrap
 from locret.backbone.chunk import Attended
 from locret.backbone.instrument import LayerObserver, instrumented
 from locret.backbone.shape import Backbone
-
-if TYPE_CHECKING:
-    from transformers import Cache
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,16 +12,14 @@ import math
 import random
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from locret.base import registry
 from locret.policy.budget import unit_bytes
-
-if TYPE_CHECKING:
-    from locret.policy.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 
 _WORDS = {8: (1, 1), 4: (1, 2), 3: (3, 8), 2: (1, 4)}
 """Bytes that are packed together, and the codes in them."""

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from locret.backbone.shape import Backbone
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import SavedCache, read_saved
 from locret.cache.export import check_one_row, is_uneven, uneven_units
+from locret.conversation.context import Context
 from locret.heads.fingerprint import any_fingerprint
-
-if TYPE_CHECKING:
-    from locret.conversation.context import Context
-    from locret.policy.policy import RetentionPolicy
+from locret.policy.policy import RetentionPolicy
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,9 +23,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from locret.backbone.adapters import describe, input_device, unwrap
 from locret.backbone.attention import MaskMemo, View, attend, attention_weights, capped
-
-if TYPE_CHECKING:
-    from locret.engines.prefix import Prefix
+from locret.engines.prefix import Prefix
 
 NAME = "locret_rows"
 _GATHERED = 1 << 13

@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from locret.backbone.chunk import HIDDEN, RESIDUAL
+from locret.backbone.shape import LayerShape
 from locret.heads.head import Float32
-
-if TYPE_CHECKING:
-    from locret.backbone.shape import LayerShape
 
 _LARGEST = 1e30
 """What no number exceeds: the arithmetic is float32."""
