@@ -380,7 +380,7 @@ class Reader(Observer):
             raise ValueError(f"scorer {scorer.name} rates token ids, but the backbone was given embeddings")
         cache = self.cache
         before = None if cache.newest_hidden is None else cache.newest_hidden[:, -1:]
-        tokens = TokenPass(ids_BL=self._ids, hidden_BLE=hidden, before_B1E=before, positions_BL=self._positions[:, 0])
+        tokens = TokenPass(ids_BL=self._ids, hidden_BLE=hidden, before_B1E=before)
         scores = scorer.score_tokens(unwrap(cache.model), tokens)
         self._check("scores", scores, hidden.device, {tuple(self._ids.shape): "one for each token"})
         self._note_unsound(scores)

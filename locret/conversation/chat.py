@@ -101,20 +101,15 @@ class Measured:
     new_tokens: int
     kept_units: int
     """Units per KV head when the prompt had been read."""
-    final_units: int
-    """Units per KV head when the answer had been written (of one beam, in a beam search)."""
     planned_cache_bytes: int
     peak_cache_bytes: int
     """Counted from the cache's tensors; in a beam search with the beams' copy."""
     full_cache_bytes: int
     """What the units of all tokens of the prompt would take."""
-    planned_host_bytes: int
-    """Of the second tier in host memory, without indexes; 0 without one."""
     host_bytes: int
+    """Of the second tier in host memory, with its indexes; 0 without one."""
     moved_bytes: int
     """Fetched from the second tier, for the prompt's last tokens and the answer."""
-    peak_device_bytes: int | None
-    """Weights and all else that was on the CUDA device; None elsewhere."""
     prefill_seconds: float
     """Of the text, where it was read for this answer, and of the question; tokenising included."""
     decode_seconds: float
@@ -375,14 +370,11 @@ class Chat(Reading):
             prompt_tokens=prompt_tokens,
             new_tokens=len(new),
             kept_units=kept_units,
-            final_units=every[-1].units,
             planned_cache_bytes=sum(one.planned for one in every),
             peak_cache_bytes=own.peak if copies is None else max(own.peak, own.actual + copies.actual),
             full_cache_bytes=full_bytes(cache.backbone, prompt_tokens, model.dtype.itemsize),
-            planned_host_bytes=sum(one.host_planned for one in every),
             host_bytes=sum(one.host for one in every),
             moved_bytes=every[-1].moved,  # a copy goes on counting
-            peak_device_bytes=torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
             prefill_seconds=seconds,
             decode_seconds=end - middle,
             prefill_tokens_per_second=(read_tokens + prompt_tokens - before) / seconds,

@@ -19,8 +19,6 @@ class Step:
     """Units per KV head that may stay after the step."""
     kept: tuple[int, ...]
     """Units per KV head that do, which are fewer while there are no more."""
-    protected: tuple[int, ...]
-    """Newest of them that stay whatever their score."""
 
 
 @dataclass(frozen=True)
@@ -98,12 +96,11 @@ def plan(
     sizes, memory = _growing(policy, budgets, start, chunked, sinks)
     steps: list[Step] = []
     kept = peak = start
-    for number, (tokens, most) in enumerate(zip(sizes, memory, strict=True)):
+    for tokens, most in zip(sizes, memory, strict=True):
         filled = tuple(units + tokens for units in kept)
         peak = tuple(map(max, peak, filled))
         kept = tuple(map(min, filled, most))
-        guarded = tuple(0 if number == len(sizes) - 1 else protected(policy, units) for units in most)
-        steps.append(Step(tokens, most, kept, guarded))
+        steps.append(Step(tokens, most, kept))
         if policy.memory == "adaptive":  # any layer may keep as much as its budget
             kept = tuple(map(min, filled, budgets))
     shared = policy.memory == "adaptive" and any(u + chunked > b for u, b in zip(start, budgets, strict=True))
@@ -164,12 +161,12 @@ def lookahead(policy: RetentionPolicy, second: int) -> int:
 
 def _local(tokens: int, kept: tuple[int, ...]) -> Step:
     everything = tuple(units + tokens for units in kept)
-    return Step(tokens, everything, everything, (0,) * len(kept))
+    return Step(tokens, everything, everything)
 
 
 def _endless(policy: RetentionPolicy, budgets: tuple[int, ...], held: tuple[int, ...]) -> Schedule:
     size, local = policy.chunk_size, policy.local_len
-    step = Step(size, budgets, budgets, tuple(protected(policy, units) for units in budgets))
+    step = Step(size, budgets, budgets)
     last = _local(local, budgets)
     peak = tuple(units + max(size, local) for units in budgets)
     if policy.when == "prompt_end":  # it grows: no number can be given beforehand
@@ -180,16 +177,15 @@ def _endless(policy: RetentionPolicy, budgets: tuple[int, ...], held: tuple[int,
 def _at_prompt_end(
     policy: RetentionPolicy, budgets: tuple[int, ...], held: tuple[int, ...], chunked: int, local: int
 ) -> Schedule:
-    none = (0,) * len(budgets)
     steps, read = [], 0
     while read < chunked:
         tokens = min(policy.chunk_size, chunked - read)
         read += tokens
         everything = tuple(units + read for units in held)
-        steps.append(Step(tokens, everything, everything, none))
+        steps.append(Step(tokens, everything, everything))
     peak = tuple(units + chunked + local for units in held)
     most = tuple(units + policy.local_len for units in budgets)
-    last = Step(local, most, tuple(map(min, peak, most)), (min(policy.local_len, local),) * len(budgets))
+    last = Step(local, most, tuple(map(min, peak, most)))
     return Schedule(tuple(steps), last, held, budgets, peak)
 
 

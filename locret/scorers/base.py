@@ -163,8 +163,6 @@ class TokenPass:
     """(B, L, E) last hidden states, normalised, as the language-model head takes them."""
     before_B1E: Tensor | None
     """(B, 1, E) the same of the token before; None at the start of a text."""
-    positions_BL: Tensor
-    """(1 or B, L) original positions."""
 
 
 class TokenScorer(Scorer):

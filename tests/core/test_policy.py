@@ -18,7 +18,7 @@ from locret.policy.budget import parse_bytes, units_of_share
 from locret.policy.growth import adaptive_sizes, memory_sizes, pyramid_budgets
 from locret.policy.policy import usual_budget
 from locret.policy.resolve import resolve
-from locret.policy.schedule import decode_budgets, plan
+from locret.policy.schedule import decode_budgets, plan, protected
 from locret.policy.selectors import select_kept
 from locret.scorers.chosen import MEASURED
 
@@ -112,7 +112,7 @@ def test_stabilizers_are_no_matter_where_everything_is_selected_at_the_prompts_e
     assert policy.idle()["stabilizers"] == "when chunk"
     assert "stabilizers" not in replace(policy, stabilizers=0).idle(), "which says what is so anyway"
     assert "stabilizers" not in RetentionPolicy(budget=64, when="prompt_end").following()
-    assert plan(policy, 2, None).steps[0].protected == (0, 0)
+    assert protected(policy, 64) == 0
     check_slots(policy, 64)
     with pytest.raises(ValueError, match='merge="none" makes 65 units per KV head, more than budget=64 holds beside'):
         check_slots(policy, 65)

@@ -16,6 +16,7 @@ from locret.cache.compose import joined, shrunk
 from locret.cache.limits import Limits
 from locret.policy.protection import Guarantee
 from locret.policy.schedule import layer_budgets as budgets_of
+from locret.policy.schedule import protected
 
 TOKENS = 130
 PINS, SHARES = ((3, 8), (47, 52)), ((8, 40, 0.25), (60, 120, 0.125))
@@ -91,8 +92,8 @@ def test_what_is_held_is_what_the_slow_oracle_holds_after_every_chunk(name: str)
     least = [(start, end, int(share * rules.budget)) for start, end, share in shares]
     for nth, own in enumerate(scores.flatten(0, 1)):
         layer = nth // scores.shape[1]
-        guarded = [step.protected[layer] for step in steps]
         budgets = [step.budgets[layer] for step in steps]
+        guarded = [*(protected(rules, units) for units in budgets[:-1]), 0]
         expected = kept_with_protection(own.tolist(), [step.tokens for step in steps], budgets, guarded, [*pins], least)
         assert [chunk[nth] for chunk in seen] == expected[:-1]
         assert every_head(cache)[nth].tolist() == expected[-1]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
 from locret.policy.growth import divided, shared_budgets
-from locret.policy.schedule import plan
+from locret.policy.schedule import plan, protected
 
 ASKED: dict[str, Any] = {
     "do_sample": False,
@@ -260,11 +260,12 @@ def test_every_chunk_keeps_as_many_units_as_are_planned_in_the_order_of_the_text
         local = number == len(seen) - 1
         step = schedule.last if local else schedule.steps[number]
         read += step.tokens
-        for units, most, guarded in zip(held, step.kept, step.protected, strict=True):
+        for units, most, budget in zip(held, step.kept, step.budgets, strict=True):
             counts = (units >= 0).sum(2)
             if not schedule.shared and not local:
                 assert counts.float().mean() == most
-            newest = min(read, run.numbers[3] if local else 0 if schedule.shared else guarded)
+            guarded = 0 if schedule.shared or number == len(seen) - 2 else protected(rules, budget)
+            newest = min(read, run.numbers[3] if local else guarded)
             assert counts.min() >= newest
             assert (units.diff(dim=2) > 0).logical_or(units[..., :-1] < 0).all()
             assert (units[..., units.shape[2] - newest :] == torch.arange(read - newest, read)).all()
@@ -284,7 +285,9 @@ INV_FREQ = 10000.0 ** -(torch.arange(0, 8, 2).double() / 8)
 def test_what_is_kept_and_said_is_what_the_slow_oracle_keeps_and_says(run: Run) -> None:
     cache, kept = run.cache(), []
     rules, layers, ids = cache.policy, cache.backbone.layers, text_of(run)
-    steps = [(s.tokens, list(s.budgets), list(s.protected)) for s in plan(rules, len(layers), run.tokens).steps]
+    planned = plan(rules, len(layers), run.tokens).steps
+    guarded = [[step is not planned[-1] and protected(rules, units) for units in step.budgets] for step in planned]
+    steps = [(step.tokens, list(step.budgets), newest) for step, newest in zip(planned, guarded, strict=True)]
     # Heads that say nothing of their training are compared by the softmax of their scores.
     split = (rules.head_floor, True) if rules.head_budgets == "adaptive" else None
 
