@@ -51,11 +51,9 @@ class AShape(PrefillAttention):
     """Nearest slots, the own one included (MInference's baseline: 3968; its search: 800)."""
 
     def covers(self, slots: int) -> bool:
-        """See `PrefillAttention`."""
         return self.sinks + self.window >= slots
 
     def choose(self, query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:
-        """See `PrefillAttention`."""
         slots = torch.arange(len(key_SD), device=key_SD.device)[None]
         return _crossed(slots < self.sinks, slots < self.window, query_GLD.shape[1])
 
@@ -74,11 +72,9 @@ class VerticalSlash(PrefillAttention):
     """Diagonals (MInference, where a head has no entry: 6096; at least 50)."""
 
     def covers(self, slots: int) -> bool:
-        """See `PrefillAttention`."""
         return max(self.vertical, LEAST_VERTICAL, self.slash, LEAST_SLASH) >= slots
 
     def choose(self, query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:
-        """See `PrefillAttention`."""
         weights_GRS = _last_attention(query_GLD, key_SD, scaling, softcap)
         columns_GS, diagonals_GS = weights_GRS.sum(1), _diagonal_sums(weights_GRS)
         columns_GS[:, :FIRST_COLUMNS] = torch.inf
@@ -99,11 +95,9 @@ class BlockSparse(PrefillAttention):
     """Blocks of 64 keys per block of 64 queries (MInference: 100)."""
 
     def covers(self, slots: int) -> bool:
-        """See `PrefillAttention`."""
         return (self.blocks - 1) * ROWS >= slots  # the first block may have one key only
 
     def choose(self, query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:
-        """See `PrefillAttention`."""
         new, slots = query_GLD.shape[1], len(key_SD)
         queries_GQD = _means(query_GLD.float(), 0)
         keys_CD = _means(key_SD.float()[None], slots - new)[0]
@@ -125,12 +119,10 @@ class MInference(VerticalSlash):
     `vertical` and `slash`."""
 
     def check_file(self) -> None:
-        """See `PrefillAttention`."""
         if self.patterns is not None:
             read_patterns(self.patterns)
 
     def by_head(self, backbone: Backbone) -> Sequence[Sequence[PrefillAttention]]:
-        """See `PrefillAttention`."""
         usual = VerticalSlash(vertical=self.vertical, slash=self.slash)
         if self.patterns is None:
             return usual.by_head(backbone)

@@ -50,15 +50,12 @@ class XAttention(PrefillAttention):
 
     @property
     def rows(self) -> int:
-        """See `PrefillAttention`."""
         return self.block
 
     def covers(self, slots: int) -> bool:
-        """See `PrefillAttention`; the first block and the own one are always chosen."""
-        return self.threshold == 1 or slots <= self.block + 1
+        return self.threshold == 1 or slots <= self.block + 1  # the first block and the own one are always chosen
 
     def choose(self, query_GLD: Tensor, key_SD: Tensor, scaling: float, softcap: float | None) -> Tensor:
-        """See `PrefillAttention`."""
         # One head after another, so that no estimate of all heads exists at once.
         chosen = [self._heaviest(self._weights(query_LD, key_SD, scaling, softcap)) for query_LD in query_GLD]
         held = len(key_SD) - query_GLD.shape[1]
