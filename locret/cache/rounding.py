@@ -222,17 +222,15 @@ class Form:
         """Tensors of all units, in the backbone's type, that a view writes into the workspace."""
         return 1 if self.values.exact else 2
 
-    def unit_bytes(self, head_dim: int, element_size: int, column_bytes: int = 0, value_dim: int | None = None) -> int:
+    def unit_bytes(self, head_dim: int, value_dim: int, element_size: int, column_bytes: int) -> int:
         """Return the bytes of a unit, its score, its position and a method's own columns included."""
-        wide = head_dim if value_dim is None else value_dim
-        held = self.keys.unit_bytes(head_dim, element_size) + self.values.unit_bytes(wide, element_size)
-        return held + unit_bytes(0, element_size, column_bytes) + (PLACE.itemsize if self.placed else 0)
+        held = self.keys.unit_bytes(head_dim, element_size) + self.values.unit_bytes(value_dim, element_size)
+        return held + unit_bytes(0, 0, element_size, column_bytes) + (PLACE.itemsize if self.placed else 0)
 
-    def head_bytes(self, head_dim: int, element_size: int, value_dim: int | None = None) -> int:
+    def head_bytes(self, head_dim: int, value_dim: int, element_size: int) -> int:
         """Return the bytes of what a KV head of a row has once, however many units it holds."""
-        wide = head_dim if value_dim is None else value_dim
-        frames = 2 * torch.float32.itemsize * (self.keys.framed * head_dim + self.values.framed * wide)
-        return self.recent * (head_dim + wide) * element_size + COUNT.itemsize + frames
+        frames = 2 * torch.float32.itemsize * (self.keys.framed * head_dim + self.values.framed * value_dim)
+        return self.recent * (head_dim + value_dim) * element_size + COUNT.itemsize + frames
 
 
 def form_of(policy: RetentionPolicy, nth: int, layers: int) -> Form | None:

@@ -56,11 +56,8 @@ class KernelsConfig(HeadsConfig):
 class MergingKernel(nn.Module):
     """Weights with which the units of a KV head are merged, from their keys and values."""
 
-    def __init__(
-        self, slots: int, head_dim: int, kernel_size: int, generator: Any = None, value_dim: int | None = None
-    ) -> None:
+    def __init__(self, slots: int, unit_dim: int, kernel_size: int, generator: Any) -> None:
         super().__init__()
-        unit_dim = head_dim + (head_dim if value_dim is None else value_dim)
         reach = 1 / sqrt(unit_dim * kernel_size)  # as torch's own convolutions begin
         shapes = (slots, unit_dim, kernel_size), (slots,)
         drawn = (torch.empty(shape).uniform_(-reach, reach, generator=generator) for shape in shapes)
@@ -92,11 +89,9 @@ class MergingKernels(nn.Module):
     def __init__(self, config: KernelsConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
-        slots, width = config.slots, config.kernel_size
-        shapes = {layer: config.shape(layer) for layer in config.layers}
         made = {
-            str(layer): MergingKernel(slots, shape.head_dim, width, generator, shape.value_dim)
-            for layer, shape in shapes.items()
+            str(layer): MergingKernel(config.slots, config.shape(layer).unit_dim, config.kernel_size, generator)
+            for layer in config.layers
         }
         self.kernels = nn.ModuleDict(made)
 

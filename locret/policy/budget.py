@@ -14,10 +14,9 @@ _SCORE_AND_POSITION_BYTES = 8
 _UNITS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
 
-def unit_bytes(head_dim: int, element_size: int, column_bytes: int = 0, value_dim: int | None = None) -> int:
+def unit_bytes(head_dim: int, value_dim: int, element_size: int, column_bytes: int) -> int:
     """Return the bytes of a cache unit: its key, its value, its score, its position and a method's own columns."""
-    width = head_dim + (head_dim if value_dim is None else value_dim)
-    return width * element_size + _SCORE_AND_POSITION_BYTES + column_bytes
+    return (head_dim + value_dim) * element_size + _SCORE_AND_POSITION_BYTES + column_bytes
 
 
 def cache_bytes(
@@ -74,9 +73,9 @@ def host_bytes(
     """Return the bytes of a second tier of so many slots per KV head in each layer; see `cache_bytes`."""
     total = 0
     for shape, slots, form in zip(backbone.full_shapes, capacities, forms or [None] * len(capacities), strict=True):
-        keys, values = shape.head_dim, shape.value_dim
-        unit = (unit_bytes if form is None else form.unit_bytes)(keys, element_size, column_bytes, values)
-        once = 0 if form is None or not slots else form.head_bytes(keys, element_size, values)
+        sizes = shape.head_dim, shape.value_dim, element_size
+        unit = (unit_bytes if form is None else form.unit_bytes)(*sizes, column_bytes)
+        once = 0 if form is None or not slots else form.head_bytes(*sizes)
         total += shape.num_kv_heads * (slots * unit + once)
     return rows * total
 

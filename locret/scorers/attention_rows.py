@@ -27,7 +27,7 @@ REDUCTIONS = ("mean", "max", "sum")
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def attention_sums(chunk: Chunk, first: int = 0, *, weigh: Weigh | None = None, rows: int | None = None) -> Tensor:
+def attention_sums(chunk: Chunk, first: int = 0, *, weigh: Weigh | None = None) -> Tensor:
     """Sum the attention that the queries from `first` on pay to every unit.
 
     Args:
@@ -36,7 +36,6 @@ def attention_sums(chunk: Chunk, first: int = 0, *, weigh: Weigh | None = None, 
         weigh: Called with a block's attention (B, K, G, R, S), the number of units that each of its queries sees,
             (1 or B, 1, 1, R, 1), and which queries of the L they are, (R, 1); returns what is summed instead. S leaves
             out units that none of these queries sees.
-        rows: Queries of a block; none: what suits the device.
 
     Returns:
         (B, N, S) float32 sums of post-softmax attention, 0 where nobody may look.
@@ -46,7 +45,7 @@ def attention_sums(chunk: Chunk, first: int = 0, *, weigh: Weigh | None = None, 
     total = torch.zeros(batch, kv_heads, heads // kv_heads, slots, device=chunk.key.device)
     sinks = by_kv_head(chunk.learned_sinks, kv_heads)
     most = _LOGITS_GPU if chunk.query.is_cuda else _LOGITS_CPU
-    step = rows or max(_LEAST_ROWS, most // (batch * heads * slots))
+    step = max(_LEAST_ROWS, most // (batch * heads * slots))
     for start in range(first, new, step):
         end = min(start + step, new)
         weights = attention_weights(_logits(chunk, start, end), sinks)

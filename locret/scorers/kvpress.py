@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import MISSING, Field, field, fields, is_dataclass, make_dataclass, replace
+from dataclasses import field, fields, is_dataclass, make_dataclass, replace
 from typing import Any, ClassVar, get_type_hints
 
 import torch
@@ -105,7 +105,7 @@ def press_scorer(press: type, name: str) -> type[Scorer]:
             )
     hints = get_type_hints(press) if is_dataclass(press) else {}
     options = [
-        (one.name, hints.get(one.name, Any), _default(one))
+        (one.name, hints.get(one.name, Any), field(default=one.default, default_factory=one.default_factory))
         for one in (fields(press) if is_dataclass(press) else ())
         if one.init and one.name != _RATIO and not one.name.startswith("_")
     ]
@@ -174,12 +174,6 @@ class _Unhooked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _default(option: Field[Any]) -> Any:
-    if option.default_factory is not MISSING:
-        return field(default_factory=option.default_factory)
-    return field() if option.default is MISSING else field(default=option.default)
 
 
 def _reason(error: BaseException) -> str:

@@ -49,7 +49,7 @@ def test_a_spec_that_says_nothing_is_refused_before_reading(spec: str, message: 
 
 
 def kernel_of(slots: int, width: int, alpha: float = 0.5) -> MergingKernel:
-    kernel = MergingKernel(slots, 8, width, torch.Generator().manual_seed(1))
+    kernel = MergingKernel(slots, 2 * 8, width, torch.Generator().manual_seed(1))
     with torch.no_grad():
         kernel.weight.mul_(8)
         kernel.alpha.fill_(alpha)
