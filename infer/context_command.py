@@ -75,7 +75,7 @@ def read(
 def show(options: ShowOptions, given: frozenset[str]) -> int:
     """Print what saved contexts are, and what they kept of their texts."""
     from locret import loading
-    from locret.conversation.saved import SavedContext, find_context
+    from locret.conversation.saved import SavedContext, find_context, shown_text
     from locret.infer import kept_page
     from locret.infer.reading import check_target, open_all
 
@@ -88,7 +88,7 @@ def show(options: ShowOptions, given: frozenset[str]) -> int:
         tokenizer, template = loading.tokenizer_of(str(options.model)), str(notes.get("template", "none"))
         share = kept_page.share_of_heads(retentions[0])
         pieces = kept_page.marked(words, share, tokenizer, template, notes.get("system"))
-        title = f"What {found[0].path.name} kept of {found[0].shown_name}"
+        title = f"What {found[0].path.name} kept of {shown_text(found[0].name)}"
         kept_page.write(options.plot, pieces, title, "The darker a word, the more KV heads hold it.")
     if options.json:
         print_json({"contexts": [one.facts() for one in found]})

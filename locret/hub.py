@@ -12,6 +12,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, constants, errors, get_to
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 CARD = "README.md"
+REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _STAMP = re.compile(r"\n?<!-- locret wrote what is above \(([0-9a-f]{16})\); what stands below stays -->\n")
 _NO_HEADS = (
     "has no config.json or model.safetensors, so it does not hold retaining heads; give a repository that locret-push "

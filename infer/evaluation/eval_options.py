@@ -30,7 +30,6 @@ ALL_METHODS = "full,locret,random,streaming"
 Numbers = int | str | list[int | str]
 Shares = float | str | list[float]
 Names = str | list[str]
-Methods = str | list[str]
 Value = TypeVar("Value")
 
 
@@ -46,7 +45,7 @@ class EvalOptions:
     """Trained retaining heads: a folder, or a Hub id; `locret` needs them."""
     allow_other_base: bool = False
     """Accept heads of another backbone of the same shape (a fine-tuned one, say)."""
-    methods: Methods = ALL_METHODS
+    methods: Names = ALL_METHODS
     """Methods, with options and modifiers, such as full,snapkv:kernel=7,pooling=max,locret+pyramid; scorers of your own
     as package.module:Class or file.py:Class. --list names ours. If not given, those that need heads are left out
     without --heads."""

@@ -39,7 +39,8 @@ ERRORS = "±: standard error, the samples' standard deviation / √n"
 def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: Job) -> dict[str, Any]:
     """Write results.json and results.md from what has been measured so far, and return the results."""
     cases, runs, here = job.cases, job.runs, versions()
-    records = ordered(log, cases, runs)
+    order = order_of(cases, runs)  # that of an evaluation without interruption
+    records = sorted((one for one in log.records if key(one) in order), key=lambda one: order[key(one)])
     found = cells(records, {(case.task.name, case.tokens): case.samples for case in cases})
     results: dict[str, Any] = {
         "config": settings,
@@ -69,12 +70,6 @@ def order_of(cases: Sequence[Case], runs: Sequence[Run]) -> dict[tuple[Any, ...]
     """Return the rank of every record in an evaluation without interruption, by its key."""
     keys = [key(case.axes | run.axes) for case in cases for run in runs]
     return {name: index for index, name in enumerate(keys)}
-
-
-def ordered(log: SampleLog, cases: Sequence[Case], runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Return the records in the order of an evaluation without interruption."""
-    order = order_of(cases, runs)
-    return sorted((one for one in log.records if key(one) in order), key=lambda one: order[key(one)])
 
 
 def cells(records: Sequence[dict[str, Any]], sets: Mapping[tuple[str, int], SampleSet]) -> list[dict[str, Any]]:

@@ -8,7 +8,6 @@ repository is run.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -58,11 +57,6 @@ class SavedContext:
     def name(self) -> str:
         """What its text was called."""
         return str(self.conversation.get("name", self.path.name))
-
-    @property
-    def shown_name(self) -> str:
-        """The name on one line, without what a terminal or a page could take for more than text."""
-        return shown_text(self.name)
 
     @property
     def tokens(self) -> int:
@@ -195,13 +189,12 @@ def _span(counts: Sequence[int]) -> str:
 
 FILE = "context.safetensors"
 _LACKS = f"has no {FILE}, so it does not hold a context; give a repository to which one was uploaded by that name"
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def find_context(name: str | Path, *, revision: str | None = None) -> Path:
     """Return the file of a context: the one named, or a download of the repository named, not checked yet."""
     path, text = Path(name), str(name)
-    if not path.exists() and _REPOSITORY.fullmatch(text) and not path.parent.exists():
+    if not path.exists() and hub.REPOSITORY.fullmatch(text) and not path.parent.exists():
         with hub.one_sentence("load", text, what="file", lacks=_LACKS):
             return Path(hf_hub_download(text, FILE, revision=revision))
     if revision is not None:

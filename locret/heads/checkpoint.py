@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import pickle
-import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -36,7 +35,7 @@ def find(name: str, *, revision: str | None = None, **download: object) -> Path:
         return Path(name)
     if os.path.exists(name):
         raise ValueError(f"'{name}' is a file; give the folder of retaining heads that holds {CONFIG} and {WEIGHTS}")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", name):
+    if not hub.REPOSITORY.fullmatch(name):
         raise ValueError(f"there is no folder '{name}'; give a folder of retaining heads, or org/name on the Hub")
     from huggingface_hub import hf_hub_download
 

@@ -52,12 +52,12 @@ class Gate(Float32, ABC):
         """Make the parameters."""
 
     @abstractmethod
-    def scores(self, states: Tensor) -> Tensor:
+    def _scores(self, states: Tensor) -> Tensor:
         """Return (..., K) scores of (..., E) hidden states."""
 
     def forward(self, features: Tensor) -> Tensor:
         """Return (..., K) float32 scores; the arithmetic is float32, or what autocast makes of it."""
-        return self.scores(features.float()).float()
+        return self._scores(features.float()).float()
 
 
 def _normed(states: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -73,8 +73,7 @@ class KVzapLinear(Gate):
         """Make (K, E) and (K,)."""
         self.out = nn.Linear(hidden_size, shape.num_kv_heads)
 
-    def scores(self, states: Tensor) -> Tensor:
-        """See `Gate`."""
+    def _scores(self, states: Tensor) -> Tensor:
         return self.out(states)  # type: ignore[no-any-return]
 
 
@@ -88,8 +87,7 @@ class KVzapMLP(Gate):
         """Make (R, E), (R,), (K, R) and (K,)."""
         self.inner, self.out = nn.Linear(hidden_size, width), nn.Linear(width, shape.num_kv_heads)
 
-    def scores(self, states: Tensor) -> Tensor:
-        """See `Gate`."""
+    def _scores(self, states: Tensor) -> Tensor:
         return self.out(F.gelu(self.inner(states)))  # type: ignore[no-any-return]
 
 
@@ -114,8 +112,7 @@ class FastKVzip(Gate):
         self.k_base = nn.Parameter(torch.zeros(kv_heads, 1, numbers["sinks"], width))
         self.b = nn.Parameter(torch.zeros(kv_heads, 1, group))
 
-    def scores(self, states: Tensor) -> Tensor:
-        """See `Gate`."""
+    def _scores(self, states: Tensor) -> Tensor:
         kv_heads, _, group = self.b.shape
         width = self.q_norm.shape[0]
         query = self.q_proj(states).unflatten(-1, (kv_heads, group, width))
@@ -147,8 +144,7 @@ class DMSAlpha(Gate):
         self.norm = nn.Parameter(torch.ones(hidden_size))
         self.out = nn.Linear(hidden_size, shape.num_kv_heads, bias=bool(numbers["bias"]))
 
-    def scores(self, states: Tensor) -> Tensor:
-        """See `Gate`."""
+    def _scores(self, states: Tensor) -> Tensor:
         scores: Tensor = self.offset - self.scale * self.out(_normed(states, self.norm, self.epsilon))
         return scores[..., :1].expand_as(scores) if self.per_layer else scores
 

@@ -35,7 +35,6 @@ from locret.heads.config import HeadsConfig
 from locret.labels.kinds import LOG_ATTENTION, LOGIT
 
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
-_REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _ENTRY = re.compile(r"(?:module\.)?(?:model\.)?layers\.(\d+)\.self_attn\.(fc[12]\.(?:weight|bias))")
 _KVZAP = re.compile(r"layers\.(\d+)(|\.0|\.2)\.(weight|bias)")
 _KVZAP_PARTS = {"": "out", ".0": "inner", ".2": "out"}
@@ -125,7 +124,7 @@ def _find(path: str, what: str, revision: str | None, *names: str, file: bool = 
         if found := [here / name for name in names if (here / name).is_file()]:
             return found[0]
         raise ValueError(f"{path} {lacks}")
-    if not _REPOSITORY.fullmatch(path):
+    if not hub.REPOSITORY.fullmatch(path):
         raise ValueError(f"there is no folder or file '{path}'; give {what}, or org/name on the Hub")
     with hub.one_sentence("load", path, lacks=lacks):
         for name in names[:-1]:
