@@ -33,16 +33,7 @@ from locret.infer.infer_options import GenerationOptions, ModelOptions, PlacedMo
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import EQUAL, SHARES
 from locret.scorers import Scorer
-from locret.scorers.chosen import (
-    EVERY_UNIT,
-    FULL,
-    WITHOUT_EVICTION,
-    asks_shares,
-    check_matches,
-    chosen_heads,
-    load_scorer,
-    may_share,
-)
+from locret.scorers.chosen import EVERY_UNIT, FULL, MEASURED, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
 
 
 @dataclass
@@ -134,8 +125,9 @@ def ready(
         find_store(model.store)
     device = loading.device_of_source(model)
     named = replace(named, heads=chosen_heads(named.heads, model.model))
-    usual = (model.shard, model.store, policy.kv_memory) == (None, None, None)
-    scorer, recommended = load_scorer(named, sharing=usual and may_share(policy, chosen))
+    equal = "head_budgets" in chosen and policy.head_budgets != "shares"
+    sharing = not equal and (model.shard, model.store, policy.kv_memory) == (None, None, None)
+    scorer, recommended = load_scorer(named, sharing=sharing)
     if named.label == FULL:
         for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
             raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
@@ -157,7 +149,7 @@ def ready(
     )
     final = draft.final(run)
     sizing.check_fits(run, final)
-    asked = asks_shares(named, chosen, recommended)
+    asked = bool({"head_budgets", "spacing"} & {*chosen}) or recommended != MEASURED or named.spec is not None
     return Ready(model, named, scorer, final, config, device, dtype, run, asked, recommended)
 
 

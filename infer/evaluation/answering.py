@@ -27,7 +27,7 @@ from locret import RetentionCache, generate, prefill
 from locret.backbone.adapters import input_device, ranks_of, unwrap
 from locret.backbone.passes import gathering_root
 from locret.chunked_prefill import read_turn
-from locret.conversation.chat import now
+from locret.conversation.chat import GREEDY, now
 from locret.conversation.document import decode, encode, leading_special_ids
 from locret.conversation.head_shares import sharing
 from locret.conversation.turns import MARK, Message, Transcript
@@ -234,9 +234,7 @@ def settings_of(prompt: Prompt) -> dict[str, Any]:
     settings = {
         "max_new_tokens": task.max_new_tokens,
         "do_sample": False,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": 50,
+        **GREEDY,
         "num_beams": 1,
         "repetition_penalty": 1.0,
         "eos_token_id": ends,

@@ -21,6 +21,7 @@ from locret import RetentionCache, RetentionPolicy, generate, loading, prefill, 
 from locret.backbone.adapters import find_decoder, unwrap
 from locret.base import method_spec
 from locret.cache.reader import answering
+from locret.conversation.chat import GREEDY
 from locret.conversation.head_shares import sharing
 from locret.generation import check_finite_logits
 from locret.infer.infer_options import ModelOptions
@@ -220,7 +221,7 @@ def _sampling(arguments: dict[str, Any]) -> dict[str, Any]:
         arguments.pop(name, None)
     temperature = arguments.pop("temperature", None)
     sample = bool(arguments.pop("do_sample", bool(temperature)))
-    chosen = {"do_sample": sample, "temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    chosen = {"do_sample": sample, **GREEDY}
     own = {"top_p": arguments.pop("top_p", None), "top_k": arguments.pop("top_k", None)}
     if unknown := sorted(arguments):
         raise ValueError(

@@ -70,7 +70,8 @@ def written_whole(target: str | Path, *, parents: bool = False, last: str | None
                 shutil.rmtree(staging, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             kind = type(error) if isinstance(error, OSError) else OSError
-            number = _number(error)
+            hidden = re.search(r"os error (\d+)", str(error))  # where safetensors has the operating system's number
+            number = int(hidden[1]) if hidden else getattr(error, "errno", None)
             why = getattr(error, "strerror", None) or (os.strerror(number) if number else error)
             failed = kind(f"cannot write {target}: {why}; choose another folder or make room")
             failed.errno = number  # what is done about it may depend on whether the disk is full
@@ -126,12 +127,6 @@ def _finish(file: Path, mode: int) -> None:
     with open(file, "rb+") as handle:
         os.fsync(handle.fileno())
     file.chmod(mode)
-
-
-def _number(error: Exception) -> int | None:
-    # safetensors hides the operating system's error in its text.
-    number = re.search(r"os error (\d+)", str(error))
-    return int(number[1]) if number else getattr(error, "errno", None)
 
 
 @contextmanager

@@ -67,7 +67,8 @@ _LOOKING_BACK: dict[str, tuple[float, Callable[[Any, Tensor], LogitsProcessor]]]
     "encoder_no_repeat_ngram_size": (0, EncoderNoRepeatNGramLogitsProcessor),
 }
 """Options that look at tokens before the answer, which transformers is not given: neutral value, and what does it."""
-_GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
+GREEDY = {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
+"""What shapes no answer: without it a backbone's own sampling would be filled in."""
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff")
 
 
@@ -83,9 +84,9 @@ def answer_settings(lm: LongContextModel, max_new_tokens: int, options: dict[str
     settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": sampling, **options}
     if not settings["do_sample"]:  # what a backbone recommends for sampling shapes no greedy answer
         for name in _SAMPLING:
-            if "do_sample" in options and options.get(name, 0) not in (0, _GREEDY.get(name)):
+            if "do_sample" in options and options.get(name, 0) not in (0, GREEDY.get(name)):
                 raise Refusal(name, repr(options[name]), "has no effect with do_sample=False; leave one of them out")
-        settings |= _GREEDY
+        settings |= GREEDY
     checked_options(unwrap(lm.model), dict(settings))
     pad = lm.tokenizer.pad_token_id
     settings.setdefault("pad_token_id", pad if pad is not None else next(iter(lm.end_ids), None))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from locret.conversation.document import is_text
+from locret.conversation.chat import check_question
 from locret.conversation.turns import saved_talk
 from locret.engines.prefix import Prefix
 
@@ -41,8 +41,7 @@ class SavedPrompts:
         Raises:
             ValueError: For an empty question.
         """
-        if not (is_text(question) and question.strip()):
-            raise ValueError(f"{question!r} is nothing to answer; give a question as text")
+        check_question(question)
         talk = self._talk.copy()
         return [*talk.unread, *talk.stream.rest(talk.transcript.ask(question))]
 

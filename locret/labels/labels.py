@@ -79,14 +79,10 @@ def answer_labels(
         torch.Size([5, 4, 100])
     """
     prompt_ids, answer_ids = token_row(prompt_ids, "prompt_ids"), token_row(answer_ids, "answer_ids")
-    kind = kinds.get(kind)
+    how = prompt_ids.shape[1], kinds.get(kind), include_last_prompt_token
     rows: list[Tensor] = []
-
-    def on_layer(chunk: Attended) -> None:
-        prompt = prompt_ids.shape[1]
-        rows.append(layer_labels(chunk, prompt, kind, include_last_prompt_token))
-
-    observe(model, torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model)), on_layer)
+    ids = torch.cat([prompt_ids, answer_ids], dim=1).to(input_device(model))
+    observe(model, ids, lambda chunk: rows.append(layer_labels(chunk, *how)))
     return pad_sequence(rows, batch_first=True, padding_value=-torch.inf)
 
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 from locret.base.warned import warn_user
-from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy, Wanted, usual_budget
+from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy, Wanted
 
 SHARES = ("head_budgets", "head_shares", "layer_shares", "spacing")
 """What is recommended of the sizes of KV heads."""
@@ -96,15 +96,12 @@ def resolve_options(
     chosen: Collection[str],
     recommended: Mapping[str, Any],
     budget: int | None = None,
-    positions: int | None = None,
     named: Collection[str] = (),
 ) -> RetentionPolicy:
-    """Return the policy of a command's options; of a budget in bytes or shares, or for a backbone's `positions`."""
+    """Return the policy of a command's options; `budget` is in place of one in bytes or shares."""
     own = {field.name: getattr(options, field.name) for field in fields(RetentionPolicy) if field.name in chosen}
     if budget is not None:
         own["budget"] = budget
-    elif positions is not None and "budget" not in {*own, *recommended}:
-        own["budget"] = usual_budget(positions)
     policy = resolve(own, recommended, named=named)
     check_used(own, [policy])
     return policy

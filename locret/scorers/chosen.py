@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from locret import backbone_names, scorers, shipped
@@ -68,16 +67,6 @@ def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[Retai
         raise ValueError(f"--heads {options.heads}: {error}") from error
     recommended = heads.config.policy or (MEASURED if sharing else {})
     return heads, {**recommended, **options.changes}
-
-
-def may_share(policy: Any, chosen: Collection[str]) -> bool:
-    """Return whether options of a policy, of which these were `chosen`, let KV heads have measured sizes."""
-    return "head_budgets" not in chosen or policy.head_budgets == "shares"
-
-
-def asks_shares(options: ScorerOptions, chosen: Collection[str], recommended: dict[str, Any]) -> bool:
-    """Return whether somebody named the sizes of KV heads or the scorer, so that these cannot be others in silence."""
-    return bool({"head_budgets", "spacing"} & {*chosen}) or recommended != MEASURED or options.spec is not None
 
 
 def keeping_all() -> tuple[Scorer, dict[str, Any]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import takewhile
 
 _MARKS = ("\n", ":", '"', "'", ".", ",", "?", "!", "{", "}")
 
@@ -75,16 +76,12 @@ def first_number(prediction: str, value: int | float) -> float:
     return float((int(number) if "." in found[0] else int(found[0])) == value)
 
 
-def leading_values(prediction: str, values: Sequence[int]) -> float:
+def leading_values(prediction: str, values: Sequence[str]) -> float:
     """Return the share of values that the answer lists correctly before its first mistake: InfiniteBench's M.Calc.
 
     Runs of digits are the answer's values; as signs are lost, a negative value is always a mistake. For GPT-4 the
     official code leaves out the answer's first number, which repeats the expression's; for other models it does not.
     """
-    found = [int(digits) for digits in re.findall("[0-9]+", prediction)]
-    right = 0
-    for one, other in zip(found, values, strict=False):
-        if one != other:
-            break
-        right += 1
-    return right / len(values)
+    found = map(int, re.findall("[0-9]+", prediction))
+    right = takewhile(lambda pair: pair[0] == int(pair[1]), zip(found, values, strict=False))
+    return len(list(right)) / len(values)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -175,10 +175,6 @@ def _named(prediction: str, name: str) -> float:
     return float(name in [word.upper() for word in split_words(prediction)])
 
 
-def _leading(prediction: str, values: Sequence[str]) -> float:
-    return leading_values(prediction, list(map(int, values)))
-
-
 # Rows, new tokens, metric.
 _TASKS: dict[str, tuple[int, int, str, Metric]] = {
     "passkey": (590, 6, "first integer", first(first_integer)),
@@ -192,7 +188,7 @@ _TASKS: dict[str, tuple[int, int, str, Metric]] = {
     "code_debug": (394, 5, "accuracy of the option", over(lambda said, right: code_choice(said, *right))),
     "code_run": (400, 5, "last word as integer", first(lambda said, right: last_word_as_integer(said, int(right)))),
     "math_find": (350, 3, "first number", first(lambda said, right: first_number(said, whole_or_decimal(right)))),
-    "math_calc": (50, 30000, "share of leading values", over(_leading)),
+    "math_calc": (50, 30000, "share of leading values", over(leading_values)),
 }
 _PUBLISHED = tuple(
     InfiniteBenchTask(
