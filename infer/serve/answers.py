@@ -7,12 +7,13 @@ import math
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
+from locret.base.openmp import Workers
 from locret.conversation.document import HALF_A_CHARACTER, Decoder, decode
 from locret.engines.transformers import NoRoom, NotRunning, Written
 from locret.infer.serve.refusal import Refusal
@@ -149,7 +150,7 @@ class Answers:
         self._places: set[Place] = set()
         self._freed, self._closed = threading.Event(), False
         self._took = 1.0  # seconds of the last answer
-        self._asking = ThreadPoolExecutor(1, "locret-ask")  # first come, first served
+        self._asking = Workers(1, "locret-ask")  # first come, first served
 
     @property
     def waiting(self) -> int:

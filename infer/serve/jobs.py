@@ -20,6 +20,7 @@ from typing import Any
 from safetensors import safe_open
 
 from locret import RetentionCache
+from locret.base.openmp import hand_back_cores
 from locret.cache.export import mean_units
 from locret.conversation.context import Context
 from locret.conversation.document import Document, ReadingBar, read_text
@@ -126,6 +127,7 @@ class Turn:
         with self._turns._changed:
             if self._turns._running is self:
                 self._turns._running = None
+                hand_back_cores()
                 self._turns._changed.notify_all()
 
     def chunk(self) -> None:

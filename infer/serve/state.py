@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from starlette.requests import HTTPConnection, Request
 
+from locret.base.openmp import Workers
 from locret.engines.transformers import PagedContexts
 from locret.infer.serve.answers import Answers
 from locret.infer.serve.library import Library
@@ -44,9 +44,9 @@ class ServerState:
         self.max_body = self.options.bytes_of("max_body")
         self.answers = Answers(self.lm.tokenizer, self.lm.end_ids, max_queue=self.options.max_queue)
         self.prompts = Prompts(self.lm, self.library)
-        self.short_work = ThreadPoolExecutor(SHORT_WORK, "locret-short")
+        self.short_work = Workers(SHORT_WORK, "locret-short")
         self.converting = asyncio.Lock()  # one document at a time
-        self.long_work = ThreadPoolExecutor(LONG_WORK, "locret-long")
+        self.long_work = Workers(LONG_WORK, "locret-long")
 
     def close(self) -> None:
         """End what is read and written, and give back threads, memory and the folder of contexts; idempotent."""

@@ -43,6 +43,7 @@ from locret.backbone.latent import DOWN, UP, Latent, own_view, query_projection
 from locret.backbone.recurrence import stepping
 from locret.backbone.rotary import long_factors, uses_long_factors
 from locret.backbone.shape import BOTH, FULL, SLIDING, Backbone, LayerShape
+from locret.base.openmp import hand_back_cores
 
 NAME = "locret"
 _NOTHING = object()
@@ -153,6 +154,7 @@ def instrumented(model: nn.Module, watcher: Observer | None = None) -> Iterator[
             if not instrument.readers:
                 del _INSTRUMENTS[decoder]
                 instrument.undo.close()
+        hand_back_cores()
 
 
 _BUSY = "this model is being read by another cache; finish that prefill or generate call first"

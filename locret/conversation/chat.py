@@ -29,6 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from locret.backbone.adapters import input_device, unwrap
 from locret.base import interrupts
 from locret.base.fields import Refusal, check_sampling, shown
+from locret.base.openmp import hand_back_cores
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import save_cache
 from locret.cache.layer import HOST
@@ -313,6 +314,7 @@ class Chat(Reading):
                 parts.put(None)
 
         writer = threading.Thread(target=write, name="locret-answer", daemon=True)
+        hand_back_cores()
         writer.start()
         try:
             while (part := parts.get()) is not None:

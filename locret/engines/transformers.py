@@ -35,6 +35,7 @@ from locret.backbone.instrument import exclusively
 from locret.backbone.rotary import fixed_reach, rotary_parameters, uses_long_factors
 from locret.backbone.shape import Backbone
 from locret.base.fields import Range, Refusal, check_fields, check_ranges, check_sampling
+from locret.base.openmp import hand_back_cores
 from locret.engines.prefix import Prefix
 from locret.engines.rows import NAME, Feed, Rows, Shared
 from locret.generation import check_finite_logits
@@ -201,6 +202,7 @@ class PagedContexts:
                 raise ValueError("the engine runs already; stop it first")
             self._rows, self._stopping = Rows(self._model, self._count), False
             self._thread = threading.Thread(target=self._run, name="locret-answers", daemon=True)
+            hand_back_cores()
             self._thread.start()
 
     def stop(self) -> None:
@@ -276,6 +278,7 @@ class PagedContexts:
             request = _Request(held, own, rows, ids, max_new_tokens, ends, sampling, on_token, processors)
             self._running.append(request)
             self._lock.notify_all()
+            hand_back_cores()
         return partial(self._cancel, request)
 
     def generate_batch(
@@ -432,6 +435,8 @@ class PagedContexts:
     def _run(self) -> None:
         while True:
             with self._lock:
+                if not self._running:
+                    hand_back_cores()
                 self._lock.wait_for(lambda: self._running or self._stopping)
                 self._give_back()
                 if self._stopping:

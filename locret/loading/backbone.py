@@ -20,6 +20,7 @@ from locret import backbone_names, hub, shipped
 from locret.backbone.adapters import describe
 from locret.base.fields import shown
 from locret.base.files import read_json, shards
+from locret.base.openmp import hand_back_cores
 from locret.base.warned import warn_user
 from locret.distributed.shard import load_sharded
 from locret.heads.fingerprint import keep_samples
@@ -294,6 +295,7 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
         model = _with_adapter(model, source)
     if options.shard is not None:
         keep_samples(model)
+    hand_back_cores()  # answers may be written by other threads
     return model.eval().requires_grad_(False)
 
 

@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
 SHAPE = {
     "vocab_size": 199,
@@ -97,14 +97,10 @@ _OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 FAMILIES = sorted(_OTHERS)
 
 
-def _config(family: str) -> PreTrainedConfig:
-    kind, own = {**_OTHERS, **_OF_STATES}[family]
-    return CONFIG_MAPPING[kind](**copy.deepcopy({**SHAPE, **own}))
-
-
 def build(family: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
     """Return a random model of the family in float32, in evaluation mode."""
-    config = _config(family)
+    kind, own = {**_OTHERS, **_OF_STATES}[family]
+    config = CONFIG_MAPPING[kind](**copy.deepcopy({**SHAPE, **own}))
     for name, value in changes.items():
         setattr(config, name, value)
     torch.manual_seed(seed)

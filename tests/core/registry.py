@@ -249,7 +249,8 @@ def walk(family: str) -> Outcome:
     for positions in ("compact", "original"):
         try:
             right = _right(model, POLICY.changed(positions=positions))
-            return Outcome(family, "right", tuple(right), _layers(model), next(iter(reasons), ""))
+            layers = ", ".join(sorted(set(describe(model).kinds)))
+            return Outcome(family, "right", tuple(right), layers, next(iter(reasons), ""))
         except ValueError as error:
             if not _ours(error):
                 raise
@@ -279,10 +280,6 @@ def _ours(error: Exception) -> bool:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())
-
-
-def _layers(model: PreTrainedModel) -> str:
-    return ", ".join(sorted(set(describe(model).kinds)))
 
 
 # -- the page ---------------------------------------------------------------------------------------------------------

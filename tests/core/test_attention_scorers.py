@@ -27,10 +27,6 @@ def slow_h2o(how: str) -> Slow:
     return lambda chunk, weights: reference.h2o(weights, chunk.stored_scores[0], how)
 
 
-def slow_tova(chunk: Chunk, weights: Tensor) -> Tensor:
-    return reference.tova(weights, chunk.key.shape[1])
-
-
 def where_selected(slow: Callable[..., Tensor], *options: Any) -> Slow:
     """Return what a scorer says that rates where units are selected, and gives zeros elsewhere."""
 
@@ -63,7 +59,7 @@ IMDC = {"queries": "chunk", "reduce": "sum", "window": 3}
 CASES: dict[str, tuple[str, dict[str, Any], Slow]] = {
     "h2o": ("h2o", {}, slow_h2o("mean")),
     "h2o-max": ("h2o", {"reduce": "max", "recent_share": 0.0}, slow_h2o("max")),
-    "tova": ("tova", {}, slow_tova),
+    "tova": ("tova", {}, lambda chunk, weights: reference.tova(weights, chunk.key.shape[1])),
     "snapkv": ("snapkv", {"window": 7}, where_selected(reference.snapkv, 7, 5, "avg", "mean")),
     "snapkv-longbench": ("snapkv", LONGBENCH, where_selected(reference.snapkv, 4, 7, "max", "max")),
     "snapkv-imdc": ("snapkv", IMDC, where_selected(reference.snapkv_of_imdc, 5, "sum")),

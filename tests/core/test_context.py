@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import copy
+import os
 import signal
+import sys
+import threading
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +19,7 @@ import torch
 
 import locret
 from locret import Context, LongContextModel, RetentionPolicy
+from locret.base.openmp import Workers
 from locret.conversation.document import as_text, open_document
 from locret.conversation.turns import written
 
@@ -107,6 +112,25 @@ def test_a_stream_is_the_answer_as_it_is_written(context: Context) -> None:
     assert parts[:4] == ["The", " pass", " key", " is"]
     assert "".join(parts) == ANSWER
     assert "".join(context.stream(QUESTION, num_beams=2)) == context.ask(QUESTION, num_beams=2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts threads in /proc")
+def test_no_thread_holds_cores_while_another_computes(context: Context) -> None:
+    def held() -> int:
+        time.sleep(0.05)  # a thread that has ended leaves in its own time
+        return len(os.listdir("/proc/self/task")) - threading.active_count()
+
+    def compute(*_: Any) -> bool:
+        return bool(torch.ones(1 << 20).exp_()[0] < 0)
+
+    torch.set_num_threads(2)
+    before = held()
+    compute()
+    here = held()
+    most = max(held() for _ in context.stream(QUESTION, stopping_criteria=[compute]))
+    Workers(1).submit(compute).result()
+    torch.set_num_threads(1)
+    assert (here, most, held()) == (before + 1, before + 1, before)
 
 
 def test_leaving_a_stream_ends_the_answer_there_and_the_chat_goes_on(context: Context) -> None:

@@ -24,11 +24,6 @@ OPTIONS = {
 """Where the options are of the command that reads the recipes of a folder."""
 
 
-def option_classes(job: str) -> tuple[type, ...]:
-    classes: tuple[type, ...] = import_module(OPTIONS[job]).OPTION_CLASSES
-    return classes
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_a_recipe_parses_says_how_to_run_it_and_names_what_exists(path: Path) -> None:
     job, name = path.relative_to(ROOT / "recipes").parts[0], str(path.relative_to(ROOT))
@@ -37,7 +32,7 @@ def test_a_recipe_parses_says_how_to_run_it_and_names_what_exists(path: Path) ->
     content = yaml.safe_load(path.read_text())
     extra = {key: value for key, value in missing.items() if key not in content}
     line = ["--config", str(path), *(part for key, value in extra.items() for part in (f"--{key}", value))]
-    options, chosen = parse_options("test", "", option_classes(job), line)
+    options, chosen = parse_options("test", "", import_module(OPTIONS[job]).OPTION_CLASSES, line)
     assert set(content) <= chosen
     assert name in path.read_text(), "its header holds the command, ready to paste"
     if job == "eval":

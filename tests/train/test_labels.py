@@ -8,7 +8,6 @@ from pathlib import Path
 import oracle as reference
 import pytest
 import torch
-from torch import Tensor
 from training_cases import CASES, backbone, golden, loss_of, token_ids, train
 
 from locret import RetainingHeads, labels
@@ -18,12 +17,6 @@ from locret.labels.kinds import KINDS
 from locret.labels.labels import answer_labels, layer_labels, observe, prompt_scores
 from locret.scorers import RetainingHeadScorer
 from locret.train.step import train_step
-
-
-def chunks_of(model: torch.nn.Module, ids: Tensor) -> list[Attended]:
-    chunks: list[Attended] = []
-    observe(model, ids, chunks.append)
-    return chunks
 
 
 @pytest.mark.parametrize(("case", "labels"), CASES)
@@ -44,7 +37,9 @@ def test_any_block_size_gives_the_labels_of_the_oracle(
     family: str, prompt: int, answer: int, kind: str, include_last: bool
 ) -> None:
     first = prompt - 1 if include_last else prompt
-    for chunk in chunks_of(backbone(family), token_ids(prompt + answer)):
+    chunks: list[Attended] = []
+    observe(backbone(family), token_ids(prompt + answer), chunks.append)
+    for chunk in chunks:
         expected = reference.labels(chunk.query[0], chunk.key[0], prompt, first, chunk.scaling, kind)
         for block_elements in (1, 4 * (prompt + answer) * 3, 10**6):  # one row, three rows, all rows at once
             actual = layer_labels(chunk, prompt, kind, include_last, block_elements=block_elements)

@@ -89,7 +89,8 @@ def test_two_processes_do_what_one_does_with_accumulation(paths: tuple[Path, Pat
     # accelerate reads torchrun's variables; its own launcher starts several CPU processes through MPI only.
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"]
     arguments = ["-m", "locret.train.command", *train_arguments(paths, tmp_path / "two", *options)]
-    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=200, env=cpu_environment())
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
+    done = subprocess.run([*launch, *arguments], capture_output=True, text=True, timeout=200, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]
     one, two = (weights(tmp_path / name) for name in ("one", "two"))
     assert all(torch.allclose(weight, two[name], atol=1e-6, rtol=0) for name, weight in one.items())
@@ -168,10 +169,6 @@ def test_logs_and_curves_hold_losses_overlaps_speed_and_memory(paths: tuple[Path
     assert shown == [(r["step"], pytest.approx(r["total"])) for r in records(tmp_path / "run")]
     assert train(paths, tmp_path / "none", "--report-to=none", "--steps=1") == 0
     assert not (tmp_path / "none" / "tensorboard").exists()
-
-
-def cpu_environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "ACCELERATE_USE_CPU": "true"}
 
 
 TOKENS = 512
