@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -184,27 +184,29 @@ def load_cache(
         'The pass key is 71432.'
     """
     state, _ = _header(path)
-    with _named(path):
+    with _named(path, state):
         cache = _empty(state, model, scorer, allow_other_scorer)
         cache.load(state_of(_read_units(path, state, cache), cache.ranks, whole=False), state)
     return cache
 
 
 @contextmanager
-def _named(path: str | Path) -> Iterator[None]:
-    """Let errors say in which file it is."""
+def _named(path: str | Path, state: Mapping[str, Any]) -> Iterator[None]:
+    """Let errors say in which file it is, and which version wrote it, if that is another."""
+    version = state.get("toolkit_version", __version__)
+    here = f"{path}" + ("" if version == __version__ else f" (of locret {shown(version)}, here it is {__version__!r})")
     try:
         yield
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{here}: {error}") from error
     except _ODD as error:
-        raise ValueError(f"{path}: it is damaged ({error!r}); copy it again, or save the cache again") from error
+        raise ValueError(f"{here}: it is damaged ({error!r}); copy it again, or save the cache again") from error
 
 
 def check_header(path: str | Path, model: nn.Module, scorer: RetainingHeads | Scorer | str) -> dict[str, Any]:
     """Return the counters and settings of a saved cache, without reading its units; arguments as for `load_cache`."""
     state, _ = _header(path)
-    with _named(path):
+    with _named(path, state):
         _empty(state, model, scorer, False)
     return state
 
@@ -316,9 +318,20 @@ def _checked_units(
             raise ValueError("its checksum is another")
         check_counts(tensors, state, backbone, policy.spacing)
     except _ODD as error:
+        if _is_whole(path):
+            why = f"its units are not as locret {__version__} writes them ({error})"
+            raise ValueError(f"{why}; load it with the code that wrote it, or read the text again") from error
         raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
     # Earlier versions remembered more of what was read.
     return {name: tensor for name, tensor in tensors.items() if not name.endswith((".ledger", ".newest_features"))}
+
+
+def _is_whole(path: str | Path) -> bool:
+    """Return whether a file is as it was written, whatever that is."""
+    with suppress(*_ODD), safe_open(path, framework="pt") as file:
+        metadata, names = file.metadata(), file.keys()
+        return bool(metadata["checksum"] == checksum(metadata["state"], {one: file.get_tensor(one) for one in names}))
+    return False
 
 
 @dataclass(frozen=True)
@@ -340,7 +353,7 @@ class SavedCache:
             Keys and values of each layer, (units, KV heads, head dim), keys rotated to 0, 1, ...
         """
         state, policy, backbone = self.state, self.policy, self.backbone
-        with _named(self.path):
+        with _named(self.path, state):
             check_prefix(policy, backbone, {counters["fill"] for counters in state["layers"]}, state["rotary"])
             check_one_row(len(self.tensors["layers.0.keys"]))
             units = [_prefix_of(nth, self.tensors, state, policy, backbone) for nth in range(backbone.num_layers)]
@@ -353,7 +366,7 @@ class SavedCache:
 def read_saved(path: str | Path) -> SavedCache:
     """Read all of a saved cache, and check it, without its backbone."""
     state, notes = _header(path, CONTEXT_WRITERS)
-    with _named(path):
+    with _named(path, state):
         if any(state.get(name) is None for name in ("vocab_size", "columns", "rotary", "backbone")):
             raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
         policy, backbone = _policy(state), _saved_backbone(state)
@@ -406,10 +419,14 @@ def _header(path: str | Path, writer: str = "save_cache") -> tuple[dict[str, Any
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
         state, notes = (dict(_finite_json(metadata.get(name, "{}"))) for name in ("state", "notes"))
+        form, version = state["format"], state.get("toolkit_version")
     except _ODD as error:
         raise ValueError(f"{path} is not a saved cache ({error}); give a file written by {writer}") from error
-    if state.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {shown(state.get('format'))} instead of {FORMAT}; save the cache again")
+    if form != FORMAT:
+        raise ValueError(
+            f"{path} has format {shown(form)} of locret {shown(version)} instead of {FORMAT!r} of locret "
+            f"{__version__!r}; load it with that version, or read the text again"
+        )
     return state, notes
 
 

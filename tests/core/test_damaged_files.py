@@ -240,7 +240,7 @@ def test_other_types_and_shapes_are_refused_by_what_is_wrong_with_them(saved: di
         tensors[name] = changed(tensors[name])
         metadata["checksum"] = checksum(metadata["state"], tensors)
         (tmp_path / "other").write_bytes(save(tensors, metadata))
-        with pytest.raises(ValueError, match=rf"it is damaged \({name} is \[.*\] of {spelt}"):
+        with pytest.raises(ValueError, match=rf"its units are not as .* \({name} is \[.*\] of {spelt}"):
             KINDS[f"cache, {form}"].load(tmp_path / "other")
 
 
@@ -255,19 +255,28 @@ def test_wrong_numbers_of_kv_heads_are_refused(saved: dict[str, Path], tmp_path:
     tensors[f"layers.1.{name}"] = ways[change].contiguous()
     metadata["checksum"] = checksum(metadata["state"], tensors)
     (tmp_path / "other").write_bytes(save(tensors, metadata))
-    with pytest.raises(ValueError, match=r"it is damaged \((KV heads of layer 1 are said|layers.1.apart is no number)"):
+    with pytest.raises(ValueError, match=r"not as .* \((KV heads of layer 1 are said|layers.1.apart is no number)"):
         KINDS[form].load(tmp_path / "other")
 
 
-def test_tiers_of_equal_heads_beside_uneven_ones_are_refused(saved: dict[str, Path], tmp_path: Path) -> None:
+def test_what_other_versions_write_is_refused_as_theirs(saved: dict[str, Path], tmp_path: Path) -> None:
     metadata, tensors = content(saved["cache, tier of uneven heads"])
+    state = {**json.loads(metadata["state"]), "toolkit_version": "9.0"}
+    newer = {**state, "policy": {**state["policy"], "finer": 1}}
+    for other, said in (
+        ({**state, "format": "locret-cache-9"}, "-9' of locret '9.0' instead of '.*-1' of locret '0.*with that"),
+        (newer, r"other \(of locret '9.0', here it is '0.*'\): policy has an unknown key 'finer'"),
+    ):
+        save_file(tensors, tmp_path / "other", metadata={**metadata, "state": json.dumps(other)})
+        with pytest.raises(ValueError, match=said):
+            KINDS["cache, tier of uneven heads"].load(tmp_path / "other")
     for name in [name for name in tensors if ".host." in name]:
         held = tensors.pop(name)
         if not name.endswith("counts"):  # 2 rows of 2 heads, as they were held before
             tensors[name] = torch.zeros(2, 2, 9, *held.shape[1:], dtype=held.dtype)
     metadata["checksum"] = checksum(metadata["state"], tensors)
     (tmp_path / "other").write_bytes(save(tensors, metadata))
-    with pytest.raises(ValueError, match=r"it is damaged \(layers.0.host.keys is \[2, 2, 9, 8\] of F32 instead of"):
+    with pytest.raises(ValueError, match=r"not as .*\(layers.0.host.keys is \[2, 2, 9, 8\].*load it with the code"):
         KINDS["cache, tier of uneven heads"].load(tmp_path / "other")
 
 
