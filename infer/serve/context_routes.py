@@ -2,15 +2,15 @@
 
 A context in JSON, as every route here returns it:
 
-    {"object": "context", "name": "book", "state": "reading", "message": "", "source": "book.txt",
-     "created": 1795350109.6, "tokens": 4096, "units": 288, "bytes": 0,
+    {"object": "context", "name": "book", "model": "smollm2:book", "state": "reading", "message": "",
+     "source": "book.txt", "created": 1795350109.6, "tokens": 4096, "units": 288, "bytes": 0,
      "made": {}, "progress": {"bytes": 16676, "total": 33352, "seconds": 1.4}, "summary": null,
      "kept": null}
 
-state is "waiting" (for a reader), "reading", "ready", "failed" or "unusable"; message says why of the last two. bytes
-are those of its file. made: {"bytes", "sha256", "seconds"} of an upload. progress: null once it is ready. summary: how
-much is kept then, in words; where all is, "kept whole: 1,699 of 1,699 tokens fit in the budget". kept: for 50 stretches
-of the text which share of each is kept, 0 to 1; null in lists, and until it is ready.
+model: how clients ask it that can name nothing else. state is "waiting" (for a reader), "reading", "ready", "failed" or
+"unusable"; message says why of the last two. bytes are those of its file. made: {"bytes", "sha256", "seconds"} of an
+upload. progress: null once it is ready. summary: how much is kept then; where all is, "kept whole: 1,699 of 1,699
+tokens fit in the budget". kept: for 50 stretches of the text which share is kept, 0 to 1; null in lists, and till then.
 """
 
 from __future__ import annotations
@@ -49,14 +49,13 @@ _RATE = 1 << 14
 """Bytes of a text that have to come in each second, on average and after the first `STALL` of them."""
 _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencoded")
 """Types of a body that is a text; the last is what curl says of --data-binary."""
-_Wait = Annotated[bool, Query(description="Answer only when it is ready")]
 
 
 def _library(request: Request) -> Library:
     return state_of(request).library
 
 
-def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
+def described(request: Request, entry: Entry, *, look: bool = False) -> dict[str, Any]:
     """Return a context in JSON; `look` reads from its file what is kept."""
     progress, done, share, summary = entry.progress, None, None, None
     if entry.going:
@@ -72,6 +71,7 @@ def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
     return {
         "object": "context",
         "name": entry.name,
+        "model": f"{state_of(request).model}:{entry.name}",
         "state": entry.state,
         "message": entry.message,
         "source": entry.source,
@@ -89,7 +89,7 @@ def described(entry: Entry, *, look: bool = False) -> dict[str, Any]:
 @router.get("", summary="All contexts")
 def listed(request: Request) -> dict[str, Any]:
     """Return `{"object": "list", "data": [context, ...]}`, in the order of names."""
-    return {"object": "list", "data": [described(entry) for entry in _library(request).entries()]}
+    return {"object": "list", "data": [described(request, entry) for entry in _library(request).entries()]}
 
 
 @router.post("", status_code=202, summary="Upload a text and read it")
@@ -98,7 +98,7 @@ async def upload(
     name: str = Query(description="What to call the context", max_length=200),
     source: str | None = Query(None, description="What the text is called; else the name", max_length=200),
     system: str | None = Query(None, description="System message that comes before the text", max_length=20_000),
-    wait: _Wait = False,
+    wait: Annotated[bool, Query(description="Answer only when it is ready")] = False,
 ) -> JSONResponse:
     """Take a text of any length as the body, in UTF-8, and read it in the background when all of it has come.
 
@@ -126,7 +126,7 @@ async def upload(
         await asyncio.sleep(_LOOK)
     if entry.state == "failed":
         raise Refusal(entry.fault, f"context {name} could not be made: {entry.message}")
-    return JSONResponse(described(entry), 201 if entry.state == "ready" else 202)
+    return JSONResponse(described(request, entry), 201 if entry.state == "ready" else 202)
 
 
 async def _stored(request: Request, file: Path, library: Library, *, text: bool) -> dict[str, Any]:
@@ -166,7 +166,7 @@ async def _stored(request: Request, file: Path, library: Library, *, text: bool)
 @router.get("/{name}", summary="One context")
 def show(request: Request, name: str) -> dict[str, Any]:
     """Return a context, with what is kept of it."""
-    return described(_library(request).find(name), look=True)
+    return described(request, _library(request).find(name), look=True)
 
 
 @router.delete("/{name}", summary="Delete a context, or end the reading of it")
@@ -207,7 +207,7 @@ async def create(request: Request) -> dict[str, Any]:
     finally:
         for document in file.parent.glob(f"{file.name}.*"):
             document.unlink()
-    return _as_file(entry)
+    return _as_file(request, entry)
 
 
 def _name(source: str, library: Library) -> str:
@@ -218,10 +218,11 @@ def _name(source: str, library: Library) -> str:
     return next(one for one in chain([name], (f"{name}-{nth}" for nth in count(2))) if one not in taken)
 
 
-def _as_file(entry: Entry) -> dict[str, Any]:
+def _as_file(request: Request, entry: Entry) -> dict[str, Any]:
     return {
         "id": entry.name,
         "object": "file",
+        "model": f"{state_of(request).model}:{entry.name}",
         "bytes": entry.notes.get("bytes", entry.size),
         "created_at": int(entry.created),
         "filename": entry.source,
@@ -236,14 +237,14 @@ def listed_as_files(request: Request, purpose: str | None = None) -> dict[str, A
     """Return all contexts, or those of a purpose, in the order of names."""
     if asked := request.query_params.keys() - {"purpose"}:
         raise Refusal(400, f"{shown(min(asked))} has no effect here; leave it out, all files are listed")
-    found = [_as_file(one) for one in _library(request).entries()]
+    found = [_as_file(request, one) for one in _library(request).entries()]
     return {"object": "list", "data": [one for one in found if purpose in (None, one["purpose"])], "has_more": False}
 
 
 @files.get("/{name}", summary="One context, as a file")
 def show_as_file(request: Request, name: str) -> dict[str, Any]:
     """Return a context."""
-    return _as_file(_library(request).find(name))
+    return _as_file(request, _library(request).find(name))
 
 
 @files.delete("/{name}", summary="Delete a context")

@@ -355,8 +355,8 @@ class Library:
             self._index.scan()
             entry = self._index.named.get(name)
             if entry is not None and entry.state != "failed":
-                doing = "is being read" if entry.going else "is there already"
-                why = f"a context {name} {doing}; choose another name, or delete it first"
+                doing = f"is being read; look at GET /v1/contexts/{name}," if entry.going else "is there already;"
+                why = f"a context {name} {doing} choose another name, or delete it first"
                 raise Refusal(409, why, param="name", code="context_exists")
 
     def _check_waiting(self) -> None:

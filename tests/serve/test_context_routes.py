@@ -76,7 +76,8 @@ def test_a_text_is_streamed_read_and_described(client: httpx.Client, shared: Lib
         going.append(new)
     assert (tokens := [one["tokens"] for one in (*going, new)]) == sorted(tokens)
     ready = shown(client, "book")
-    assert (new["object"], new["name"], new["state"], new["message"]) == ("context", "new", "ready", "")
+    assert [new[field] for field in ("object", "name", "state", "message")] == ["context", "new", "ready", ""]
+    assert new["model"] == begun.json()["model"] == "tiny:new"
     assert all(new[field] == ready[field] for field in ("tokens", "units", "kept"))
     assert new["made"]["sha256"] == ready["made"]["sha256"]
     assert (len(new["kept"]), new["summary"].split()[1]) == (50, str(new["units"]))
@@ -192,7 +193,10 @@ def test_no_more_texts_and_bytes_wait_than_may(
         assert len(stored(shared)) == 1
     assert client.delete("/contexts/long").status_code == 200
     with shared.turns.turn(lambda: None):  # nothing is read meanwhile
-        assert [upload(client, name, book).status_code for name in "abcd"] == [202] * 4
+        assert [upload(client, name, book).status_code for name in "abc"] == [202] * 3
+        with pytest.raises(httpx.ReadTimeout):  # what it has sent is read all the same
+            client.post("/contexts", params={"name": "d", "wait": True}, content=book, timeout=0.5)
+        assert "is being read; look at GET /v1/contexts/d, choose" in refused(upload(client, "d", book), 409)
         asked = {"context": "a", "messages": [{"role": "user", "content": "What?"}]}
         assert "still being read" in refused(client.post("/chat/completions", json=asked), 409)
         response = upload(client, "e", book)

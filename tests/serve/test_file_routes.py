@@ -60,7 +60,7 @@ def test_a_document_is_uploaded_asked_listed_and_deleted(server: Running, client
         assert len({first.id, second.id} & {one.id for one in client.files.list(purpose=purpose)}) == listed
     said: Any = [{"role": "user", "content": QUESTION}]
     about = {"model": "tiny", "extra_body": {"context": first.id}}
-    for how in ({"model": f"tiny:{first.id}"}, about):
+    for how in ({"model": first.to_dict()["model"]}, about):
         assert "43600" in str(client.chat.completions.create(messages=said, **how).choices[0].message.content)
     for one in (first, second):
         assert client.files.delete(one.id).deleted

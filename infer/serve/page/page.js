@@ -279,6 +279,7 @@ function showFacts(context) {
   const rows = { "Read from": context.source, "Tokens read": context.tokens && number(context.tokens),
     "Of the text": context.summary || (context.units && `${number(context.units)} units per layer and KV head so far`),
     "File": context.bytes && bytes(context.bytes),
+    "For other programs": context.model && `model ${context.model} at ${new URL("v1", document.baseURI)}`,
     "What is wrong": context.message };
   $("facts").replaceChildren(...Object.entries(rows).filter(([, value]) => value).flatMap(([name, value]) =>
     [make("dt", {}, name), make("dd", {}, String(value))]));
