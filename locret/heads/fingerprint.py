@@ -128,7 +128,7 @@ def _samples_of(model: nn.Module) -> Iterator[_Sample | None]:
         yield from _GATHERED[base]
         return
     for name, weight in sorted(base.named_parameters()):
-        if weight.is_meta and (held := _offloaded(base, name)) is not None:
+        if weight.is_meta and (held := offloaded(base, name)) is not None:
             yield _Sample(name, tuple(held.shape), _values(held), type(weight) is nn.Parameter)
         elif type(weight.data) is not Tensor or weight.is_meta or not weight.numel():
             yield None
@@ -136,7 +136,7 @@ def _samples_of(model: nn.Module) -> Iterator[_Sample | None]:
             yield _Sample(name, tuple(weight.shape), _values(weight.data), type(weight) is nn.Parameter)
 
 
-def _offloaded(model: nn.Module, name: str) -> Tensor | None:
+def offloaded(model: nn.Module, name: str) -> Tensor | None:
     """Return a weight that accelerate keeps in host memory or on disk; None if it keeps none of that name."""
     module, _, own = name.rpartition(".")
     hook = getattr(model.get_submodule(module), "_hf_hook", None)

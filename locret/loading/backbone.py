@@ -23,7 +23,7 @@ from locret.base.files import read_json, shards
 from locret.base.openmp import hand_back_cores
 from locret.base.warned import warn_user
 from locret.distributed.shard import load_sharded
-from locret.heads.fingerprint import keep_samples
+from locret.heads.fingerprint import keep_samples, offloaded
 from locret.loading import gguf, weights
 from locret.loading.eight_bits import pack
 from locret.loading.options import ADAPTER_CONFIG, CONFIG, BackboneSource
@@ -278,10 +278,16 @@ def load_model(options: BackboneSource, config: Any, device: torch.device, dtype
             logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # it warns of what was asked for
             with gguf.read_once(options.gguf, last=True):
                 model, found = read(**where)
-        for name, held, wanted in sorted(found["mismatched_keys"]):
-            raise ValueError(f"{name} has the shape {(*held,)}, and its config.json describes {(*wanted,)}")
         if missing := sorted(found["missing_keys"]):
             raise ValueError(f"{len(missing)} weights are missing, such as {missing[0]}, and would be random")
+        # Of weights that are left on disk nobody looks at the shape before a layer runs.
+        other = [
+            (name, held.shape, weight.shape)
+            for name, weight in model.named_parameters()
+            if weight.is_meta and (held := offloaded(model, name)) is not None and held.shape != weight.shape
+        ]
+        for name, held, wanted in sorted([*found["mismatched_keys"], *other]):
+            raise ValueError(f"{name} has the shape {(*held,)}, and its config.json describes {(*wanted,)}")
     if foreign := sorted(found["unexpected_keys"]):
         warn_user(
             f"--model {options.model}: its config.json has no use for {len(foreign)} of its weights, such as "

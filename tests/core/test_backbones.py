@@ -94,14 +94,14 @@ def damaged(backbone: Path, *without: str) -> Path:
     return folder
 
 
-def load(folder: Path, adapter: Path | None = None) -> Any:
-    source = BackboneSource(model=str(folder), adapter=adapter and str(adapter))
+def load(folder: Path, adapter: Path | None = None, **how: Any) -> Any:
+    source = BackboneSource(model=str(folder), adapter=adapter and str(adapter), **how)
     return loading.load_model(source, loading.load_config(source), CPU, torch.float32)
 
 
-def refused(folder: Path, said: str) -> None:
+def refused(folder: Path, said: str, **how: Any) -> None:
     with pytest.raises(ValueError, match=said) as error:
-        load(folder)
+        load(folder, **how)
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 700
 
@@ -115,12 +115,14 @@ def refused(folder: Path, said: str) -> None:
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1.0}}, r"cannot be loaded \(KeyError: 'spiral'\)"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": float("nan")}}, "rope_theta is nan"),
         ({"num_hidden_layers": 4}, "9 weights are missing, such as model.layers.3"),
+        ({"intermediate_size": 17}, r"cannot be loaded \(model.*mlp.down_proj.weight has the shape .* describes .*, 17\)"),
     ],
 )
 def test_a_config_of_another_backbone_or_of_none_is_refused(backbone: Path, changes: Any, said: str) -> None:
     folder, values = damaged(backbone), json.loads((backbone / "config.json").read_text())
     mutations.put(folder, "config.json", json.dumps({**values, **changes}).encode())
-    refused(folder, said)
+    for place in (None, "disk"):
+        refused(folder, said, device_map=place)
 
 
 def test_files_that_hold_no_tensors_or_are_elsewhere_are_refused(backbone: Path) -> None:
