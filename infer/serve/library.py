@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 import torch
 
 from locret.base.files import locked
-from locret.cache.cache_file import check_header, load_cache
+from locret.cache.cache_file import check_header, load_cache, policy_in
 from locret.chunked_prefill import prefill
 from locret.conversation.model import LongContextModel
 from locret.engines.prefix import Prefix
@@ -29,7 +29,6 @@ from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, di
 from locret.infer.serve.jobs import LOOK, Cancelled, Job, Room, Turns, read_file
 from locret.infer.serve.plan import MemoryPlan, reader_bytes
 from locret.infer.serve.refusal import Refusal, fault_of
-from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import closed
 
 _log = logging.getLogger(__name__)
@@ -325,8 +324,7 @@ class Library:
     def _reading_bytes(self, entry: Entry, tokens: int) -> int:
         """Return what a copy of a context needs to read on: its file says by which policy, and may hold more units."""
         state = check_header(entry.path, self.lm.model, self.lm.scorer)
-        following = state.get("following", ["stabilizers"])  # files of earlier versions do not say
-        policy = RetentionPolicy.from_dict(state["policy"], "policy", following)
+        policy = policy_in(state)
         length = entry.units + tokens if policy.plans_by_length else None
         return max(self.plan.reader, reader_bytes(self.lm, policy, length) + self.plan.more_to_work(self.lm, policy))
 

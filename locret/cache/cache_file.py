@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -215,13 +215,14 @@ def _empty(
     state: Mapping[str, Any], model: nn.Module, scorer: RetainingHeads | Scorer | str, allow_other_scorer: bool
 ) -> RetentionCache:
     """Return an empty cache for what a file holds, which fits its backbone and scorer."""
-    cache = RetentionCache(model, scorer, _policy(state))
+    cache = RetentionCache(model, scorer, policy_in(state))
     _check_backbone(state, cache)
     _check_scorer(state, cache, allow_other_scorer)
     return cache
 
 
-def _policy(state: Mapping[str, Any]) -> RetentionPolicy:
+def policy_in(state: Mapping[str, Any]) -> RetentionPolicy:
+    """Return the policy by which what a file holds was read."""
     # Files of earlier versions do not say what nobody gave. Stabilizers that were given left room for what is protected
     # when the text was read, and are none the worse for being held against it no more.
     return RetentionPolicy.from_dict(state.get("policy"), "policy", state.get("following", ["stabilizers"]))
@@ -248,7 +249,8 @@ def _check_backbone(state: Mapping[str, Any], cache: RetentionCache) -> None:
         )
     ours, theirs = any_fingerprint(cache.model), state.get("weights")
     if (other := other_weights(ours, theirs)) is None:
-        why = "these are held in another form" if theirs else "the file does not record them"
+        then, now = (str(one or "unknown:").rpartition(":")[0] or "bfloat16 or wider" for one in (theirs, ours))
+        why = f"{then} then, {now} now; load them as then to know" if theirs else "the file does not record them"
         warn_user(
             f"whether {cache.backbone.model_type} has the weights that this cache was made with is unknown ({why}); "
             "with other weights its answers mean nothing"
@@ -306,32 +308,24 @@ def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCach
 def _checked_units(
     path: str | Path, state: Mapping[str, Any], backbone: Backbone, policy: RetentionPolicy, columns: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Read the tensors, shapes first."""
+    """Read the tensors: whether they are those that were written, then whether they are of this version's form."""
     try:
         with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-            shapes = {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in slices.items()}
-            check_units(shapes, state, backbone, policy, columns)
-            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in shapes}
+            tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             metadata = file.metadata()
         if "checksum" in metadata and checksum(metadata["state"], tensors) != metadata["checksum"]:
             raise ValueError("its checksum is another")
+    except _ODD as error:
+        raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
+    try:
+        shapes = {name: (tuple(one.shape), DTYPES.get(one.dtype, str(one.dtype))) for name, one in tensors.items()}
+        check_units(shapes, state, backbone, policy, columns)
         check_counts(tensors, state, backbone, policy.spacing)
     except _ODD as error:
-        if _is_whole(path):
-            why = f"its units are not as locret {__version__} writes them ({error})"
-            raise ValueError(f"{why}; load it with the code that wrote it, or read the text again") from error
-        raise ValueError(f"it is damaged ({error}); copy it again, or save the cache again") from error
+        why = f"its units are not as locret {__version__} writes them ({error})"
+        raise ValueError(f"{why}; load it with the code that wrote it, or read the text again") from error
     # Earlier versions remembered more of what was read.
     return {name: tensor for name, tensor in tensors.items() if not name.endswith((".ledger", ".newest_features"))}
-
-
-def _is_whole(path: str | Path) -> bool:
-    """Return whether a file is as it was written, whatever that is."""
-    with suppress(*_ODD), safe_open(path, framework="pt") as file:
-        metadata, names = file.metadata(), file.keys()
-        return bool(metadata["checksum"] == checksum(metadata["state"], {one: file.get_tensor(one) for one in names}))
-    return False
 
 
 @dataclass(frozen=True)
@@ -369,7 +363,7 @@ def read_saved(path: str | Path) -> SavedCache:
     with _named(path, state):
         if any(state.get(name) is None for name in ("vocab_size", "columns", "rotary", "backbone")):
             raise ValueError("it was written by an earlier version; load it with its backbone, and save it once more")
-        policy, backbone = _policy(state), _saved_backbone(state)
+        policy, backbone = policy_in(state), _saved_backbone(state)
         tensors = _checked_units(path, state, backbone, policy, state["columns"])
     return SavedCache(path, state, notes, backbone, policy, tensors)
 
@@ -423,10 +417,8 @@ def _header(path: str | Path, writer: str = "save_cache") -> tuple[dict[str, Any
     except _ODD as error:
         raise ValueError(f"{path} is not a saved cache ({error}); give a file written by {writer}") from error
     if form != FORMAT:
-        raise ValueError(
-            f"{path} has format {shown(form)} of locret {shown(version)} instead of {FORMAT!r} of locret "
-            f"{__version__!r}; load it with that version, or read the text again"
-        )
+        says = f"has format {shown(form)} of locret {shown(version)} instead of {FORMAT!r} of locret {__version__!r}"
+        raise ValueError(f"{path} {says}; load it with that version, or read the text again")
     return state, notes
 
 

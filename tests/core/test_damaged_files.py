@@ -270,10 +270,8 @@ def test_what_other_versions_write_is_refused_as_theirs(saved: dict[str, Path], 
         save_file(tensors, tmp_path / "other", metadata={**metadata, "state": json.dumps(other)})
         with pytest.raises(ValueError, match=said):
             KINDS["cache, tier of uneven heads"].load(tmp_path / "other")
-    for name in [name for name in tensors if ".host." in name]:
-        held = tensors.pop(name)
-        if not name.endswith("counts"):  # 2 rows of 2 heads, as they were held before
-            tensors[name] = torch.zeros(2, 2, 9, *held.shape[1:], dtype=held.dtype)
+    for name in [name for name in tensors if ".host." in name and not name.endswith("counts")]:
+        tensors[name] = tensors[name].new_zeros(2, 2, 9, *tensors[name].shape[1:])  # rows and heads, as before
     metadata["checksum"] = checksum(metadata["state"], tensors)
     (tmp_path / "other").write_bytes(save(tensors, metadata))
     with pytest.raises(ValueError, match=r"not as .*\(layers.0.host.keys is \[2, 2, 9, 8\].*load it with the code"):
@@ -292,6 +290,8 @@ def test_other_weights_and_another_scorer_are_refused_and_both_sides_are_shown(
     with pytest.raises(ValueError, match=r"in another way \(rope_theta 10000\.0 in the file, 5\.0 in the model"):
         load_cache(path, turned, "key_norm")
     load_cache(path, build("llama").bfloat16(), "key_norm")
+    with pytest.warns(UserWarning, match=r"unknown \(bfloat16 or wider then, float16 now; load them as then"):
+        load_cache(path, build("llama").half(), "key_norm")
     with pytest.raises(ValueError, match=r"here it is tova.*allow_other_scorer=True"):
         load_cache(path, model, "tova")
     again = load_cache(path, model, scorers.get("tova"), allow_other_scorer=True)
