@@ -9,6 +9,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -129,8 +130,10 @@ def test_the_first_example_of_the_readme_prints_what_it_says_in_any_folder(
     expected = re.findall(r"^print\(.*\)  # (.*)$", first, re.MULTILINE)
     assert len(expected) == first.count("print(") == 3
     monkeypatch.chdir(tmp_path)
+    warnings.simplefilter("error", UserWarning)
     exec(first, {})
-    assert capsys.readouterr().out.splitlines() == expected
+    said = capsys.readouterr()
+    assert (said.out.splitlines(), said.err) == (expected, "")  # and no bars, notes or warnings
     assert [file.name for file in tmp_path.iterdir()] == ["limits.ctx"]
     for block in others:
         compile(block, "README.md", "exec")
@@ -138,9 +141,7 @@ def test_the_first_example_of_the_readme_prints_what_it_says_in_any_folder(
     assert on_an_index == [], "where README.md is shown beside a package, only whole addresses lead anywhere"
 
 
-def test_the_image_installs_as_the_readme_says_and_starts_a_command_that_parses(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_image_installs_as_the_readme_says_and_its_command_parses(capsys: pytest.CaptureFixture[str]) -> None:
     image = (ROOT / "Dockerfile").read_text(encoding="utf-8")
     installs = re.findall(r"^RUN (pip install .*)$", image, re.MULTILINE)
     assert len(installs) == 2

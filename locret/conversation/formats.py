@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from locret.base.plugins import install
 from locret.base.warned import warn_user
 
 CONVERTED = {
@@ -37,8 +38,8 @@ def _converted(path: Path, setting: str) -> str:
         from markitdown import MarkItDown, StreamInfo, converters  # an extra
     except ImportError:
         raise ValueError(
-            f"{setting}{path} is a file of format {kind}, which the extra documents reads; pip install "
-            "'locret[documents]', or convert it to plain text"
+            f"{setting}{path} is a file of format {kind}, which the extra documents reads; {install('documents')}, or "
+            "convert it to plain text"
         ) from None
     try:
         reader = MarkItDown(enable_builtins=False, enable_plugins=False)

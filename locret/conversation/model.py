@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
+from logging import getLogger
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
@@ -50,6 +51,7 @@ from locret.conversation.protect import (
 )
 from locret.conversation.turns import Talk, Transcript, Written, saved_talk, written
 from locret.heads.heads import RetainingHeads
+from locret.loading.gguf import without_bars
 from locret.loading.options import BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy, policy_of, usual_budget
 from locret.policy.protection import Span
@@ -166,7 +168,7 @@ class LongContextModel:
         policy = policy_of(policy, budget)
         with as_arguments():
             if isinstance(heads, str):
-                heads = chosen.chosen_heads(heads, str(model))
+                heads = chosen.chosen_heads(heads, str(model), getLogger(__name__).info)
             source = _source(str(model), backbone)
             place, found = loading.device_of_source(source), heads if heads is not None else scorer
             named = ScorerOptions(
@@ -189,7 +191,8 @@ class LongContextModel:
                 chosen.check_matches(named, found, config)
                 policy = _recommended(policy, budget, found)
             tokenizer = loading.load_tokenizer(source)
-            whole = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
+            with without_bars():
+                whole = loading.load_model(source, config, place, loading.resolve_dtype(source.dtype, config, place))
             if usual and policy is not None:
                 policy = sharing(policy, found, whole, tokenizer, template, asked=False)
         return cls(whole, tokenizer, found, policy, template=template, store=store)

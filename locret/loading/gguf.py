@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
+from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 from locret.backbone.instrument import replaced
@@ -35,6 +35,18 @@ def read_once(file: str | None, *, last: bool = False) -> Iterator[None]:
         finally:
             if last:
                 _held.clear()
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Load without the bars of transformers, which nobody has asked for; those of downloads stay."""
+    from transformers import modeling_gguf_pytorch_utils as unpacking
+    from transformers.utils import logging
+
+    before = logging.set_tqdm_hook(lambda make, args, how: make(*args, **{**how, "disable": True}))
+    with replaced(unpacking, "tqdm", partial(unpacking.tqdm, disable=True)), ExitStack() as ending:
+        ending.callback(logging.set_tqdm_hook, before)
+        yield
 
 
 def _reader(path: str | os.PathLike[str], mode: str = "r") -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from locret import backbone_names, scorers, shipped
@@ -21,8 +22,8 @@ WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", "
 """Fields of a policy that mean something where every unit stays."""
 
 
-def chosen_heads(heads: str | None, model: str | None) -> str | None:
-    """Return the heads that `--heads` means: `auto` takes those that are shipped, and a warning says which."""
+def chosen_heads(heads: str | None, model: str | None, tell: Callable[[str], None] = warn_user) -> str | None:
+    """Return the heads that `--heads` means: `auto` takes those that are shipped, and tells which."""
     if heads != AUTO_HEADS:
         return heads
     if model is None:
@@ -34,7 +35,7 @@ def chosen_heads(heads: str | None, model: str | None) -> str | None:
             "backbone under another name), train them with locret-train, or leave --heads out for a training-free "
             f"scorer{backbone_names.hint(model)}"
         )
-    warn_user(f"auto takes the heads {found}, which are shipped with this toolkit")
+    tell(f"auto takes the heads {found}, which are shipped with this toolkit")
     return found
 
 
