@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -16,7 +17,7 @@ from locret.data.tasks.task import Wanted
 from locret.infer.evaluation.plan import Allotment
 from locret.infer.evaluation.records import AWARE, PROTOCOLS
 from locret.infer.infer_options import ModelOptions
-from locret.policy.budget import units_of_share
+from locret.policy.budget import share_of
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import PolicyFlags
 
@@ -209,13 +210,15 @@ class ReportOptions:
 OPTION_CLASSES = (ModelOptions, EvalOptions, BudgetOptions, ReportOptions)
 
 
-def _list_of(value: Any, read: Callable[[str], Value], flag: str, example: str) -> list[Value]:
+def listed(value: Any, read: Callable[[str], Value], flag: str, example: str) -> list[Value]:
     """Return the parts of `a,b`, [a, b] or a number, without repeats."""
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, list) else [value]
     try:
         found = list(dict.fromkeys(read(text) for part in parts if (text := str(part).strip())))
     except ValueError as error:
-        raise ValueError(f"{flag} {value} is not possible ({error}); write it like {example}") from None
+        raise ValueError(
+            f"{flag} {value} is not possible ({str(error).partition(';')[0]}); write it like {example}"
+        ) from None
     if not found:
         raise ValueError(f"{flag} is empty; write it like {example} (--list shows what there is)")
     return found
@@ -225,25 +228,20 @@ def numbers(value: Numbers, flag: str, least: int = 1) -> list[int]:
     """Return the numbers of `1,2`, `2K` (2,048), `1M`, 1 or [1, 2]; errors are those of all lists."""
 
     def number(text: str) -> int:
-        times = {"K": 1024, "M": 1024**2}.get(text[-1].upper())
-        count = int(text) if times is None else int(text[:-1]) * times
+        found = re.fullmatch(r"(\d{1,12})([KM]?)", text.upper().replace("_", ""))
+        count = int(found[1]) * {"": 1, "K": 1024, "M": 1024**2}[found[2]] if found else -1
         if not least <= count <= LONGEST:
-            raise ValueError(f"give {least} to {LONGEST}")
+            raise ValueError(f"{text} is not a whole number of {least:,} to {LONGEST:,}")
         return count
 
-    return _list_of(value, number, flag, "256,128 or 2K")
+    return listed(value, number, flag, "256,128 or 2K")
 
 
 def shares(value: Shares) -> list[float]:
     """Return the shares of `0.1,0.2`, 0.1 or [0.1, 0.2], each above 0 and at most 1; errors are those of all lists."""
-
-    def share(text: str) -> float:
-        units_of_share(float(text), 1)
-        return float(text)
-
-    return _list_of(value, share, "--budget-share", "0.1,0.2")
+    return listed(value, lambda text: float(share_of(text)), "--budget-share", "0.1,0.2")
 
 
 def words(value: str | list[Any], flag: str) -> list[str]:
     """Return the names of `a,b` or [a, b]; errors are those of all lists."""
-    return _list_of(value, str, flag, "a,b")
+    return listed(value, str, flag, "a,b")

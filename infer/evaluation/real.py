@@ -39,11 +39,12 @@ from locret.conversation.document import encode, open_document
 from locret.conversation.evidence import Likelihood, likelihood, likelihood_of, policy_of_share
 from locret.conversation.turns import Transcript
 from locret.data import real
-from locret.infer.evaluation.eval_options import Numbers, numbers, words
+from locret.infer.evaluation.eval_options import Numbers, listed, numbers, words
 from locret.infer.evaluation.records import CONFIGURATION, check_output
 from locret.infer.infer_options import PlacedModelOptions
 from locret.labels.labels import labels_of_answers
 from locret.loading.options import ScorerOptions
+from locret.policy.budget import share_of
 from locret.scorers.chosen import chosen_heads, load_scorer
 from locret.scorers.oracle import OracleScorer
 from locret.scorers.retaining_heads import recommended_shares
@@ -96,13 +97,12 @@ class RealOptions:
         for name in words(self.sets, "--sets"):
             if name not in real.SETS:
                 raise ValueError(f"--sets {name} is unknown; choose one of {', '.join(real.SETS)}")
-        if not all(0 < share <= 100 for share in self.shares()):
-            raise ValueError(f"--keep {self.keep} is not a share of a text; give percents such as 25,12.5")
+        self.shares()
         numbers(self.tokens, "--tokens", 64)
         check_ranges(self, dict.fromkeys(("questions", "pieces", "chunk_size", "local_len"), Range(1)))
 
     def shares(self) -> list[float]:
-        return [float(part) for part in words(self.keep, "--keep")]
+        return listed(self.keep, lambda text: float(100 * share_of(f"{text.removesuffix('%')}%")), "--keep", "25,12.5")
 
     def cells(self) -> list[Cell]:
         """Return what is measured, cheapest first within a length."""

@@ -65,7 +65,8 @@ class ServeOptions:
     def __post_init__(self) -> None:
         least = {"readers": 1, "max_queue": 1, "max_new_tokens": 1, "timeout": 1e-3, "drain": 0}
         ranges = {name: Range(value) for name, value in least.items()}
-        check_ranges(self, {"template": TEMPLATES, "port": Range(0, (1 << 16) - 1), **ranges})
+        port = Range(0, (1 << 16) - 1, ", and 0 takes a free port")
+        check_ranges(self, {"template": TEMPLATES, "port": port, **ranges})
         if not self.host:
             raise ValueError("--host is empty; give an address of this machine, such as 127.0.0.1")
         if self.api_key is not None:

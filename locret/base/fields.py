@@ -84,10 +84,11 @@ def checked_values(cls: type, values: Any, where: str) -> dict[str, Any]:
 
 
 class Range(NamedTuple):
-    """From where to where a number may lie."""
+    """From where to where a number may lie, and what else a message says of it."""
 
     least: float
     most: float = math.inf
+    note: str = ""
 
 
 SHARE = Range(0, 1)
@@ -100,7 +101,7 @@ def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], w
     """
     for name, allowed in ranges.items():
         value, rule = getattr(instance, name), ""
-        if value is None or (isinstance(value, str) and isinstance(allowed, Range)):
+        if value is None or (isinstance(value, str | list) and isinstance(allowed, Range)):
             continue
         if not isinstance(allowed, Range):
             if value not in allowed:
@@ -109,9 +110,9 @@ def check_ranges(instance: Any, ranges: Mapping[str, Range | tuple[Any, ...]], w
         elif allowed == SHARE and not 0 <= value <= 1:
             rule = "is not a share; it must lie between 0 and 1"
         elif value < allowed.least:
-            rule = f"is too small; it must be {allowed.least:,} or more"
+            rule = f"is too small; it must be {allowed.least:,} or more{allowed.note}"
         elif value > allowed.most:
-            rule = f"is too large; it must be {allowed.most:,} or less"
+            rule = f"is too large; it must be {allowed.most:,} or less{allowed.note}"
         if rule:
             refusal = Refusal(name, f'"{value}"' if isinstance(value, str) else value, rule)
             raise ValueError(f"{where}{refusal}") if where else refusal

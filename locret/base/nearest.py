@@ -53,5 +53,6 @@ def check_retired(kind: str, name: str) -> None:
 def refuse_unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> NoReturn:
     """Refuse a name that is none of those known, with the nearest of them, or all; messages say `where`, or `kind`."""
     check_retired(kind, name)
-    near = nearest(name, known := list(known)) or known
-    raise ValueError(f'{where or kind} "{name}" is unknown; did you mean {" or ".join(near)}?')
+    near = nearest(name, known := list(known))
+    hint = f"did you mean {' or '.join(near)}?" if near else f"choose one of {', '.join(known)}"
+    raise ValueError(f'{where or kind} "{name}" is unknown; {hint}')

@@ -91,8 +91,8 @@ def parse_bytes(text: str) -> int:
     return count
 
 
-def units_of_share(share: float | str, tokens: int) -> int:
-    """Return the budget that is this share of a prompt, such as 0.25 or 25%, rounded down, at least 1 unit."""
+def share_of(share: float | str) -> Fraction:
+    """Return the share of a prompt that somebody writes, such as 0.25 or 25%."""
     text = str(share).strip()
     try:
         part = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -100,7 +100,12 @@ def units_of_share(share: float | str, tokens: int) -> int:
         part = Fraction(0)
     if not 0 < part <= 1:
         raise ValueError(f"{share} is not a share of the prompt; give more than 0 and at most 1, such as 0.25 or 25%")
-    return max(1, int(part * tokens))
+    return part
+
+
+def units_of_share(share: float | str, tokens: int) -> int:
+    """Return the budget that is this share of a prompt, rounded down, at least 1 unit."""
+    return max(1, int(share_of(share) * tokens))
 
 
 def largest_budget(planned_bytes: Callable[[int], int], memory: int, least: int, most: int) -> int | None:

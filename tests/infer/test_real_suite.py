@@ -70,10 +70,11 @@ def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, cap
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--keep", "0"], "--keep 0 is not a share of a text; give percents such as 25,12.5"),
+        (["--keep", "25,x"], r"--keep 25,x is not possible \(x% is not a share of the prompt\); write it like"),
+        (["--keep", "0"], r"--keep 0 is not possible \(0% is not a share"),
         (["--sets", "poems"], "--sets poems is unknown; choose one of postgres_glossary, python_glossary"),
         (["--pieces", "0"], "pieces=0 is too small; it must be 1 or more"),
-        (["--tokens", "8"], r"--tokens 8 is not possible \(give 64 to"),
+        (["--tokens", "8"], r"--tokens 8 is not possible \(8 is not a whole number of 64 to"),
         (["--methods", "snapkw"], "snapkv"),
         (["--store", "own.py:Store"], "store=own.py:Store is not for --suite real, which reads"),
     ],

@@ -61,7 +61,7 @@ def test_a_server_answers_drains_and_ends_as_it_is_told(tmp_path: Path) -> None:
     ("options", "message"),
     [
         (["--kv-memory", "1MiB"], r"--kv-memory 1MiB is too small: "),
-        (["--port", "70000"], r"port=70000 is too large; it must be 65,535 or less"),
+        (["--port", "70000"], r"port=70000 is too large; it must be 65,535 or less, and 0 takes a free port"),
         (["--readers", "0"], r"readers=0 is too small; it must be 1 or more"),
         (["--host", "0.0.0.0"], r"--host 0.0.0.0 lets other machines ask, and there is no key; set LOCRET_API_KEY or"),
         (["--host", "203.0.113.9", "--port", "0", "--api-key", "k"], r"--port 0 at --host 203.0.113.9 cannot be had"),

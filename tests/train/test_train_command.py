@@ -35,9 +35,7 @@ def load_backbone(folder: Path) -> torch.nn.Module:
 # -- options and plan ------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_prints_options_and_memory_without_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_dry_run_prints_options_and_memory_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = (write_backbone(tmp_path / "model", weights=False), write_rows(tmp_path / "rows.json"))
     before = sorted(tmp_path.rglob("*"))
     assert train(paths, tmp_path / "run", "--dry-run") == 0
@@ -216,7 +214,7 @@ OPTIONS = [
     (["--hidden-dim=100000000000"], "--hidden-dim makes heads of"),
     (["--eval-every=2"], "--eval-every 2 evaluates on held-out rows, and there are none; give --eval-rows 8"),
     (["--eval-rows=6"], "--eval-rows 6 leaves nothing to train on"),
-    (["--label-kind=softmax"], 'label kind "softmax" is unknown; did you mean logit or log_attention?'),
+    (["--label-kind=softmax"], 'label kind "softmax" is unknown; choose one of logit, log_attention'),
     (["--model=no/such/model"], "--model no/such/model: there is no such folder; give"),
     (["--init-from=no/such/heads"], "there is no folder 'no/such/heads'; give a folder of retaining heads"),
     (["--report-to=tensorbord"], "--report-to tensorbord is not one of tensorboard, wandb"),
