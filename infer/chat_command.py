@@ -39,6 +39,7 @@ _ALONE = ("memory", "kept", "help", "quit")
 def command(argv: Sequence[str] | None = None) -> int:
     (model, scorer, policy, about, generation), chosen = parse_options("locret-chat", DESCRIPTION, OPTION_CLASSES, argv)
     model.refuse_shard("locret-chat")
+    about.check_files()
     with warnings_as_lines("locret-chat", quiet=about.quiet):
         if model.model is None and about.context is None:
             raise ValueError("--model is missing; give a backbone, or --context FILE, which names its own")
@@ -60,9 +61,12 @@ def command(argv: Sequence[str] | None = None) -> int:
             if sys.stdin.isatty():
                 _talk(conversation)
             else:
-                for line in sys.stdin:
-                    if not conversation.take(line.rstrip("\r\n")):
-                        break
+                for nth, line in enumerate(sys.stdin, 1):
+                    try:
+                        if not conversation.take(line.rstrip("\r\n")):
+                            break
+                    except ValueError as error:  # what follows would be said to another text, or to none
+                        raise ValueError(f"line {nth} ends the chat: {error}") from error
     return 0
 
 

@@ -55,6 +55,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     instances, chosen = parse_options("locret-infer", DESCRIPTION, OPTION_CLASSES, argv)
     options = Options._make([*instances, frozenset(chosen)])
     options.model.local_folder()  # a misspelt one is refused before torch is imported
+    options.prompt.check_files()
     with together(options) as (options, ranks), warnings_as_lines("locret-infer", quiet=options.output.quiet):
         execute(options, ranks)
     return 0

@@ -55,6 +55,7 @@ def read(
     from locret.infer.reading import counted, opened, ready, warn_of_growth
 
     model.refuse_shard(PROG)
+    text.check_files()
     _check_output(output.output)
     with warnings_as_lines(f"{PROG} read", quiet=output.quiet):
         document = None if output.dry_run else opened(text)

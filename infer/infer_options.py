@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from os.path import exists, expanduser
 from typing import Any, ClassVar, Literal
 
+from locret import shipped
 from locret.base.fields import Range, Refusal, check_ranges, check_sampling
+from locret.base.plugins import install
 from locret.conversation.protect import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
+from locret.infer.fetch import is_address
 from locret.loading.options import BackboneSource
 from locret.policy.resolve import PolicyFlags
 
@@ -31,8 +35,7 @@ class ModelOptions(BackboneSource):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.attn == "flash_attention_2" and find_spec("flash_attn") is None:
-            rule = "needs the package flash-attn; pip install 'locret[flash]', or leave it out"
-            raise Refusal("attn", self.attn, rule)
+            raise Refusal("attn", self.attn, f"needs the package flash-attn; {install('flash')}, or leave it out")
 
     @property
     def attn_implementation(self) -> str | None:  # type: ignore[override]
@@ -105,6 +108,12 @@ class TextOptions:
     def again(self) -> bool:
         """Whether the text can be read a second time, as standard input cannot."""
         return bool(self.prompt_file) and "-" not in self.prompt_file
+
+    def check_files(self) -> None:
+        """Refuse what is not there, before what opens files is imported, torch among it."""
+        for name in self.prompt_file:
+            if name not in ("-", "") and not is_address(name) and not exists(expanduser(shipped.find(name))):
+                raise ValueError(f"--prompt-file {name}: no such file; check the path, or use - for standard input")
 
     def __post_init__(self) -> None:
         if self.prompt_file.count("-") > 1:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from locret.base.files import write_text, written_whole
+from locret.base.plugins import install
 from locret.conversation.protect import KeptTurn, as_table
 from locret.conversation.turns import Transcript
 from locret.pictures import Retention, as_lines
@@ -92,7 +93,7 @@ def can_draw() -> bool:
 
 def _picture(file: str | Path, dark: Marked, title: str, note: str) -> None:
     if not can_draw():
-        raise ValueError(f"{file} needs matplotlib; install it with `pip install 'locret[eval]'`, or write .html")
+        raise ValueError(f"{file} needs matplotlib; {install('eval')}, or write .html")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

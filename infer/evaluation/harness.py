@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from locret.base.files import write_text
+from locret.base.plugins import install
 from locret.cli.command import run
 from locret.data import tasks
 
@@ -34,7 +35,7 @@ _USAGE = "usage: python -m locret.infer.evaluation.harness (run ARGUMENTS OF LM_
 def register() -> None:
     """Make the model `locret` known to lm-evaluation-harness in this process."""
     if find_spec("lm_eval") is None:
-        raise ValueError("this needs lm-evaluation-harness; install it with `pip install 'locret[eval]'`")
+        raise ValueError(f"this needs lm-evaluation-harness; {install('eval')}")
     from lm_eval.api.registry import MODEL_REGISTRY, register_model
 
     from locret.infer.evaluation.harness_model import LocretLM

@@ -13,11 +13,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, fields
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from locret.base import interrupts
+from locret.base.plugins import install
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines, with_flag
 from locret.infer.infer_options import GenerationOptions, ModelOptions, PlacedModelOptions, PolicyOptions
 from locret.infer.serve.serve_options import ServeOptions
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, ServeOptions)
 DESCRIPTION = "Serve contexts and answers over HTTP, as OpenAI's clients ask, in memory that is promised at the start."
-_EXTRA = ("fastapi", "openai", "uvicorn")
 _LOOK = 0.1
 """Seconds between two looks at whether requests still run when the server is to end."""
 _M_ARENA_MAX = -8
@@ -43,11 +43,8 @@ def command(argv: Sequence[str] | None = None) -> int:
     line = with_flag(list(sys.argv[1:] if argv is None else argv), "--model")
     (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, line)
     model.refuse_shard("locret-serve")
-    try:
-        for name in _EXTRA:
-            import_module(name)
-    except ImportError as error:
-        raise ValueError(f"the server needs {error.name}; run pip install 'locret[serve]'") from None
+    if lacking := [name for name in ("fastapi", "openai", "uvicorn") if find_spec(name) is None]:
+        raise ValueError(f"the server needs {lacking[0]}; {install('serve')}")
     with warnings_as_lines("locret-serve", quiet=options.quiet), ExitStack() as ending:
         options.check()
         listening = None if options.dry_run else ending.enter_context(_listening(options))  # refused before loading

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, NamedTuple
 
+from locret.base.plugins import install
 from locret.cli.command import parse_options, print_json, run
 from locret.data.real import texts
 from locret.loading.backbone import tokenizer_of
@@ -122,7 +123,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     try:
         from openai import OpenAIError
     except ImportError as error:
-        raise ValueError("questions are asked with the package openai; run pip install 'locret[serve]'") from error
+        raise ValueError(f"questions are asked with the package openai; {install('serve')}") from error
     try:
         print_json(measure(options))
     except OpenAIError as error:

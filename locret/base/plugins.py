@@ -83,6 +83,11 @@ def _run(path: Path) -> ModuleType:
     return module
 
 
+def install(extra: str) -> str:
+    """Return how an extra is installed: no index has this package, but pip knows one that is installed already."""
+    return f"run pip install 'locret[{extra}]' (in a clone: pip install -c constraints.txt '.[{extra}]')"
+
+
 def on_demand(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
     """Return a package's `__getattr__`, from the modules of its names; a name whose home is its own is a submodule."""
 

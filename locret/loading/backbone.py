@@ -21,6 +21,7 @@ from locret.backbone.adapters import describe
 from locret.base.fields import shown
 from locret.base.files import read_json, shards
 from locret.base.openmp import hand_back_cores
+from locret.base.plugins import install
 from locret.base.warned import warn_user
 from locret.distributed.shard import load_sharded
 from locret.heads.fingerprint import keep_samples, offloaded
@@ -170,7 +171,7 @@ def _gguf(options: BackboneSource) -> dict[str, str]:
     if options.gguf is None:
         return {}
     if find_spec("gguf") is None:
-        raise ValueError(f"{options.gguf_flag} needs the package gguf; run pip install 'locret[gguf]'")
+        raise ValueError(f"{options.gguf_flag} needs the package gguf; {install('gguf')}")
     return {"gguf_file": options.gguf}
 
 

@@ -145,7 +145,7 @@ class RetentionPolicy:
         for name, (number, reference) in wanted.items():
             most = _limits(self, name, small=self.budget < reference)
             object.__setattr__(self, name, min([number, *most]))
-        check_ranges(self, _RANGES)
+        check_ranges(self, RANGES)
         if self.head_shares is not None:
             check_shares(self.head_shares)
         for clash, sentence in _CLASHES:
@@ -287,7 +287,7 @@ class RetentionPolicy:
         return {name: setting for name, (used, setting) in needed.items() if not used}
 
 
-_RANGES: Mapping[str, Any] = {
+RANGES: Mapping[str, Any] = {
     **dict.fromkeys(
         ("budget", "chunk_size", "local_len", "decode_interval", "pyramid_beta", "min_chunk", "spacing"), Range(1)
     ),

@@ -7,8 +7,9 @@ from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from locret.base.fields import check_ranges
 from locret.base.warned import warn_user
-from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy, Wanted
+from locret.policy.policy import FOLLOWING, RANGES, USUAL, RetentionPolicy, Wanted
 
 SHARES = ("head_budgets", "head_shares", "layer_shares", "spacing")
 """What is recommended of the sizes of KV heads."""
@@ -24,7 +25,8 @@ class PolicyFlags(RetentionPolicy):
     budget: int = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        """Check nothing yet: what is recommended is still missing, and `resolve` checks."""
+        """Check what is given by itself: what is recommended is still missing, and `resolve` checks the whole."""
+        check_ranges(self, RANGES)
 
 
 def resolve(

@@ -179,9 +179,7 @@ def asked(name: str, *arguments: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_every_command_has_version_help_and_a_recipe_that_is_accepted_and_printed_again(
-    name: str, tmp_path: Path
-) -> None:
+def test_every_command_has_version_help_and_a_recipe_that_is_taken_and_printed_again(name: str, tmp_path: Path) -> None:
     assert asked(name, "--version")[1].endswith(f" {__version__}\n")
     code, text, _ = asked(name, "--help")
     assert code == 0

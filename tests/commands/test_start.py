@@ -48,10 +48,9 @@ def test_help_and_a_misspelt_option_import_nothing_heavy(module: str) -> None:
     [
         (("locret.train.command", "--model=m", "--dataset=d", "--output=o", "--lr=-1"), "--lr -1"),
         (("locret.infer.evaluation.command", "--model=m", "--output=o", "--tasks=passkeys"), "did you mean passkey"),
-        (
-            ("locret.train.command", "--model=org/name", "--dataset=LongAlpacca", "--output=o"),
-            "did you mean LongAlpaca",
-        ),
+        (("locret.train.command", "--model=m/n", "--dataset=LongAlpacca", "--output=o"), "did you mean LongAlpaca"),
+        (("locret.infer.command", "--model=m/n", "--budget=-1"), "--budget -1 is too small; it must be 1 or more"),
+        (("locret.infer.command", "--model=m/n", "--prompt-file=no.txt"), "--prompt-file no.txt: no such file; check"),
     ],
 )
 def test_a_value_that_makes_no_sense_imports_nothing_heavy_and_asks_no_hub(

@@ -249,9 +249,7 @@ def test_every_door_refuses_a_cache_that_is_being_read_or_was_interrupted(
     assert prefill(model, prompt(60), cache.fresh()).isfinite().all()
 
 
-def test_an_answer_stopped_between_layers_is_noticed_and_one_between_tokens_may_go_on(
-    model: Any, tmp_path: Path
-) -> None:
+def test_an_answer_stopped_between_layers_is_seen_and_one_between_tokens_may_go_on(model: Any, tmp_path: Path) -> None:
     cache = new_cache(model)
     prefill(model, prompt(90, seed=1), cache)
     twin = cache.copy()

@@ -300,9 +300,7 @@ def test_what_spells_a_special_token_is_text_wherever_a_user_writes_it(lm: LongC
 @pytest.mark.parametrize(
     "options", [{"repetition_penalty": 5.0}, {"no_repeat_ngram_size": 2}, {"encoder_repetition_penalty": 5.0}]
 )
-def test_options_that_look_back_see_what_was_read(
-    lm: LongContextModel, tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_options_that_look_back_see_what_is_read(lm: LongContextModel, tmp_path: Path, options: dict[str, Any]) -> None:
     whole = LongContextModel(lm.model, lm.tokenizer, lm.scorer, {"budget": 4096, "chunk_size": 4096})
     context = whole.read(TEXT)
     prompt = torch.tensor([[*(context.talk.ids or ()), *context.question_ids(QUESTION)[0].tolist()]])

@@ -136,7 +136,7 @@ def test_what_cannot_be_read_is_said_in_one_sentence(tmp_path: Path, monkeypatch
             read(tmp_path / name)
         assert "\n" not in str(found.value)
     monkeypatch.setitem(sys.modules, "markitdown", None)
-    with pytest.raises(ValueError, match=r"format PDF, which the extra documents reads; pip install 'locret\[doc"):
+    with pytest.raises(ValueError, match=r"format PDF, which the extra documents reads; run pip install 'locret\[doc"):
         read(tmp_path / "blank.pdf")
 
 

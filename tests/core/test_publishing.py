@@ -89,9 +89,7 @@ def test_heads_push_themselves_and_are_loaded_by_commit_as_kernels_are(
         RetainingHeads.from_pretrained("org/heads", revision="nope")
 
 
-def test_a_card_that_was_edited_on_the_hub_keeps_what_was_added_and_is_not_replaced(
-    saved: Path, hub: HubServer
-) -> None:
+def test_a_card_edited_on_the_hub_keeps_what_was_added_and_is_not_replaced(saved: Path, hub: HubServer) -> None:
     push(options(saved))
     repo = hub.repos["org/heads"]
     edited = repo.files()

@@ -84,9 +84,7 @@ def test_rows_are_dealt_out_but_under_tensor_parallelism() -> None:
     ],
     ids=["latent attention", "no plan"],
 )
-def test_backbones_that_cannot_be_split_by_heads_are_refused_by_their_config(
-    config: PreTrainedConfig, reason: str
-) -> None:
+def test_backbones_that_cannot_be_split_by_heads_are_refused_by_config(config: PreTrainedConfig, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         part_of(config, 2)
 

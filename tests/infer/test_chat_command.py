@@ -43,9 +43,7 @@ def test_a_saved_point_can_be_gone_back_to(chat: Chat, text: Path) -> None:
     assert first == second
 
 
-def test_a_text_is_read_later_and_a_context_of_python_is_loaded(
-    chat: Chat, text: Path, backbone: Path, heads: Path
-) -> None:
+def test_a_text_is_read_later_and_a_context_is_loaded(chat: Chat, text: Path, backbone: Path, heads: Path) -> None:
     lm = LongContextModel.from_pretrained(backbone, heads=heads, dtype="float32", device="cpu")
     lm.read(text).save("a.ctx")
     code, out, err = chat(f"/read {text}\nWho?\n/load a.ctx\nWho?\n")
@@ -84,15 +82,15 @@ def test_what_stayed_is_shown_layer_by_layer_and_turn_by_turn(chat: Chat, text: 
 
 def test_from_a_pipe_the_first_mistake_ends_the_command(chat: Chat) -> None:
     for lines, said in (
-        ("Who?\n", "read a text with /read FILE"),
+        ("Who?\n", "nothing has been read yet; read a text with /read FILE"),
         ("/red x\n", "/red is unknown; did you mean /read?"),
         ("/read\n", "/read needs a file; write /read FILE"),
         ("/read no.txt\n", "no.txt: no such file"),
-        ("/back\n", '"/back" was retired: /save FILE and /load FILE return to a point'),
+        ("/back\n", 'locret-chat "/back" was retired: /save FILE and /load FILE return to a point'),
         ("/memory all of it\n", '/memory takes nothing, and "all of it" is given; say /memory alone'),
     ):
-        code, out, err = chat(lines + "/help\n")
-        assert (code, out, said in err) == (2, "", True), err
+        code, out, err = chat(f"\n{lines}/help\n")
+        assert (code, out, f"line 2 ends the chat: {said}" in err) == (2, "", True), err
 
 
 def test_options_that_make_no_sense_are_refused(chat: Chat) -> None:

@@ -63,7 +63,7 @@ def test_other_arguments_are_refused_with_the_way_out(monkeypatch: pytest.Monkey
     for arguments, message in (
         (["tasks"], r"say `run` or `tasks FOLDER`; usage:"),
         (["run", "--include_path=mine"], "--include_path is taken by the tasks of locret"),
-        (["run", "--model", "locret"], r"this needs lm-evaluation-harness; install it with `pip install 'locret\["),
+        (["run", "--model", "locret"], r"this needs lm-evaluation-harness; run pip install 'locret\["),
     ):
         with pytest.raises(ValueError, match=message):
             harness.command(arguments)

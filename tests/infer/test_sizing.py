@@ -156,9 +156,7 @@ def test_free_memory_is_what_the_system_says_and_what_a_container_leaves(
         assert sizing.free_bytes(torch.device("cpu")) == free
 
 
-def test_auto_dtype_on_the_cpu_is_bfloat16_where_that_is_the_backbones_and_fast(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_dtype_on_the_cpu_is_bfloat16_if_that_is_the_backbones_and_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu, config = torch.device("cpu"), LlamaConfig(dtype="bfloat16")
     for fast, expected in ((True, torch.bfloat16), (False, torch.float32)):
         monkeypatch.setattr("locret.loading.backbone._cpu_multiplies_bfloat16", lambda fast=fast: fast)

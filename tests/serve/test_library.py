@@ -94,9 +94,7 @@ def test_a_link_out_of_the_folder_is_not_followed(library: Library, read: Read, 
     assert [entry.name for entry in library.entries()] == ["a"]
 
 
-def test_unusable_files_are_listed_with_their_sentence(
-    library: Library, read: Read, book: str, tiny_llama: Any
-) -> None:
+def test_unusable_files_are_listed_with_a_sentence(library: Library, read: Read, book: str, tiny_llama: Any) -> None:
     other = RetentionCache(tiny_llama, "streaming", RetentionPolicy(budget=16, chunk_size=16))
     prefill(tiny_llama, torch.arange(40)[None] % 60, other)
     save_cache(other, library.folder / "other.ctx")

@@ -50,9 +50,7 @@ def test_any_block_size_gives_the_labels_of_the_oracle(
 
 @pytest.mark.parametrize("include_last", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])  # gemma2: softcap, and a layer without a head
-def test_log_attention_is_the_log_of_the_largest_attention_an_answer_token_gives(
-    family: str, include_last: bool
-) -> None:
+def test_log_attention_is_the_log_of_the_most_attention_an_answer_token_gives(family: str, include_last: bool) -> None:
     model, prompt_ids, answer_ids = backbone(family), token_ids(21), token_ids(9, seed=1)
     with torch.no_grad():
         attentions = model(torch.cat([prompt_ids, answer_ids], dim=1), output_attentions=True).attentions

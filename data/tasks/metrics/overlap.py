@@ -37,6 +37,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+from locret.base.plugins import install
+
 
 def library(name: str, metric: str) -> ModuleType:
     """Return an optional library, imported."""
@@ -47,9 +49,7 @@ def library(name: str, metric: str) -> ModuleType:
         if error.name != package:
             raise
         wanted = package.replace("_", "-")
-        raise ValueError(
-            f"{metric} needs the library {wanted}; install it with `pip install 'locret[eval]'`"
-        ) from error
+        raise ValueError(f"{metric} needs the library {wanted}; {install('eval')}") from error
 
 
 _ASCII = str.maketrans("", "", string.punctuation)
