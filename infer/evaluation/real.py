@@ -233,7 +233,9 @@ class _Reading:
             chosen = self.heads
         changes = dict(spec.changes)
         if changes.get("host_budget"):
-            changes |= {"host_budget": max(RECALLED, round(piece.tokens * TIER_SHARE / 100)), "recall": RECALLED}
+            tier = {"host_budget": max(RECALLED, round(piece.tokens * TIER_SHARE / 100)), "recall": RECALLED}
+            given = {name for modifier in spec.modifiers for name in modifier.options}
+            changes |= {name: number for name, number in tier.items() if name not in given}
         if changes.get("head_budgets") == "shares" and self.scorer.heads is not None:
             changes["head_shares"] = recommended_shares(self.heads.config)  # all scorers in the same ones
         own = {"chunk_size": self.options.chunk_size, "local_len": self.options.local_len, **changes}

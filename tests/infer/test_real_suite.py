@@ -22,8 +22,7 @@ from locret.loading.options import ScorerOptions
 from locret.pictures import Retention, as_lines, kept_shares
 
 TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
-SMALL = ["--sets", "sqlite_faq", "--tokens", "128", "--pieces", "1", "--questions", "2", "--quiet"]
-SMALL += ["--chunk-size", "64"]
+SMALL = "--sets sqlite_faq --tokens 128 --pieces 1 --questions 2 --quiet --chunk-size 64".split()
 
 
 def run(output: Path, *more: str) -> int:
@@ -91,7 +90,9 @@ def test_a_likelihood_is_that_of_the_whole_text_where_everything_is_kept() -> No
     question, answer = "What is the pass key?", "The pass key is 71432."
     asked = (real.Asked(question, answer),)
     whole = _Reading(lm, RealOptions(suite="real", output=""), ScorerOptions())
-    score, _ = whole.read(Cell("full", None, 512), real.Piece(text, 512, asked), asked)
+    score, _ = whole.read(Cell("full", None, 512), piece := real.Piece(text, 512, asked), asked)
+    tier = whole.by(Cell("locret+recall:recall=3", 25.0, 512), piece, asked).policy
+    assert (tier.recall, tier.host_budget) == (3, 128), "what a method says wins over what the suite takes"
     wanted = encode(lm.tokenizer, answer)
     ids = torch.tensor([[*encode(lm.tokenizer, text.join(Transcript(lm.tokenizer, "chat").around(question))), *wanted]])
     logs = lm.model(ids).logits[0, -len(wanted) - 1 : -1].log_softmax(-1)
@@ -133,9 +134,8 @@ def test_the_table_says_how_much_of_the_distance_is_left() -> None:
 
 def test_the_page_of_numbers_shows_its_record() -> None:
     docs = Path(__file__).parents[2] / "docs"
-    found = json.loads((docs / "numbers.json").read_text())
     page = (docs / "numbers.md").read_text()
-    for line in tables(found["rows"]).splitlines():
+    for line in tables(json.loads((docs / "numbers.json").read_text())["rows"]).splitlines():
         assert line in page
 
 
