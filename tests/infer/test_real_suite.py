@@ -22,7 +22,7 @@ from locret.loading.options import ScorerOptions
 from locret.pictures import Retention, as_lines, kept_shares
 
 TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
-SMALL = "--sets sqlite_faq --tokens 128 --pieces 1 --questions 2 --quiet --chunk-size 64".split()
+SMALL = ["--sets=sqlite_faq", "--tokens=128", "--pieces=1", "--questions=2", "--quiet", "--chunk-size=64"]
 
 
 def run(output: Path, *more: str) -> int:
