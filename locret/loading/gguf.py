@@ -43,8 +43,8 @@ def without_bars() -> Iterator[None]:
     from transformers import modeling_gguf_pytorch_utils as unpacking
     from transformers.utils import logging
 
-    before = logging.set_tqdm_hook(lambda make, args, how: make(*args, **{**how, "disable": True}))
-    with replaced(unpacking, "tqdm", partial(unpacking.tqdm, disable=True)), ExitStack() as ending:
+    with _lock, replaced(unpacking, "tqdm", partial(unpacking.tqdm, disable=True)), ExitStack() as ending:
+        before = logging.set_tqdm_hook(lambda make, args, how: make(*args, **{**how, "disable": True}))
         ending.callback(logging.set_tqdm_hook, before)
         yield
 

@@ -8,6 +8,7 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mutations
 import peft
@@ -204,10 +205,6 @@ def test_a_gguf_file_is_read_once_and_holds_the_weights_that_were_written(
     assert ids == expected_ids
 
 
-def not_there(*_: Any, **__: Any) -> None:
-    raise metadata.PackageNotFoundError(PACKAGE)
-
-
 def test_a_name_is_a_folder_then_a_file_of_a_package_then_a_model_on_the_hub(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,7 +228,7 @@ def test_a_name_is_a_folder_then_a_file_of_a_package_then_a_model_on_the_hub(
     (tmp_path / NAME).mkdir()
     assert backbone_names.find(NAME) == NAME
     (tmp_path / NAME).rmdir()
-    monkeypatch.setattr(metadata, "files", not_there)
+    monkeypatch.setattr(metadata, "files", Mock(side_effect=metadata.PackageNotFoundError(PACKAGE)))
     assert (backbone_names.find(NAME), backbone_names.find("another")) == (HUB_ID, "another")
     with pytest.raises((ValueError, OSError), match=rf"there is no folder {NAME} here, and .* cannot load {HUB_ID}: "):
         loading.load_config(source)

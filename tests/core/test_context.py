@@ -16,12 +16,14 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from transformers.utils import logging
 
 import locret
 from locret import Context, LongContextModel, RetentionPolicy
 from locret.base.openmp import Workers
 from locret.conversation.document import as_text, open_document
 from locret.conversation.turns import written
+from locret.loading.gguf import without_bars
 
 POLICY = RetentionPolicy(budget=64, chunk_size=128, stabilizers=16, local_len=16)
 FACT = "The pass key is 71432. Remember it. 71432 is the pass key. "
@@ -131,6 +133,16 @@ def test_no_thread_holds_cores_while_another_computes(context: Context) -> None:
     Workers(1).submit(compute).result()
     torch.set_num_threads(1)
     assert (here, most, held()) == (before + 1, before + 1, before)
+
+
+def test_bars_are_shown_again_after_two_models_were_loaded_at_once() -> None:
+    def load(_: int) -> None:
+        with without_bars():
+            time.sleep(0.1)
+
+    with Workers(2) as pool:
+        list(pool.map(load, range(2)))
+    assert logging.set_tqdm_hook(None) is None
 
 
 def test_leaving_a_stream_ends_the_answer_there_and_the_chat_goes_on(context: Context) -> None:
