@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from locret.base.fields import Refusal
-from locret.cli.command import Subcommand, print_json, run, run_subcommand, warnings_as_lines
+from locret.cli.command import chosen, parse_options, print_json, run, warnings_as_lines, with_flag
 from locret.infer import command as infer
 from locret.infer.context_options import (
     AskOptions,
@@ -50,7 +51,7 @@ def read(
     output: ReadOutput,
     given: frozenset[str],
 ) -> int:
-    """Read a text into a file."""
+    """Read a text of any size into a context, a file that can be asked later."""
     from locret.cache.cache_file import check_savable
     from locret.infer.reading import counted, opened, ready, warn_of_growth
 
@@ -74,7 +75,7 @@ def read(
 
 
 def show(options: ShowOptions, given: frozenset[str]) -> int:
-    """Print what saved contexts are, and what they kept of their texts."""
+    """Show what a context is, and what it kept of its text."""
     from locret import loading
     from locret.conversation.saved import SavedContext, find_context, shown_text
     from locret.infer import kept_page
@@ -102,14 +103,14 @@ def show(options: ShowOptions, given: frozenset[str]) -> int:
 
 
 def ask(
-    model: ModelOptions,
+    model: SavedModelOptions,
     scorer: ScorerOptions,
     about: AskOptions,
     generation: GenerationOptions,
     output: ReportOptions,
     given: frozenset[str],
 ) -> int:
-    """Answer questions, each from copies of saved contexts."""
+    """Ask contexts about their texts."""
     from locret.cache.cache_file import CONTEXT_WRITERS, read_scorer
     from locret.conversation.saved import find_context
 
@@ -131,8 +132,8 @@ def ask(
     return 0
 
 
-def compose(model: ModelOptions, scorer: ScorerOptions, output: ComposeOptions, given: frozenset[str]) -> int:
-    """Join saved contexts in one file."""
+def compose(model: SavedModelOptions, scorer: ScorerOptions, output: ComposeOptions, given: frozenset[str]) -> int:
+    """Join contexts that were read apart, so that they are asked together."""
     _check_output(output.output)
     with _loaded(model, scorer, "compose", output.context, output.quiet) as (contexts, _):
         from locret import compose as joined
@@ -141,8 +142,8 @@ def compose(model: ModelOptions, scorer: ScorerOptions, output: ComposeOptions, 
     return 0
 
 
-def shrink(model: ModelOptions, scorer: ScorerOptions, output: ShrinkOptions, given: frozenset[str]) -> int:
-    """Write a smaller context, from the scores that units have."""
+def shrink(model: SavedModelOptions, scorer: ScorerOptions, output: ShrinkOptions, given: frozenset[str]) -> int:
+    """Make a smaller context of one, without reading again."""
     _check_output(output.output)
     with _loaded(model, scorer, "shrink", [output.context], output.quiet) as (contexts, _):
         (context,) = contexts
@@ -155,7 +156,7 @@ def shrink(model: ModelOptions, scorer: ScorerOptions, output: ShrinkOptions, gi
 
 
 def export(options: ExportOptions, given: frozenset[str]) -> int:
-    """Write a saved context as another engine holds it."""
+    """Write a context as another engine holds it."""
     from locret.conversation.saved import find_context
     from locret.engines import llamacpp as engine
     from locret.engines.prefix import Prefix
@@ -206,29 +207,18 @@ def _check_output(path: str) -> None:
     check_replaceable(Path(path))
 
 
-def _subcommand(act: Any, about: str, *classes: type, words: str = "context") -> Subcommand:
-    return Subcommand(about=about, classes=classes, words=words, act=act)
-
-
-MODEL = (SavedModelOptions, ScorerOptions)
-READ = (PlacedModelOptions, ScorerOptions, PolicyOptions, TextOptions, ReadOutput)
-COMMANDS = {
-    "read": _subcommand(
-        read, "Read a text of any size into a context, a file that can be asked later.", *READ, words="prompt_file"
-    ),
-    "show": _subcommand(show, "Show what a context is, and what it kept of its text.", ShowOptions),
-    "ask": _subcommand(ask, "Ask contexts about their texts.", *MODEL, AskOptions, GenerationOptions, ReportOptions),
-    "compose": _subcommand(
-        compose, "Join contexts that were read apart, so that they are asked together.", *MODEL, ComposeOptions
-    ),
-    "shrink": _subcommand(shrink, "Make a smaller context of one, without reading again.", *MODEL, ShrinkOptions),
-    "export": _subcommand(export, "Write a context as another engine holds it.", ExportOptions),
-}
-"""What may follow `locret-context`."""
+COMMANDS: dict[str, Callable[..., int]] = {act.__name__: act for act in (read, show, ask, compose, shrink, export)}
+"""What may follow `locret-context`: its help is what the function says of itself, its options those that it takes."""
 
 
 def command(argv: Sequence[str] | None = None) -> int:
-    return run_subcommand(PROG, COMMANDS, argv)
+    about = {name: str(act.__doc__) for name, act in COMMANDS.items()}
+    name, rest = chosen(PROG, about, list(sys.argv[1:] if argv is None else argv))
+    act = COMMANDS[name]
+    line = with_flag(rest, "--prompt-file" if act is read else "--context")
+    classes = [kind for kind in get_type_hints(act).values() if isinstance(kind, type) and is_dataclass(kind)]
+    instances, given = parse_options(f"{PROG} {name}", about[name], classes, line)
+    return act(*instances, frozenset(given))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from errno import ENOSPC
 from logging import ERROR, getLogger
 from typing import Any, NoReturn
@@ -196,30 +195,6 @@ def _complain(prog: str, error: object, code: int) -> int:
         with suppress(OSError, ValueError):
             sys.stderr.write(f"{prog}: {line}\n")
     return code
-
-
-@dataclass(frozen=True, kw_only=True)
-class Subcommand:
-    """What one word does."""
-
-    about: str
-    """One sentence."""
-    classes: tuple[type, ...]
-    """Dataclasses whose fields are its options."""
-    words: str
-    """The option whose values may be written first, without its flag."""
-    act: Callable[..., int]
-    """Takes an instance of each class, and the names that the user gave; returns the exit code."""
-
-
-def run_subcommand(prog: str, commands: Mapping[str, Subcommand], argv: Sequence[str] | None) -> int:
-    """Do what a command line says, and return the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    name, rest = chosen(prog, {name: one.about for name, one in commands.items()}, arguments)
-    one = commands[name]
-    line = with_flag(rest, "--" + one.words.replace("_", "-"))
-    instances, given = parse_options(f"{prog} {name}", one.about, one.classes, line)
-    return one.act(*instances, frozenset(given))
 
 
 def chosen(prog: str, about: Mapping[str, str], arguments: Sequence[str]) -> tuple[str, list[str]]:
