@@ -11,7 +11,7 @@ import os
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,80 +107,48 @@ def _rows(path: str, objects: Iterator[Any]) -> Iterator[Row]:
         yield row
 
 
-@dataclass
-class FileSamples(SampleSet):
-    """The samples of a file that are asked: all of them, or so many, evenly spread over the file."""
-
-    task: PublishedTask  # type: ignore[assignment]
-    path: str
-    """The file, or `archive.zip!member`."""
-    origin: str
-    """The file, or "owner/name/file" on the Hub."""
-    commit: str | None
-    """Of the Hub; None for a local file."""
-    samples: int | None = None
-
-    def __post_init__(self) -> None:
-        if not self.count:
-            raise NoSamples(
-                f"{self.origin} holds no row that {self.task.name} could ask; check that it is the right file",
-                "no rows to ask in its file",
-            )
-
-    def items(self) -> Iterator[Sample]:
-        return self.task.items(read_rows(self.path))
-
-    @cached_property
-    def count(self) -> int:
-        """Samples that the file has."""
-        return sum(1 for _ in self.items())
-
-    @cached_property
-    def chosen(self) -> Sequence[int]:  # type: ignore[override]
-        """Positions of the asked samples, ascending."""
-        asked = min(self.samples or self.count, self.count)
-        return [index * self.count // asked for index in range(asked)]
-
-    @cached_property
-    def _held(self) -> dict[int, Sample]:
-        wanted = set(self.chosen)
-        return {number: sample for number, sample in enumerate(self.items()) if number in wanted}
-
-    def sample(self, number: int, tokenizer: Any) -> Sample:
-        return self._held[number]
-
-    @property
-    def of(self) -> int | None:  # type: ignore[override]
-        """Size of the whole set; some files have more than their papers count."""
-        return None if self.task.size is None else max(self.task.size, self.count)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what tells these data from others."""
-        with open(self.path.partition("!")[0], "rb") as stream:
-            digest = hashlib.sha256()
-            for block in iter(lambda: stream.read(1 << 20), b""):
-                digest.update(block)
-        file = self.origin if self.commit else Path(self.path).name
-        return {"file": file, "revision": self.commit, "sha256": digest.hexdigest(), "items": self.count}
-
-
-def open_rows(task: PublishedTask, folders: Sequence[str] | None = None, samples: int | None = None) -> FileSamples:
-    """Find a task's rows, of which so many `samples` are asked, or all.
+def open_rows(task: PublishedTask, folders: Sequence[str] | None = None, samples: int | None = None) -> SampleSet:
+    """Find a task's rows, of which so many `samples` are asked, evenly spread over the file, or all.
 
     Local copies are searched in order: the benchmark's folder in its published layout, or a folder of such folders
     (`DIR/longbench/data/qasper.jsonl`); the Hub where there are none.
     """
     if folders is None:
         path, commit = _fetched(task)
-        return FileSamples(task, path, f"{task.repo}/{task.hub_file or task.file}", commit, samples)
-    own = local(task, folders)
-    if own is None:
+        origin = f"{task.repo}/{task.hub_file or task.file}"
+    elif (own := local(task, folders)) is not None:
+        path, commit, origin = own, None, own
+    else:
         raise NoSamples(
             f"--data-dir {', '.join(folders)} holds no rows of {task.name}; looked for "
             f"{', '.join(candidates(task)[:4])}; put the published file there, or leave out --data-dir to read the Hub",
             "no rows found",
         )
-    return FileSamples(task, own, own, None, samples)
+    if not (count := sum(1 for _ in task.items(read_rows(path)))):
+        raise NoSamples(
+            f"{origin} holds no row that {task.name} could ask; check that it is the right file",
+            "no rows to ask in its file",
+        )
+    asked = min(samples or count, count)
+    chosen = [index * count // asked for index in range(asked)]
+
+    @cache
+    def held() -> dict[int, Sample]:
+        wanted = set(chosen)
+        return {number: sample for number, sample in enumerate(task.items(read_rows(path))) if number in wanted}
+
+    with open(path.partition("!")[0], "rb") as stream:
+        digest = hashlib.sha256()
+        for block in iter(lambda: stream.read(1 << 20), b""):
+            digest.update(block)
+    file = origin if commit else Path(path).name
+    return SampleSet(
+        task=task,
+        chosen=chosen,
+        sample=lambda number: held()[number],
+        facts={"file": file, "revision": commit, "sha256": digest.hexdigest(), "items": count},
+        of=None if task.size is None else max(task.size, count),  # some files have more than their papers count
+    )
 
 
 def candidates(task: PublishedTask) -> list[str]:

@@ -109,27 +109,28 @@ class NoSamples(ValueError):
         self.reason = reason or message
 
 
-class SampleSet(ABC):
+@dataclass(kw_only=True)
+class SampleSet:
     """The samples of one task and length that an evaluation asks."""
 
     task: Task
     chosen: Sequence[int]
     """Their numbers in the whole set, ascending."""
+    sample: Callable[[int], Sample]
+    """Returns the one of a number."""
+    facts: dict[str, Any]
+    """What tells these data from others."""
     of: int | None = None
     """Size of the whole set; None where it is unknown."""
     made: bool = False
     """Whether they are made for the run, so that there is no whole set."""
-
-    @abstractmethod
-    def sample(self, number: int, tokenizer: Any) -> Sample:
-        """Return a sample; taken in order, a file is read once."""
-
-    @abstractmethod
-    def facts(self) -> dict[str, Any]:
-        """Return what tells these data from others."""
+    stand_in: str = ""
+    """What stands in for published texts, in a word or two."""
 
     def label(self, count: int) -> str:
-        """Return the task's name, with what part of the set was asked."""
+        """Return the task's name, with what part of the set was asked, or what stands in for the published texts."""
+        if self.stand_in:
+            return f"{self.task.name} ({self.stand_in})"
         if self.made or count == self.of:
             return self.task.name
         part = f"of {self.of:,}" if self.of is not None else "row" if count == 1 else "rows"

@@ -90,7 +90,7 @@ def _record(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measure
 
 def ask(setup: Setup, case: Case, text: SharedText | None = None) -> tuple[Prompt, dict[str, Any]]:
     """Return a case's prompt on the backbone's device, and what its record says of the row it comes from."""
-    sample = case.sample(setup.tokenizer)
+    sample = case.sample()
     built = case.built(setup.tokenizer, sample)
     facts = {"item": sample.id, "tokens_before": built.tokens_before, "tokens_after": built.tokens_after}
     facts |= {"depth": sample.depths[0]} if len(sample.depths) == 1 else {}

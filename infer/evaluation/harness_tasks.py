@@ -71,7 +71,7 @@ class HarnessTask(ConfigurableTask):  # type: ignore[misc] # lm_eval has no type
         tokenizer, rows = _tokenizer(self.tokenizer_name), []
         for tokens, found in self.selection.samples.items():
             for number in found.chosen:
-                sample = found.sample(number, tokenizer)
+                sample = found.sample(number)
                 built = build_prompt(self.own, sample, tokenizer)
                 text = built.text or tokenizer.decode(built.ids, clean_up_tokenization_spaces=False)
                 kept = {name: getattr(sample, name) for name in ("content", "reply", "id", "targets", "choices")}

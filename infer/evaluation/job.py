@@ -71,7 +71,7 @@ class Job:
         self.selections = [one for one in self.selections if one.task.name in left]
         for one in self.selections:
             case = next(case for case in self.cases if case.task is one.task)
-            sample = case.sample(tokenizer)
+            sample = case.sample()
             one.task.score(sample.reply, sample)
             if AGNOSTIC in self.evaluation.chosen_protocols():
                 document_tokens(tokenizer, one.task, sample, case.built(tokenizer, sample))

@@ -133,9 +133,9 @@ class Case:
             "seed": self.seed,
         }
 
-    def sample(self, tokenizer: Any) -> Sample:
+    def sample(self) -> Sample:
         """Return the sample, asking the case's question."""
-        sample = self.samples.sample(self.number, tokenizer)
+        sample = self.samples.sample(self.number)
         return sample if self.question is None or not sample.asked else sample.asking(sample.asked[self.question])
 
     def built(self, tokenizer: Any, sample: Sample) -> BuiltPrompt:
@@ -193,13 +193,13 @@ def settled(cases: Iterable[Case], tokenizer: Any) -> tuple[list[Case], dict[str
     for (task, tokens), texts in groupby(texts_of(cases), key=lambda text: text[0].text[:2]):
         own = list(texts)
         try:
-            own[0][0].built(tokenizer, own[0][0].sample(tokenizer))
+            own[0][0].built(tokenizer, own[0][0].sample())
         except ValueError as error:
             if not own[0][0].samples.made:
                 raise
             unmade[task] = f"{task} cannot be made at {tokens:,} tokens: {error}"
             continue
         for text in own:
-            asked = 1 if text[0].question is None else len(text[0].sample(tokenizer).asked)
+            asked = 1 if text[0].question is None else len(text[0].sample().asked)
             found += [case for case in text if not case.question or case.question < asked]
     return found, unmade

@@ -45,9 +45,9 @@ def test_a_local_copy_may_lie_in_any_published_place(tmp_path) -> None:
         else:
             write_lines(path, [GOOD])
         rows = open_rows(QASPER, [str(tmp_path / "empty"), str(tmp_path / str(number))])
-        assert (rows.path, rows.commit, rows.count) == (str(tmp_path / str(number) / spot), None, 1)
-        assert rows.sample(0, None).targets == ("an answer",)
-        assert len(rows.facts()["sha256"]) == 64
+        assert (rows.facts["file"], rows.facts["revision"]) == (spot.split("/")[-1], None)
+        assert rows.sample(0).targets == ("an answer",)
+        assert (rows.facts["items"], len(rows.facts["sha256"])) == (1, 64)
 
 
 BAD = [
@@ -102,7 +102,7 @@ def test_a_length_of_babilong_has_a_file_of_its_own(tmp_path) -> None:
         write_lines(tmp_path / "babilong" / "data" / "qa1" / f"{length}.json", [{**BABI, "target": target}])
     wanted = {"tokenizer": lambda: None, "folders": [str(tmp_path)]}
     both = tasks.get("babilong/qa1").select(Wanted(lengths=[0, 4096], **wanted))
-    assert [both.samples[tokens].sample(0, None).reply for tokens in (0, 4096)] == ["office", "garden"]
+    assert [both.samples[tokens].sample(0).reply for tokens in (0, 4096)] == ["office", "garden"]
     assert both.facts["limit_from"] == "length"
     for tokens, error, message in ((4000, ValueError, r"has rows of 1024 \(1k\)"), (1 << 20, NoSamples, "qa1_1M")):
         with pytest.raises(error, match=message):
@@ -115,10 +115,11 @@ def test_a_task_is_fetched_from_the_hub_at_its_pinned_commit_and_from_the_cache_
         files.writestr("data/qasper.jsonl", json.dumps(GOOD) + "\n")
     hub.repos[f"datasets/{QASPER.repo}"] = Repo(commits={QASPER.revision: {"data.zip": archive.getvalue()}})
     rows = open_rows(QASPER)
-    assert (rows.origin, rows.commit) == ("zai-org/LongBench/data.zip!data/qasper.jsonl", QASPER.revision)
+    file = "zai-org/LongBench/data.zip!data/qasper.jsonl"
+    assert (rows.facts["file"], rows.facts["revision"]) == (file, QASPER.revision)
     assert hub.requests[-1] == ("GET", f"/datasets/{QASPER.repo}/resolve/{QASPER.revision}/data.zip")
     asked = len(hub.requests)
-    assert open_rows(QASPER).sample(0, None).reply == "an answer"
+    assert open_rows(QASPER).sample(0).reply == "an answer"
     assert len(hub.requests) == asked  # a commit never changes: nothing is asked again
 
 

@@ -82,7 +82,7 @@ def test_tasks_ask_and_score_as_locret_eval_does(backbone: Path, tmp_path: Path,
     given = {**{"lengths": [], "folders": None if made else [folder]}, **more}
     given.pop("data_dir", None)
     selection = tasks.get(name).select(Wanted(tokenizer=lambda: tokenizer, **given))
-    samples = [found.sample(n, tokenizer) for found in selection.samples.values() for n in found.chosen]
+    samples = [found.sample(n) for found in selection.samples.values() for n in found.chosen]
     assert [doc["prompt"] for doc in docs] == [build_prompt(selection.task, one, tokenizer).text for one in samples]
     right = [task.process_results(doc, [doc["reply"]])["score"] for doc in docs]
     wrong = [task.process_results(doc, ["nothing"])["score"] for doc in docs]

@@ -8,7 +8,6 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -131,7 +130,7 @@ class PublishedTask(Task):
             "limit_from": limit_from,
             "max_new_tokens": self.max_new_tokens,
             "shortened": self.max_new_tokens < longest,
-            "data": [own.facts() for own in samples.values()],
+            "data": [own.facts for own in samples.values()],
             "asked": {str(tokens): len(own.chosen) for tokens, own in samples.items()},
             "of": self.size,
             "questions": self.questions,
@@ -252,7 +251,7 @@ class RowMaker(PublishedTask):
                     f"{wanted.max_prompt} or less, or drop --max-prompt"
                 )
             of = Making(wanted.tokenizer(), tokens or None, wanted.samples or SAMPLES, wanted.seed)
-            found[tokens] = MadeSamples(self, self._with_texts(of, wanted.folders))
+            found[tokens] = self._with_texts(of, wanted.folders)
         return "length", found
 
     def rows_of(self, tokens: int, folders: Sequence[str] | None) -> Self | None:
@@ -261,47 +260,25 @@ class RowMaker(PublishedTask):
         tasks = [replace(self, file=spot) for spot in spots]
         return next((task for task in tasks if folders is not None and rows.local(task, folders)), None)
 
-    def _with_texts(self, of: Making, folders: Sequence[str] | None) -> Making:
-        """Return the same with the folder that has the texts rows are made from, if any is given."""
+    def _with_texts(self, of: Making, folders: Sequence[str] | None) -> SampleSet:
+        """Return samples of the folder that has the texts rows are made from, if any is given."""
         *others, last = [None] if folders is None else [Path(folder).expanduser() for folder in folders]
         for option in others:
             with suppress(ValueError):
-                self.sampler(found := of._replace(data_dir=option))
-                return found
-        self.sampler(found := of._replace(data_dir=last))
-        return found
+                return self.set_of(of._replace(data_dir=option))
+        return self.set_of(of._replace(data_dir=last))
 
-
-@dataclass
-class MadeSamples(SampleSet):
-    """Samples that a task makes for the run, of one length; each depends on its number, seed and length alone."""
-
-    task: RowMaker  # type: ignore[assignment]
-    making: Making
-    made: bool = True
-
-    @property
-    def chosen(self) -> Sequence[int]:  # type: ignore[override]
-        """Numbers of the samples."""
-        return range(self.making.samples)
-
-    @cached_property
-    def _make(self) -> Callable[[int], Sample]:
-        return self.task.sampler(self.making)
-
-    def sample(self, number: int, tokenizer: Any) -> Sample:
-        return self._make(number)
-
-    def facts(self) -> dict[str, Any]:
-        """Return what tells these data from others."""
-        source = self.making.data_dir
-        texts = self.task.stand_in(source) or (source and source.name)
-        return {"generated": True, "seed": self.making.seed, "texts": texts}
-
-    def label(self, count: int) -> str:
-        """Return the task's name, with what stands in for the published texts."""
-        own = self.task.stand_in(self.making.data_dir)
-        return f"{self.task.name} ({own})" if own else super().label(count)
+    def set_of(self, of: Making) -> SampleSet:
+        """Return the samples that are made; each depends on its number, seed and length alone."""
+        own = self.stand_in(of.data_dir)
+        return SampleSet(
+            task=self,
+            chosen=range(of.samples),
+            sample=self.sampler(of),
+            facts={"generated": True, "seed": of.seed, "texts": own or (of.data_dir and of.data_dir.name)},
+            made=True,
+            stand_in=own,
+        )
 
 
 def spread(samples: int, index: int, low: float = 0.0, high: float = 1.0) -> float:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from locret.data.tasks.published.base import MadeSamples, Making, RowMaker
+from locret.data.tasks.published.base import Making, RowMaker
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Sample, SampleSet, Wanted
 
@@ -72,7 +72,7 @@ class RockPaperScissors(RowMaker):
 
     def made(self, wanted: Wanted) -> tuple[str, dict[int, SampleSet]]:
         """Return one game, whose length comes from its turns."""
-        return "turns", {0: MadeSamples(self, Making(None, seed=wanted.seed))}
+        return "turns", {0: self.set_of(Making(None, seed=wanted.seed))}
 
     def score(self, prediction: str, sample: Sample) -> float:
         """Return the share of turns won."""
