@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import random
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
@@ -75,20 +75,14 @@ def vocabulary(source: str) -> Vocabulary:
 PROMPTS: dict[str, list[str]] = prompts_of("ruler")
 """RULER's templates, and how answers begin."""
 
-
-class Draft(NamedTuple):
-    """A prompt without its length: `RulerTask` looks for the size that fills it."""
-
-    prompt: str
-    prefix: str
-    """How the answer begins."""
-    outputs: tuple[str, ...]
-    depths: tuple[float, ...] = ()
-    """Where each fact is, from 0 to 1 of the haystack's sentences or lines."""
+Maker = Callable[[random.Random, int, int], dict[str, Any]]
+"""From a random stream, a row's number and a size to a row."""
 
 
-Drafter = Callable[[random.Random, int, int], Draft]
-"""From a random stream, a row's number and a size to a prompt."""
+def _row(index: int, prompt: str, prefix: str, outputs: Sequence[str], depths: Sequence[float] = ()) -> dict[str, Any]:
+    """Return a row: `prefix` is how the answer begins, `depths` where facts are, 0 to 1 of sentences or lines."""
+    row = {"index": index, "input": prompt, "outputs": list(outputs), "answer_prefix": prefix}
+    return row | ({"depths": list(depths)} if depths else {})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +100,8 @@ class RulerTask(RowMaker):
     source: str = "RULER (arXiv 2404.06654), NVIDIA/RULER"
     words: Literal["own", "wonderwords"] = "own"
     """Where keys and words come from: ours, or RULER's lists (of the package of that name)."""
-    drafter: Callable[[RulerTask, Making], Drafter]
-    """Makes what writes a prompt of a size."""
+    drafter: Callable[[RulerTask, Making], Maker]
+    """Makes what writes a prompt of a size; `maker` looks for the size that fills the length."""
     unit: int
     """Tokens that size 1 costs, roughly: where to look first."""
     least: int = 1
@@ -124,14 +118,8 @@ class RulerTask(RowMaker):
 
     def maker(self, of: Making) -> Callable[[int], dict[str, Any]]:
         """Return what makes row `index`."""
-        draft = self.drafter(self, of)
-
-        def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
-            prompt, prefix, outputs, depths = draft(rng, index, size)
-            made = {"index": index, "input": prompt, "outputs": list(outputs), "answer_prefix": prefix}
-            return made | ({"depths": list(depths)} if depths else {})
-
-        return self.filled(of, row, guess=max(1, (of.tokens or 0) // self.unit), least=self.least)
+        guess = max(1, (of.tokens or 0) // self.unit)
+        return self.filled(of, self.drafter(self, of), guess=guess, least=self.least)
 
     def read(self, row: Row) -> list[Sample]:
         """Return the sample of a row. `index` of the row is no row number: RULER writes a character offset there."""
@@ -158,13 +146,13 @@ def needles(
     keys: int = 1,
     values: int = 1,
     queries: int = 1,
-) -> Callable[[RulerTask, Making], Drafter]:
+) -> Callable[[RulerTask, Making], Maker]:
     """Return what makes prompts whose haystack has so many lines (noise, needles) or words (essays).
 
     `values` are those of each key, and `queries` the keys asked for.
     """
 
-    def drafter(task: RulerTask, of: Making) -> Drafter:
+    def drafter(task: RulerTask, of: Making) -> Maker:
         words = vocabulary(task.words)
         source = Words(of.data_dir if haystack == "essay" else None, of.seed)
 
@@ -183,7 +171,7 @@ def needles(
                 pass
             return sentence(own, new_value(rng))
 
-        def draft(rng: random.Random, _: int, size: int) -> Draft:
+        def draft(rng: random.Random, index: int, size: int) -> dict[str, Any]:
             all_keys = [new_key(rng) for _ in range(max(keys, queries))]
             facts = {own: [new_value(rng) for _ in range(values)] for own in all_keys}
             hidden = [sentence(own, its) for own, found in facts.items() for its in found]
@@ -201,7 +189,7 @@ def needles(
             query = asked[0] if len(asked) == 1 else ", ".join(asked[:-1]) + ", and " + asked[-1]
             prompt, prefix = PROMPTS["needle" if len(outputs) == 1 else "needles"]
             about = {"kind": value, "query": query}
-            return Draft(prompt.format(text=text, **about), prefix.format(**about), outputs, depths)
+            return _row(index, prompt.format(text=text, **about), prefix.format(**about), outputs, depths)
 
         return draft
 
@@ -230,7 +218,7 @@ ALPHA, LETTERS, ASKED = 2.0, 6, 3
 """Of the Zipf law; of a coded word; coded words that are asked for."""
 
 
-def tracking(task: RulerTask, of: Making) -> Drafter:
+def tracking(task: RulerTask, of: Making) -> Maker:
     """Return what makes prompts with so many lines of noise; all begin with the same worked example.
 
     Its names have three letters, so that none occurs in the task.
@@ -243,14 +231,14 @@ def tracking(task: RulerTask, of: Making) -> Drafter:
             break
         example = longer
 
-    def draft(rng: random.Random, _: int, size: int) -> Draft:
-        own = _chain(rng, size, letters=5)
-        return own._replace(prompt=example + own.prompt)
+    def draft(rng: random.Random, index: int, size: int) -> dict[str, Any]:
+        prompt, prefix, names, shares = _chain(rng, size, letters=5)
+        return _row(index, example + prompt, prefix, names, shares)
 
     return draft
 
 
-def _chain(rng: random.Random, size: int, letters: int) -> Draft:
+def _chain(rng: random.Random, size: int, letters: int) -> tuple[str, str, list[str], list[float]]:
     names: list[str] = []
     while len(names) < HOPS + 1:
         if (name := "".join(rng.choices(string.ascii_uppercase, k=letters))) not in names:
@@ -262,12 +250,12 @@ def _chain(rng: random.Random, size: int, letters: int) -> Draft:
     for shift, (place, statement) in enumerate(zip(places, statements, strict=True)):
         lines.insert(place + shift, statement)
     prompt, prefix = PROMPTS["vt"]
-    shares = tuple(place / size for place in places)
+    shares = [place / size for place in places]
     said = prefix.format(count=HOPS + 1, value=value)
-    return Draft(prompt.format(text="\n".join(lines), value=value), said, tuple(names), shares)
+    return prompt.format(text="\n".join(lines), value=value), said, names, shares
 
 
-def common_words(task: RulerTask, of: Making) -> Drafter:
+def common_words(task: RulerTask, of: Making) -> Maker:
     """Return what makes prompts about so many different words, of which ten appear often and all others rarely, after
     one worked example of 40 words, or 20 where a length or tokenizer leaves little room.
     """
@@ -279,13 +267,13 @@ def common_words(task: RulerTask, of: Making) -> Drafter:
         rng.shuffle(entries)
         return _numbered(entries), drawn[:COMMON]
 
-    def draft(rng: random.Random, _: int, size: int, *, short: bool = False) -> Draft:
+    def draft(rng: random.Random, index: int, size: int, *, short: bool = False) -> dict[str, Any]:
         shown, said = listed(rng, *((20, 3, 1) if short else (40, 10, 3)))
         asked, outputs = listed(rng, size, *((6, 1) if short else (30, 3)))
         prompt = f"{form.format(list=shown)}{prefix} {_numbered(said)}\n{form.format(list=asked)}"
-        return Draft(prompt, prefix, tuple(outputs))
+        return _row(index, prompt, prefix, outputs)
 
-    probes = [draft(random.Random(number), 0, LEAST).prompt for number in range(_PROBES)]
+    probes = [draft(random.Random(number), 0, LEAST)["input"] for number in range(_PROBES)]
     short = tokens < SHORT or max(map(of.count, probes)) >= 0.9 * tokens
     return lambda rng, index, size: draft(rng, index, size, short=short)
 
@@ -294,7 +282,7 @@ def _numbered(words: list[str]) -> str:
     return " ".join(f"{place}. {word}" for place, word in enumerate(words, 1))
 
 
-def frequent_words(task: RulerTask, of: Making) -> Drafter:
+def frequent_words(task: RulerTask, of: Making) -> Maker:
     """Return what makes prompts whose coded text has about so many words, the most frequent one noise shown as dots.
 
     Word k appears size / (k^alpha zeta(alpha)) times; each count is rounded down, and words that would not appear are
@@ -304,7 +292,7 @@ def frequent_words(task: RulerTask, of: Making) -> Drafter:
 
     total, (form, prefix) = float(special.zeta(tensor(ALPHA, dtype=float64), 1)), PROMPTS["fwe"]
 
-    def draft(rng: random.Random, _: int, size: int) -> Draft:
+    def draft(rng: random.Random, index: int, size: int) -> dict[str, Any]:
         names, text = ["..."], list[str]()
         for rank in count(1):
             times = int(size / (rank**ALPHA * total))
@@ -315,7 +303,7 @@ def frequent_words(task: RulerTask, of: Making) -> Drafter:
                     names.append(name)
             text += [names[rank - 1]] * times
         rng.shuffle(text)
-        return Draft(form.format(text=" ".join(text)), prefix, tuple(names[1 : ASKED + 1]))
+        return _row(index, form.format(text=" ".join(text)), prefix, names[1 : ASKED + 1])
 
     return draft
 
@@ -342,15 +330,15 @@ class QuestionSet(NamedTuple):
     documents: list[str]
 
 
-def questions(dataset: Literal["squad", "hotpotqa"]) -> Callable[[RulerTask, Making], Drafter]:
+def questions(dataset: Literal["squad", "hotpotqa"]) -> Callable[[RulerTask, Making], Maker]:
     """Return what makes prompts with so many documents (all there are, if that is fewer; never fewer than the
     question's); row i asks question i of the file, and starts over at its end.
     """
 
-    def drafter(task: RulerTask, of: Making) -> Drafter:
+    def drafter(task: RulerTask, of: Making) -> Maker:
         (every, documents), (form, prefix) = load(task.name, dataset, of.data_dir), PROMPTS["qa"]
 
-        def draft(rng: random.Random, index: int, size: int) -> Draft:
+        def draft(rng: random.Random, index: int, size: int) -> dict[str, Any]:
             asked = every[index % len(every)]
             room, near = max(0, size - len(asked.own)), [*asked.near]
             if size >= len(documents):
@@ -363,7 +351,7 @@ def questions(dataset: Literal["squad", "hotpotqa"]) -> Callable[[RulerTask, Mak
                 chosen = [*asked.own, *near, *rng.sample(others, min(room - len(near), len(others)))]
             rng.shuffle(chosen)
             text = "\n\n".join(f"Document {place}:\n{documents[number]}" for place, number in enumerate(chosen, 1))
-            return Draft(form.format(documents=text, question=asked.question), prefix, asked.answers)
+            return _row(index, form.format(documents=text, question=asked.question), prefix, asked.answers)
 
         return draft
 
