@@ -14,7 +14,6 @@ import hashlib
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from os.path import commonprefix
 from statistics import fmean
 from typing import Any
@@ -108,8 +107,8 @@ def _answered(prompt: Prompt, run: Run) -> dict[str, Any]:
 def answer(prompt: Prompt, run: Run) -> dict[str, Any]:
     """Read a prompt as a whole, answer it greedily, and return the prediction, units, bytes and seconds."""
     if run.method.plain:  # read within `generate`: transformers alone, and nothing of ours but a look at it in between
-        return _write(_Read(prompt, cache_of(prompt, run), {}), settings_of(prompt))
-    return _write(_read(prompt, run, prompt.text.task.max_new_tokens), settings_of(prompt))
+        return _write(prompt, cache_of(prompt, run), {})
+    return _write(prompt, *_read(prompt, run, prompt.text.task.max_new_tokens))
 
 
 @torch.no_grad()
@@ -118,22 +117,13 @@ def answers_on_forks(prompts: Sequence[Prompt], run: Run) -> Iterator[dict[str, 
 
     The seconds of the read count for every question, as if it were the only one.
     """
-    document = _read(prompts[0].document, run, 0)
+    cache, measured = _read(prompts[0].document, run, 0)
     for prompt in prompts:
-        yield _write(replace(document, prompt=prompt, cache=fork(document.cache)), settings_of(prompt))
+        yield _write(prompt, fork(cache), measured)
 
 
-@dataclass
-class _Read:
-    """A prompt that has been read, as a whole or up to its question, whose answer has not been written."""
-
-    prompt: Prompt
-    cache: RetentionCache | DynamicCache
-    measured: dict[str, Any]
-    """Of the read, by the names of a record; empty where it is read with its answer."""
-
-
-def _read(prompt: Prompt, run: Run, new_tokens: int) -> _Read:
+def _read(prompt: Prompt, run: Run, new_tokens: int) -> tuple[Any, dict[str, Any]]:
+    """Return the cache of a prompt that has been read, and what is measured of that, by the names of a record."""
     ids_1N, cache, meter = prompt.ids_1N, cache_of(prompt, run), _UnitMeter()
     kept = peak = ids_1N.shape[1]
     start = now(ids_1N.device)
@@ -145,21 +135,22 @@ def _read(prompt: Prompt, run: Run, new_tokens: int) -> _Read:
         model: Any = unwrap(prompt.setup.model)
         model(input_ids=ids_1N, past_key_values=cache, use_cache=True, logits_to_keep=1)
     measured = {"kept_units": kept, "peak_units": peak, "cache_bytes": held(cache)["cache_bytes"]}
-    return _Read(prompt, cache, {**measured, "prefill_seconds": now(ids_1N.device) - start})
+    return cache, {**measured, "prefill_seconds": now(ids_1N.device) - start}
 
 
-def _write(read: _Read, settings: dict[str, Any]) -> dict[str, Any]:
-    """Read what a cache has not of its prompt, write the answer, and return what a record says."""
-    prompt, cache, device, seen = read.prompt, read.cache, read.prompt.ids_1N.device, dict[str, Any]()
+def _write(prompt: Prompt, cache: Any, read: dict[str, Any]) -> dict[str, Any]:
+    """Read what a cache lacks of a prompt, write the answer, and return what a record says; `read` was measured."""
+    device, seen = prompt.ids_1N.device, dict[str, Any]()
 
     def look(_ids: Tensor, logits: Tensor) -> Tensor:
         if not seen:  # the prompt's last logits: it has been read, and nothing has been written
             seen.update(at=now(device), units=units_of(cache), size=held(cache)["cache_bytes"])
         return logits
 
+    settings = {**settings_of(prompt), "logits_processor": [look]}
     start = now(device)
-    new = written(prompt.setup.model, cache, prompt.ids_1N, {**settings, "logits_processor": [look]})
-    end, measured = now(device), {"kept_units": seen["units"], "cache_bytes": seen["size"], **read.measured}
+    new = written(prompt.setup.model, cache, prompt.ids_1N, settings)
+    end, measured = now(device), {"kept_units": seen["units"], "cache_bytes": seen["size"], **read}
     return {
         "prediction": until(decode(prompt.setup.tokenizer, new), prompt.text.task.stop),
         "generated_tokens": len(new),
