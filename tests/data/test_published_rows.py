@@ -114,8 +114,7 @@ def test_a_task_is_fetched_from_the_hub_at_its_pinned_commit_and_from_the_cache_
     with zipfile.ZipFile(archive, "w") as files:
         files.writestr("data/qasper.jsonl", json.dumps(GOOD) + "\n")
     hub.repos[f"datasets/{QASPER.repo}"] = Repo(commits={QASPER.revision: {"data.zip": archive.getvalue()}})
-    rows = open_rows(QASPER)
-    file = "zai-org/LongBench/data.zip!data/qasper.jsonl"
+    rows, file = open_rows(QASPER), "zai-org/LongBench/data.zip!data/qasper.jsonl"
     assert (rows.facts["file"], rows.facts["revision"]) == (file, QASPER.revision)
     assert hub.requests[-1] == ("GET", f"/datasets/{QASPER.repo}/resolve/{QASPER.revision}/data.zip")
     asked = len(hub.requests)
