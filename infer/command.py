@@ -116,12 +116,12 @@ def contents(options: Options, plan: Ready) -> dict[str, Any]:
     from locret import RetainingHeads
     from locret.infer.reading import opened
 
-    digest = sha256()
+    digest, scorer = sha256(), plan.run.scorer
     for piece in opened(options.prompt).pieces or ():
         digest.update(piece.encode("utf-8", "surrogatepass"))
     return {
         "the text of --prompt-file": digest.hexdigest()[:16],
-        "the weights of --heads": plan.scorer.fingerprint() if isinstance(plan.scorer, RetainingHeads) else None,
+        "the weights of --heads": scorer.fingerprint() if isinstance(scorer, RetainingHeads) else None,
     }
 
 
@@ -224,14 +224,14 @@ def _read_in_full(
     from locret.infer import sizing
     from locret.infer.reading import opened
 
-    assert plan.run is not None
     prompt, shown = options.prompt, not options.output.quiet and "reading for --compare-full"
     whole = LongContextModel(
         lm.model, lm.tokenizer, "full", {"chunk_size": int(plan.policy.chunk_size)}, template=lm.template
     )
     needed = copies * replace(plan.run, scorer=whole.scorer, prompt_tokens=tokens).cache_bytes(whole.policy)
-    if (free := sizing.free_bytes(plan.device)) is not None and needed > free:
-        rule = f"needs {needed:,} bytes for all units of {tokens:,} tokens, but {free:,} are free on {plan.device}"
+    device = plan.run.device
+    if (free := sizing.free_bytes(device)) is not None and needed > free:
+        rule = f"needs {needed:,} bytes for all units of {tokens:,} tokens, but {free:,} are free on {device}"
         raise Refusal("compare_full", True, f"{rule}; leave it out")
     start = now(device := input_device(lm.model))
     context = whole.read_into(whole.new_cache(), opened(prompt), system=prompt.system, progress=shown)

@@ -33,7 +33,7 @@ from locret.infer.infer_options import GenerationOptions, ModelOptions, PlacedMo
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import EQUAL, SHARES
 from locret.scorers import Scorer
-from locret.scorers.chosen import EVERY_UNIT, FULL, MEASURED, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
+from locret.scorers.chosen import FULL, MEASURED, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
 
 
 @dataclass
@@ -42,13 +42,9 @@ class Ready:
 
     model: PlacedModelOptions
     named: ScorerOptions
-    scorer: RetainingHeads | Scorer
+    run: sizing.PlannedRun
+    """What the policy was found for."""
     policy: RetentionPolicy
-    config: Any
-    device: torch.device
-    dtype: torch.dtype
-    run: sizing.PlannedRun | None = None
-    """What the policy was found for; None for texts that have been read."""
     asked: bool = True
     """Whether the user named what decides, and so the sizes of KV heads."""
     recommended: dict[str, Any] = field(default_factory=dict)
@@ -57,18 +53,19 @@ class Ready:
     @contextmanager
     def loaded(self, template: str | None = None) -> Iterator[LongContextModel]:
         """Load the weights, and give a model; a device that runs out of memory meanwhile is said in one sentence."""
+        run = self.run
         try:
             tokenizer = loading.load_tokenizer(self.model)
-            backbone = loading.load_model(self.model, self.config, self.device, self.dtype)
+            backbone = loading.load_model(self.model, run.config, run.device, run.dtype)
             where = {"template": template, "store": self.model.store}
-            self.policy = sharing(self.policy, self.scorer, backbone, tokenizer, template, asked=self.asked)
-            lm = LongContextModel(backbone, tokenizer, self.scorer, self.policy, **where)  # type: ignore[arg-type]
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.device)
+            self.policy = sharing(self.policy, run.scorer, backbone, tokenizer, template, asked=self.asked)
+            lm = LongContextModel(backbone, tokenizer, run.scorer, self.policy, **where)  # type: ignore[arg-type]
+            if run.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(run.device)
             yield lm
         except torch.OutOfMemoryError as error:
             raise OSError(
-                f"{self.device} is out of memory; lower --budget or --chunk-size (--dry-run prints the cache's bytes), "
+                f"{run.device} is out of memory; lower --budget or --chunk-size (--dry-run prints the cache's bytes), "
                 "or take a smaller --dtype"
             ) from error
 
@@ -77,30 +74,26 @@ class Ready:
         return {
             "model": self.model.model,
             **self.model.given(),
-            "scorer": self.named.label or self.scorer.name,  # type: ignore[union-attr]
+            "scorer": self.named.label or self.run.scorer.name,  # type: ignore[union-attr]
             **({"store": self.model.store} if self.model.store else {}),
             "policy": self.policy.to_dict(),
-            "device": str(self.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.run.device),
+            "dtype": str(self.run.dtype).removeprefix("torch."),
             "versions": versions(),
         }
 
     def foreseen(self, options: Iterable[Any], *, quiet: bool) -> dict[str, Any]:
         """Return what a run would do and take; say in a line or two what stays."""
-        assert self.run is not None
         if not quiet:
             sys.stderr.write(sizing.plan_lines(self.run, self.policy))
         given = {name: value for part in options for name, value in asdict(part).items()}
         settled = {one.name for one in fields(RetentionPolicy)}  # the policy says what these came to
-        record = {
+        return {
             **self.run.plan(self.policy),
             "planned_weights": self.run.weights.to_dict(),
             "prompt_tokens": self.run.prompt_tokens,
             "full_cache_bytes": self.run.full_bytes,
             "not_given": self.policy.following(),
-        }
-        return {
-            **record,
             **self.record(),
             "options": {name: value for name, value in given.items() if name not in settled},
         }
@@ -137,7 +130,7 @@ def ready(
         warn_user(EQUAL)
     draft = sizing.drafted(policy, chosen, recommended, named.changes)
     config, dtype = _config(model, named, scorer, device)
-    counted = foresee or draft.counts or draft.policy.budget == EVERY_UNIT
+    counted = foresee or sizing.counts(policy, draft)
     run = sizing.PlannedRun(
         config=config,
         scorer=scorer,
@@ -147,10 +140,10 @@ def ready(
         new_tokens=generation.max_new_tokens,
         source=model,
     )
-    final = draft.final(run)
+    final = sizing.settled(policy, draft, run, named="budget" in {*chosen, *recommended})
     sizing.check_fits(run, final)
     asked = bool({"head_budgets", "spacing"} & {*chosen}) or recommended != MEASURED or named.spec is not None
-    return Ready(model, named, scorer, final, config, device, dtype, run, asked, recommended)
+    return Ready(model, named, run, final, asked, recommended)
 
 
 def ready_without_policy(model: ModelOptions, named: ScorerOptions) -> Ready:
@@ -159,7 +152,8 @@ def ready_without_policy(model: ModelOptions, named: ScorerOptions) -> Ready:
     named = replace(named, heads=chosen_heads(named.heads, model.model))
     scorer, recommended = load_scorer(named)
     config, dtype = _config(placed, named, scorer, device)
-    return Ready(placed, named, scorer, RetentionPolicy(), config, device, dtype, recommended=recommended)
+    run = sizing.PlannedRun(config=config, scorer=scorer, dtype=dtype, device=device, source=placed)
+    return Ready(placed, named, run, RetentionPolicy(), recommended=recommended)
 
 
 @dataclass(frozen=True)
@@ -263,14 +257,14 @@ def check_target(flag: str, path: str) -> None:
 
 def warn_of_growth(plan: Ready) -> None:
     """Say when memory grows with the prompt, and when scores decide nothing."""
-    assert plan.run is not None
+    scorer = plan.run.scorer
     if plan.policy.when == "prompt_end":
         warn_user(
             f"--when prompt_end keeps every unit until the prompt has been read, so memory grows with it (here "
             f"{plan.run.prompt_tokens:,} tokens); --when chunk bounds it"
         )
-    if isinstance(plan.scorer, Scorer) and plan.named.label != FULL:
-        warn_of_recency(plan.scorer.name, plan.scorer.recent, [plan.policy])
+    if isinstance(scorer, Scorer) and plan.named.label != FULL:
+        warn_of_recency(scorer.name, scorer.recent, [plan.policy])
 
 
 def warn_of_recency(name: str, recent: Callable[[int], int], policies: Iterable[RetentionPolicy]) -> None:

@@ -25,8 +25,8 @@ from locret.loading.weights import WeightPlan, plan_weights
 from locret.policy.budget import full_bytes, largest_budget, parse_bytes, units_of_share
 from locret.policy.policy import usual_budget
 from locret.policy.resolve import resolve_options
-from locret.policy.schedule import Schedule
 from locret.scorers import Scorer
+from locret.scorers.chosen import EVERY_UNIT
 from locret.scorers.retaining_heads import as_scorer
 
 SHARE = 0.9
@@ -45,9 +45,9 @@ class PlannedRun:
     dtype: torch.dtype
     """Of weights, keys and values."""
     device: torch.device
-    prompt_tokens: int | None
+    prompt_tokens: int | None = None
     """Length of the prompt; None if unknown."""
-    new_tokens: int
+    new_tokens: int = 0
     """Longest answer."""
     source: WeightOptions | None = None
     """How the weights are loaded; None: as they are, on the device."""
@@ -59,23 +59,20 @@ class PlannedRun:
             return part_of(self.config, launched()[1])
         return describe(self.config)
 
-    def _planned(self, policy: RetentionPolicy, *, host: bool = False) -> int:
-        sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
-        return planned_bytes(self._backbone, as_scorer(self.scorer), policy, *sizes, host=host)
-
     def known(self, policy: RetentionPolicy) -> bool:
         """Return whether all that the bytes of the cache depend on is known; else shares of heads are measured."""
         shares = policy.head_shares or as_scorer(self.scorer).head_shares
         return policy.head_budgets != "shares" or shares is not None
 
-    def cache_bytes(self, policy: RetentionPolicy) -> int:
-        """Return the planned bytes of the cache, without a second tier."""
-        return self._planned(policy)
+    def cache_bytes(self, policy: RetentionPolicy, *, host: bool = False) -> int:
+        """Return the planned bytes of the cache without a second tier, or those of that tier (`host`)."""
+        sizes = (self.dtype.itemsize, self.prompt_tokens, self.new_tokens)
+        return planned_bytes(self._backbone, as_scorer(self.scorer), policy, *sizes, host=host)
 
     def host_bytes(self, policy: RetentionPolicy) -> int | None:
         """Return the planned bytes of the second tier; None where it grows with an unknown length."""
         unknown = policy.host_grows and self.prompt_tokens is None
-        return None if unknown else self._planned(policy, host=True)
+        return None if unknown else self.cache_bytes(policy, host=True)
 
     @property
     def full_bytes(self) -> int | None:
@@ -88,15 +85,13 @@ class PlannedRun:
         beside = {"planned_host_bytes": self.host_bytes(policy)} if policy.has_host else {}
         return {"planned_cache_bytes": self.cache_bytes(policy), **beside}
 
-    def schedule(self, policy: RetentionPolicy) -> Schedule:
-        return Limits.of(self._backbone, as_scorer(self.scorer), policy).plan(self.prompt_tokens)
-
     def bytes_beside_weights(self, policy: RetentionPolicy) -> int:
         """Return the planned bytes of the cache, of heads, and of what a chunk works with."""
         held = head_bytes(self.scorer, self.dtype) + self.cache_bytes(policy)
         if self.device.type == "cpu":  # where both tiers lie in one memory
             held += self.host_bytes(policy) or 0
-        tokens = max([policy.chunk_size, *(step.tokens for step in self.schedule(policy).steps)])
+        schedule = Limits.of(self._backbone, as_scorer(self.scorer), policy).plan(self.prompt_tokens)
+        tokens = max([policy.chunk_size, *(step.tokens for step in schedule.steps)])
         return held + working_bytes(self.config, self.scorer, self.dtype, tokens, policy)
 
     @cached_property
@@ -110,59 +105,9 @@ class PlannedRun:
         return self.weights.on(self.device)
 
 
-@dataclass(frozen=True)
-class Draft:
-    """A policy as far as the options say it: its budget may still be open."""
-
-    flags: PolicyOptions
-    policy: RetentionPolicy
-    named: bool
-    """Whether somebody gave a budget in units."""
-
-    @property
-    def counts(self) -> bool:
-        """Whether the prompt must be tokenised as a whole before it is read, because the plan depends on it."""
-        return self.flags.keep is not None or self.flags.kv_memory == AUTO or self.policy.plans_by_length
-
-    def final(self, run: PlannedRun) -> RetentionPolicy:
-        """Return the policy for a run, with its budget in units."""
-        if self.flags.kv_memory is not None:
-            return self.policy.changed(budget=self._fitting(run))
-        budget = _share(self.flags, run.prompt_tokens or 1)
-        if budget is None and not self.named:
-            budget = usual_budget(describe(run.config).max_positions)
-        return self.policy if budget is None else self.policy.changed(budget=budget)
-
-    def _fitting(self, run: PlannedRun) -> int:
-        """Return the largest budget that fits into `--kv-memory`."""
-        given, memory = self.flags.kv_memory, _memory(self.flags)
-        if not run.known(self.policy):
-            rule = "bounds bytes that depend on the shares of KV heads, which are measured later; give keep or budget"
-            raise Refusal("kv_memory", given, rule)
-        if memory is None:  # auto
-            if (free := free_bytes(run.device)) is None:
-                rule = f"cannot tell what is free on {run.device}; give an amount, such as 2GiB"
-                raise Refusal("kv_memory", AUTO, rule)
-            memory = int(SHARE * free)
-
-        def planned(budget: int) -> int:
-            policy = self.policy.changed(budget=budget)
-            return run.weight_bytes + run.bytes_beside_weights(policy) if given == AUTO else run.cache_bytes(policy)
-
-        most, least = memory if run.prompt_tokens is None else run.prompt_tokens, self.policy.least_budget
-        budget = largest_budget(planned, memory, least, most)
-        if budget is None:
-            rule = (
-                f"is too small, for even a budget of {least} takes {planned(least):,} of {memory:,} bytes; give more, "
-                "or lower chunk_size or max_new_tokens"
-            )
-            raise Refusal("kv_memory", given, rule)
-        return budget
-
-
 def drafted(
     flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], named: Collection[str] = ()
-) -> Draft:
+) -> RetentionPolicy:
     """Return the policy as far as it is known before the prompt is; `recommended` and `named` as for `resolve`."""
     given = [name for name in ("budget", "kv_memory", "keep") if name in chosen]
     if len(given) > 1:
@@ -173,7 +118,50 @@ def drafted(
     if flags.kv_memory is not None and policy.when == "prompt_end":
         rule = "bounds the cache, which grows with the prompt where eviction waits for its end; give keep"
         raise Refusal("kv_memory", flags.kv_memory, rule)
-    return Draft(flags, policy, "budget" in {*chosen, *recommended})
+    return policy
+
+
+def counts(flags: PolicyOptions, draft: RetentionPolicy) -> bool:
+    """Return whether the prompt must be tokenised as a whole before it is read, because the plan depends on it."""
+    by_length = draft.plans_by_length or draft.budget == EVERY_UNIT
+    return flags.keep is not None or flags.kv_memory == AUTO or by_length
+
+
+def settled(flags: PolicyOptions, draft: RetentionPolicy, run: PlannedRun, *, named: bool) -> RetentionPolicy:
+    """Return the policy for a run, with its budget in units; `named` says whether somebody gave one."""
+    if flags.kv_memory is not None:
+        return draft.changed(budget=_fitting(flags, draft, run))
+    budget = _share(flags, run.prompt_tokens or 1)
+    if budget is None and not named:
+        budget = usual_budget(describe(run.config).max_positions)
+    return draft if budget is None else draft.changed(budget=budget)
+
+
+def _fitting(flags: PolicyOptions, draft: RetentionPolicy, run: PlannedRun) -> int:
+    """Return the largest budget that fits into `--kv-memory`."""
+    given, memory = flags.kv_memory, _memory(flags)
+    if not run.known(draft):
+        rule = "bounds bytes that depend on the shares of KV heads, which are measured later; give keep or budget"
+        raise Refusal("kv_memory", given, rule)
+    if memory is None:  # auto
+        if (free := free_bytes(run.device)) is None:
+            rule = f"cannot tell what is free on {run.device}; give an amount, such as 2GiB"
+            raise Refusal("kv_memory", AUTO, rule)
+        memory = int(SHARE * free)
+
+    def planned(budget: int) -> int:
+        policy = draft.changed(budget=budget)
+        return run.weight_bytes + run.bytes_beside_weights(policy) if given == AUTO else run.cache_bytes(policy)
+
+    most, least = memory if run.prompt_tokens is None else run.prompt_tokens, draft.least_budget
+    budget = largest_budget(planned, memory, least, most)
+    if budget is None:
+        rule = (
+            f"is too small, for even a budget of {least} takes {planned(least):,} of {memory:,} bytes; give more, "
+            "or lower chunk_size or max_new_tokens"
+        )
+        raise Refusal("kv_memory", given, rule)
+    return budget
 
 
 def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:

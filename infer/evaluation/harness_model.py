@@ -64,12 +64,13 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         )
         scorer = ScorerOptions(**{k: v for k, v in settings.items() if k in _SCORER_KEYS})
         plan, self.tokenizer = ready_without_policy(model, scorer), loading.load_tokenizer(model)
-        self.scorer, self._device = plan.scorer, plan.device
+        run = plan.run
+        self.scorer, self._device = run.scorer, run.device
         own = {k: v for k, v in settings.items() if k in _POLICY_KEYS}
         self.policy = resolve(own, plan.recommended, named=scorer.changes)
         check_used(own, [self.policy])
         check_no_turns(own)
-        self.model = loading.load_model(model, plan.config, plan.device, plan.dtype)
+        self.model = loading.load_model(model, run.config, run.device, run.dtype)
         self.policy = sharing(self.policy, self.scorer, self.model, self.tokenizer, None)
         self.max_gen_toks, self._name = int(max_gen_toks), pretrained
         self.peak_units = 0

@@ -97,7 +97,6 @@ def _loaded(
     numbers = {one.name: getattr(policy, one.name) for one in fields(policy)}
     placed = PlacedModelOptions(**asdict(model))
     plan = ready(placed, scorer, PolicyOptions(**numbers), chosen & numbers.keys(), GenerationOptions())
-    assert plan.run is not None
     if plan.run.weights.places.keys() <= {DISK}:
         raise ValueError(
             f"--device-map {model.device_map} leaves all weights on disk, where no engine answers; --device-map auto "

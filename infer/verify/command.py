@@ -80,8 +80,8 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     source, named, flags, options, output = instances
     asked, plan = words(options.only, "--only") if options.only else (), ready_without_policy(source, named)
     names = suite.chosen_checks(asked)
-    scorer, where = plan.scorer, (plan.config, plan.device, plan.dtype)
-    tokens = options.tokens or suite.text_tokens(plan.config)
+    run, scorer = plan.run, plan.run.scorer
+    tokens = options.tokens or suite.text_tokens(run.config)
     policy = resolve_options(flags, chosen, plan.recommended, named=plan.named.changes)
     given = {name: getattr(policy, name) for name in chosen & set(RetentionPolicy.__dataclass_fields__)}
     policy = subject.fitted(policy, tokens, given)
@@ -89,14 +89,12 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     as_data = json.loads(json.dumps({**asdict(source), **asdict(options)}, default=str))
     setup = {"model": source.model, "scorer": plan.named.label or scorer.name, "options": as_data}
     if output.dry_run:
-        run = dict(zip(("config", "device", "dtype"), where, strict=True))
-        sizes = {"prompt_tokens": tokens, "new_tokens": subject.NEW_TOKENS, "source": source}
-        planned = sizing.PlannedRun(scorer=scorer, **run, **sizes)
-        working = sizing.working_bytes(plan.config, scorer, plan.dtype, tokens, policy)
+        planned = replace(run, prompt_tokens=tokens, new_tokens=subject.NEW_TOKENS)
+        working = sizing.working_bytes(run.config, scorer, run.dtype, tokens, policy)
         memory = {"weight_bytes": planned.weight_bytes, **planned.plan(policy), "working_bytes": working}
         print_json({**setup, "policy": policy.to_dict(), "tokens": tokens, "checks": names, **memory})
         return 0
-    model, shown = loading.load_model(source, *where), not output.quiet
+    model, shown = loading.load_model(source, run.config, run.device, run.dtype), not output.quiet
     found = suite.verify(model, scorer, policy, tokens=tokens, seed=options.seed, only=names, progress=shown)
     report = replace(found, facts={**found.facts, **setup})
     if output.json:

@@ -62,8 +62,8 @@ def test_processes_that_read_compare_texts_and_heads(tmp_path: Path) -> None:
     def found(text: str) -> dict[str, Any]:
         (tmp_path / "a.txt").write_text(text)
         parts, _ = parse_options("x", "", OPTION_CLASSES, ["--model=m", "--prompt-file", str(tmp_path / "a.txt")])
-        plan: Any = SimpleNamespace(scorer=RetainingHeads.from_pretrained("checkpoints/tiny-heads"))
-        return contents(Options(*parts, chosen=frozenset()), plan)  # type: ignore[misc]
+        run: Any = SimpleNamespace(scorer=RetainingHeads.from_pretrained("checkpoints/tiny-heads"))
+        return contents(Options(*parts, chosen=frozenset()), SimpleNamespace(run=run))  # type: ignore[misc]
 
     assert found("one") == found("one")
     assert found("one") != found("two")
