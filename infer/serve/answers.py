@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -42,18 +42,24 @@ class Token:
     """Empty where a later token completes the character that it is a part of."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Piece:
-    """A part of an answer that no later token changes."""
+    """A part of an answer that no later token changes; or all of them together."""
 
     choice: int
     """Which of the answers that were asked together."""
-    text: str
-    tokens: tuple[Token, ...]
+    text: str = ""
+    tokens: list[Token] = field(default_factory=list)
     """Those whose text ends in it."""
-    count: int
+    count: int = 0
     """Tokens of the answer so far, those without a text of their own included."""
     finish: Literal["stop", "length"] | None = None
+
+    def add(self, more: Piece) -> None:
+        """Take the part that follows."""
+        self.text += more.text
+        self.tokens += more.tokens
+        self.count, self.finish = more.count, more.finish
 
 
 class AnswerText:
@@ -110,7 +116,7 @@ class AnswerText:
         else:
             ready = [one for one in self._tokens if one.begins < end and one.begins + len(one.text) <= end]
         self._tokens = self._tokens[len(ready) :]
-        return Piece(choice, text, tuple(ready), self.count, finish)
+        return Piece(choice, text, ready, self.count, finish)
 
     def _open_stop(self) -> int:
         """Return how many characters at the end may be the beginning of a stop text."""

@@ -100,7 +100,7 @@ class Entry:
 
 
 class Index:
-    """What there is in a folder of contexts that one model has read."""
+    """What there is in a folder of contexts that one model has read, without what a server that was killed has left."""
 
     def __init__(self, folder: Path, lm: LongContextModel) -> None:
         self.folder, self.lm = folder, lm
@@ -109,12 +109,13 @@ class Index:
         """Those without a name, the least recently used first."""
         self.moving = threading.RLock()
         """Held by who writes a context to disk or reads one; memory is planned for one at a time."""
+        self.clear()
+        self.scan()
 
-    def open(self) -> None:
-        """Remove what another server was about to write or had read without a name, and look what there is."""
+    def clear(self) -> None:
+        """Remove what a server was about to read, or has read without a name."""
         for folder in (UPLOADS, AUTO):
             shutil.rmtree(self.folder / folder, ignore_errors=True)
-        self.scan()
 
     def path(self, name: str, *, named: bool = True) -> Path:
         return (self.folder if named else self.folder / AUTO) / f"{name}{SUFFIX}"

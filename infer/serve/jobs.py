@@ -43,25 +43,57 @@ class Turns:
         self.chunks = 0
         """Chunks that were read."""
         self._changed = threading.Condition()
-        self._waiting: deque[Turn] = deque()
-        self._running: Turn | None = None
+        self._waiting: deque[object] = deque()
+        self._running: object = None
+        """The reader whose turn it is."""
         self._answers: dict[object, bool] = {}
         """Those that are being written, and whether each has a token."""
         self._stepped = False
-        self._took = self._ended = 0.0
+        self._began = self._took = self._ended = 0.0
 
     @contextmanager
-    def turn(self, check: Callable[[], None]) -> Iterator[Turn]:
+    def turn(self, check: Callable[[], None]) -> Iterator[Callable[[], None]]:
         """Read within the block, chunk by chunk; the first one waits for its turn too.
 
-        `check` is called while it waits and after each chunk; raises to end the reading.
+        `check` is called while it waits and after each chunk; raises to end the reading. Gives what takes note that a
+        chunk has been read, and waits for the turn of the next one.
         """
-        turn = Turn(self, check)
-        turn.take()
+        reader = object()
+
+        def next_turn() -> None:
+            check()
+            with self._changed:
+                self.chunks += 1
+                self._ended = time.monotonic()
+                self._took, self._stepped = self._ended - self._began, False
+            self._let_go(reader)
+            self._take(reader, check)
+
+        self._take(reader, check)
         try:
-            yield turn
+            yield next_turn
         finally:
-            turn.let_go()
+            self._let_go(reader)
+
+    def _take(self, reader: object, check: Callable[[], None]) -> None:
+        with self._changed:
+            self._waiting.append(reader)
+            try:
+                while self._waiting[0] is not reader or self._running is not None or self._pause():
+                    self._changed.wait(min(self._pause() or LOOK, LOOK))
+                    check()
+                self._running, self._began = reader, time.monotonic()
+            finally:
+                self._waiting.remove(reader)
+                self._changed.notify_all()
+
+    def _let_go(self, reader: object) -> None:
+        """Leave the turn to others; nothing if it is theirs."""
+        with self._changed:
+            if self._running is reader:
+                self._running = None
+                hand_back_cores()
+                self._changed.notify_all()
 
     def giving_way(
         self, submit: Callable[..., Callable[[], None]], on_token: Callable[[Written], Any]
@@ -101,45 +133,6 @@ class Turns:
         if not self._answers or (self._stepped and all(self._answers.values())):
             return 0.0
         return max(0.0, self._ended + self.patience * self._took - time.monotonic())
-
-
-class Turn:
-    """One reader's place among the others."""
-
-    def __init__(self, turns: Turns, check: Callable[[], None]) -> None:
-        self._turns, self._check, self._began = turns, check, 0.0
-
-    def take(self) -> None:
-        turns = self._turns
-        with turns._changed:
-            turns._waiting.append(self)
-            try:
-                while turns._waiting[0] is not self or turns._running is not None or turns._pause():
-                    turns._changed.wait(min(turns._pause() or LOOK, LOOK))
-                    self._check()
-                turns._running, self._began = self, time.monotonic()
-            finally:
-                turns._waiting.remove(self)
-                turns._changed.notify_all()
-
-    def let_go(self) -> None:
-        """Leave the turn to others; nothing if it is theirs."""
-        with self._turns._changed:
-            if self._turns._running is self:
-                self._turns._running = None
-                hand_back_cores()
-                self._turns._changed.notify_all()
-
-    def chunk(self) -> None:
-        """Take note that a chunk has been read, and wait for the turn of the next one."""
-        self._check()
-        turns = self._turns
-        with turns._changed:
-            turns.chunks += 1
-            turns._ended = time.monotonic()
-            turns._took, turns._stepped = turns._ended - self._began, False
-        self.let_go()
-        self.take()
 
 
 COLUMNS = 50
@@ -198,24 +191,21 @@ class Progress:
     seconds: float = 0.0
 
 
-class Job:
-    """A text that is read in the background by a function, which looks at `check` and sets `done` at its end."""
+class Job(threading.Thread):
+    """A text that is read in the background by a function, which looks at `check`."""
 
     def __init__(self, read: Callable[[Job], None]) -> None:
-        self.progress, self.done = Progress(), threading.Event()
+        super().__init__(target=read, args=[self], name="locret-reading", daemon=True)
+        self.progress = Progress()
         self.began = 0.0
         """When it got its memory, by `time.monotonic`; 0 while it waits."""
         self._cancelled = threading.Event()
-        self._thread = threading.Thread(target=read, args=[self], name="locret-reading", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
 
     def cancel(self, *, wait: bool = True) -> None:
         """End it early; returns when it has ended, unless it is not waited for."""
         self._cancelled.set()
-        if wait and self._thread.is_alive():
-            self._thread.join()
+        if wait and self.is_alive():
+            self.join()
 
     def check(self) -> None:
         if self._cancelled.is_set():
@@ -233,11 +223,11 @@ def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, sourc
         units = mean_units([layer.fill for layer in cache.governed])
         job.progress = Progress(cache.seen, read, size, units, time.monotonic() - job.began)
 
-    with turns.turn(job.check) as turn:
+    with turns.turn(job.check) as next_turn:
 
         def on_chunk(cache: RetentionCache) -> None:
             tell(bar.done(cache))
-            turn.chunk()
+            next_turn()
 
         context = lm.read_into(cache, document, bar=bar, on_chunk=on_chunk, **about)
     tell(size)

@@ -7,7 +7,6 @@ goes when it has no more room on the disk, least recently used first.
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 import uuid
@@ -25,7 +24,7 @@ from locret.chunked_prefill import prefill
 from locret.conversation.model import LongContextModel
 from locret.engines.prefix import Prefix
 from locret.engines.transformers import Stored
-from locret.infer.serve.index import AUTO, UPLOADS, Entry, Index, check_name, digests
+from locret.infer.serve.index import UPLOADS, Entry, Index, check_name, digests
 from locret.infer.serve.jobs import LOOK, Cancelled, Job, Room, Turns, read_file
 from locret.infer.serve.plan import MemoryPlan, reader_bytes
 from locret.infer.serve.refusal import Refusal, fault_of
@@ -71,13 +70,12 @@ class Library:
         """The readers' turns, to which an engine makes its answers known."""
         self.room = Room(plan.reading)
         """Memory of texts that are read."""
-        self._index = Index(self.folder, lm)
         self._lock = threading.RLock()
         self._closed, self._claims = False, set[str]()
         self._held = ExitStack()
         self._held.enter_context(locked(self.folder, f"--contexts {folder}"))
         try:
-            self._index.open()
+            self._index = Index(self.folder, lm)
         except BaseException:
             self._held.close()
             raise
@@ -93,8 +91,7 @@ class Library:
             job.cancel()
         with self.room.taken(self.room.total, lambda: None):  # what is read for requests sees it, and ends
             pass
-        for folder in (UPLOADS, AUTO):
-            shutil.rmtree(self.folder / folder, ignore_errors=True)
+        self._index.clear()
         self._held.close()
 
     # -- what there is ------------------------------------------------------------------------------------------------
@@ -179,7 +176,6 @@ class Library:
                 file.unlink(missing_ok=True)
                 with self._lock:
                     self._ended(entry, failed)
-                job.done.set()
 
         with self._lock:
             self._check_new(name)
@@ -263,8 +259,8 @@ class Library:
                 cache = self.lm.new_cache() if start is None else self._index.load(start, load)
                 if base is not None and any(one.end is None for spans in cache.protected for one in spans):
                     cache.protect(*closed(cache.protected, self._index.text_end(base)))
-                with self.turns.turn(check) as turn:
-                    prefill(self.lm.model, torch.tensor([ids[done:]]), cache, on_chunk=lambda _: turn.chunk())
+                with self.turns.turn(check) as next_turn:
+                    prefill(self.lm.model, torch.tensor([ids[done:]]), cache, on_chunk=lambda _: next_turn())
                 self._index.save(made.path, cache)
             return self._kept(made)
         except (ValueError, OSError) as error:

@@ -23,7 +23,7 @@ from locret.engines.transformers import Sampling, Written
 from locret.infer.serve.answers import Asked, Piece, TimeLimit
 from locret.infer.serve.prompts import Prompt
 from locret.infer.serve.refusal import Refusal
-from locret.infer.serve.responses import Answer, ChatForm, CompletionForm, ResponsesForm, usage
+from locret.infer.serve.responses import ChatForm, CompletionForm, ResponsesForm, usage
 from locret.infer.serve.schemas import Body, ChatRequest, CompletionRequest, ResponsesRequest
 from locret.infer.serve.state import ServerState, state_of, unless_gone
 
@@ -102,7 +102,7 @@ class _Work:
         self.state, self.request, self.body = state_of(request), request, _of_context(request, body)
         self.form = form(self.state.model, body)
         count = len(body.prompts) if isinstance(body, CompletionRequest) else 1
-        self.answers = [Answer() for _ in range(count * body.choices)]
+        self.answers = [Piece(nth) for nth in range(count * body.choices)]
         self.prompts: list[Prompt] = []
         self._deadline = time.monotonic() + self.state.options.timeout
         self._left = threading.Event()

@@ -6,7 +6,6 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
@@ -60,23 +59,7 @@ def _called(text: str) -> list[dict[str, Any]]:
     return calls
 
 
-@dataclass
-class Answer:
-    """One of the answers to a request, as far as it is written."""
-
-    text: str = ""
-    tokens: list[Token] = field(default_factory=list)
-    finish: str | None = None
-    count: int = 0
-    """Tokens, those without a text of their own included."""
-
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.tokens += piece.tokens
-        self.count, self.finish = piece.count, piece.finish
-
-
-def usage(prompts: Sequence[Prompt], answers: Sequence[Answer]) -> dict[str, Any]:
+def usage(prompts: Sequence[Prompt], answers: Sequence[Piece]) -> dict[str, Any]:
     """Return the tokens of a request, counted as if each prompt had been given whole.
 
     The details say how many tokens of the prompts had been read before, how many were read for this request, and how
@@ -105,8 +88,8 @@ class ChatForm:
         self.calls = [CallText() for _ in range(body.choices)] if parted else []
         self.head = {"id": f"{self.prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
-    def whole(self, answers: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
-        choices = [self._choice(nth, answer) for nth, answer in enumerate(answers)]
+    def whole(self, answers: Sequence[Piece], counts: dict[str, Any]) -> dict[str, Any]:
+        choices = [self._choice(answer) for answer in answers]
         return {**self.head, "object": self.name, "choices": choices, "usage": counts}
 
     def opening(self, answers: int) -> list[dict[str, Any]]:
@@ -114,14 +97,14 @@ class ChatForm:
         return [self._chunk([_shaped(nth, None, None, delta=delta)]) for nth in range(answers)]
 
     def piece(self, piece: Piece) -> list[dict[str, Any]]:
-        words, calls, finish = self._parted(piece.choice, piece.text, piece.finish)
+        words, calls, finish = self._parted(piece)
         delta: dict[str, Any] = {"content": words} if words or not (calls or finish) else {}
         if calls:
             first = self.calls[piece.choice].made - len(calls)
             delta["tool_calls"] = [{"index": first + nth, **call} for nth, call in enumerate(calls)]
         return [self._chunk([_shaped(piece.choice, self._likely(piece.tokens), finish, delta=delta)])]
 
-    def closing(self, answers: Sequence[Answer], counts: dict[str, Any]) -> list[dict[str, Any]]:
+    def closing(self, answers: Sequence[Piece], counts: dict[str, Any]) -> list[dict[str, Any]]:
         """Return the chunks after the last piece: that which counts tokens, if it is asked for."""
         counted = self.options is not None and self.options.include_usage
         return [{**self._chunk([]), "usage": counts}] if counted else []
@@ -129,8 +112,8 @@ class ChatForm:
     def _chunk(self, choices: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return {**self.head, "object": self.chunk_name, "choices": choices}
 
-    def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
-        words, calls, finish = self._parted(nth, answer.text, answer.finish)
+    def _choice(self, answer: Piece) -> dict[str, Any]:
+        words, calls, finish = self._parted(answer)
         message: dict[str, Any] = {
             "role": "assistant",
             "content": words if words or not calls else None,
@@ -138,14 +121,15 @@ class ChatForm:
         }
         if calls:
             message["tool_calls"] = calls
-        return _shaped(nth, self._likely(answer.tokens), finish, message=message)
+        return _shaped(answer.choice, self._likely(answer.tokens), finish, message=message)
 
-    def _parted(self, nth: int, text: str, finish: str | None) -> tuple[str, list[dict[str, Any]], str | None]:
+    def _parted(self, more: Piece) -> tuple[str, list[dict[str, Any]], str | None]:
         """Return the words and the calls in more of an answer's text, and why it ends, if it does."""
         if not self.calls:
-            return text, [], finish
-        words, calls = self.calls[nth].add(text, last=finish is not None)
-        return words, calls, "tool_calls" if finish == "stop" and self.calls[nth].made else finish
+            return more.text, [], more.finish
+        parts = self.calls[more.choice]
+        words, calls = parts.add(more.text, last=more.finish is not None)
+        return words, calls, "tool_calls" if more.finish == "stop" and parts.made else more.finish
 
     def _likely(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         """Return the log-probabilities of tokens of an answer."""
@@ -176,10 +160,10 @@ class CompletionForm(ChatForm):
         return []
 
     def piece(self, piece: Piece) -> list[dict[str, Any]]:
-        return [self._chunk([self._choice(piece.choice, Answer(piece.text, list(piece.tokens), piece.finish))])]
+        return [self._chunk([self._choice(piece)])]
 
-    def _choice(self, nth: int, answer: Answer) -> dict[str, Any]:
-        return _shaped(nth, self._likely(answer.tokens), answer.finish, text=answer.text)
+    def _choice(self, answer: Piece) -> dict[str, Any]:
+        return _shaped(answer.choice, self._likely(answer.tokens), answer.finish, text=answer.text)
 
     def _likely(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         """Return log-probabilities as columns."""
@@ -210,7 +194,7 @@ class ResponsesForm:
         self._place = {"item_id": f"msg_{secrets.token_hex(12)}", "output_index": 0, "content_index": 0}
         self._events = count()
 
-    def whole(self, answers: Sequence[Answer], counts: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[Piece], counts: dict[str, Any]) -> dict[str, Any]:
         cut = answers[0].finish == "length"
         status, why = ("incomplete", {"reason": "max_output_tokens"}) if cut else ("completed", None)
         used = {
@@ -233,7 +217,7 @@ class ResponsesForm:
     def piece(self, piece: Piece) -> list[dict[str, Any]]:
         return [self._event("output_text.delta", **self._place, delta=piece.text, logprobs=[])]
 
-    def closing(self, answers: Sequence[Answer], counts: dict[str, Any]) -> list[dict[str, Any]]:
+    def closing(self, answers: Sequence[Piece], counts: dict[str, Any]) -> list[dict[str, Any]]:
         whole, text = self.whole(answers, counts), answers[0].text
         return [
             self._event("output_text.done", **self._place, text=text, logprobs=[]),

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 import pytest
-from running import KV_MEMORY, ROOT, load, started
+from running import KV_MEMORY, ROOT, load, started, until
 
 from locret import LongContextModel
 from locret.infer.serve.index import Entry
@@ -52,7 +52,7 @@ def read() -> Callable[..., Entry]:
     def read(library: Library, name: str, text: str, **options: Any) -> Entry:
         (file := library.upload(name)).write_text(text, encoding="utf-8")
         entry = library.read(name, file, **options)
-        assert (job := entry.job) is None or job.done.wait(60)
+        until(lambda: not entry.going, 60)
         return entry
 
     return read

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from locret.conversation.document import decode
 from locret.engines.transformers import Written
 from locret.infer.serve.answers import AnswerText, Piece
-from locret.infer.serve.responses import Answer, ChatForm, CompletionForm
+from locret.infer.serve.responses import ChatForm, CompletionForm
 from locret.infer.serve.schemas import ChatRequest, CompletionRequest
 
 CHAT = ChatRequest.model_validate({"messages": [{"role": "user", "content": "x"}], "logprobs": True})
@@ -77,11 +77,11 @@ def test_tokens_tile_the_answer_in_text_bytes_and_offsets(data: st.DataObject, t
     pieces = written(tokenizer, ids, stops, ends=ends)
     answer, text = [token for piece in pieces for token in piece.tokens], "".join(piece.text for piece in pieces)
     assert [token.logprob for token in answer] == [-float(nth) for nth in range(len(answer))]
-    (told,) = ChatForm("m", CHAT).whole([Answer(text, answer)], {})["choices"]
+    (told,) = ChatForm("m", CHAT).whole([Piece(0, text, answer)], {})["choices"]
     content = told["logprobs"]["content"]
     assert "".join(one["token"] for one in content) == text
     assert bytes(byte for one in content for byte in one["bytes"]) == text.encode()
-    (told,) = CompletionForm("m", COMPLETION).whole([Answer(text, answer)], {})["choices"]
+    (told,) = CompletionForm("m", COMPLETION).whole([Piece(0, text, answer)], {})["choices"]
     columns = told["logprobs"]
     for at, one in zip(columns["text_offset"], columns["tokens"], strict=True):
         assert text[at : at + len(one)] == one

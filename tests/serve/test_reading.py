@@ -27,11 +27,11 @@ def chunks(turns: Turns, name: str, count: int, order: list[str], check: Callabl
     """Read so many chunks in a thread."""
 
     def read() -> None:
-        with turns.turn(check) as turn:
+        with turns.turn(check) as next_turn:
             for _ in range(count):
                 order.append(name)
                 time.sleep(0.01)
-                turn.chunk()
+                next_turn()
 
     thread = threading.Thread(target=read)
     thread.start()
@@ -57,12 +57,12 @@ def test_a_chunk_gives_way_until_every_answer_has_begun_and_one_went_on() -> Non
         return wait
 
     def read() -> None:
-        with turns.turn(wait) as turn:
+        with turns.turn(wait) as next_turn:
             for chunk in range(3):
                 order.append(chunk)
                 time.sleep(0.01)
                 cancels.extend(turns.giving_way(submit, lambda _: None) for _ in range(0 if chunk else 2))
-                turn.chunk()
+                next_turn()
 
     def read_in_a_while() -> int:
         time.sleep(0.05)
