@@ -21,7 +21,6 @@ from transformers import (
     LogitsProcessorList,
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    StoppingCriteria,
     StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -39,6 +38,7 @@ from locret.conversation.document import Decoder, decode, is_text
 from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, kept_turns
 from locret.conversation.turns import Talk
 from locret.generation import checked_options, generate
+from locret.pictures import retention_of
 from locret.policy.budget import full_bytes
 from locret.scorers.chosen import told
 
@@ -144,27 +144,14 @@ class AnswerStreamer(BaseStreamer):
             self.write(text)
 
 
-class _Behind(LogitsProcessor):
-    """Lets a processor see the tokens that were read before those it is given, (N,), too."""
+def _behind(ids_N: Tensor, inner: LogitsProcessor) -> Callable[[Tensor, Any], Any]:
+    """Let a processor see the tokens that were read before those it is given, (N,), too."""
 
-    def __init__(self, ids_N: Tensor, inner: LogitsProcessor) -> None:
-        self.ids_N, self.inner = ids_N, inner
+    def process(input_ids: Tensor, scores: Any) -> Any:
+        before = ids_N.to(input_ids.device).expand(len(input_ids), -1)
+        return inner(torch.cat([before, input_ids], dim=1), scores)
 
-    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
-        """Return the scores of the next token, as the processor changes them."""
-        before = self.ids_N.to(input_ids.device).expand(len(input_ids), -1)
-        return self.inner(torch.cat([before, input_ids], dim=1), scores)
-
-
-class _Stop(StoppingCriteria):
-    """Ends an answer after the token that is being written, so that the cache stays whole."""
-
-    def __init__(self, stopped: Callable[[], bool]) -> None:
-        self.stopped = stopped
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Return (B,) whether each row is done."""
-        return torch.full((input_ids.shape[0],), self.stopped(), device=input_ids.device)
+    return process
 
 
 class Reading:
@@ -208,9 +195,8 @@ class Reading:
             >>> context.kept_by_message()[0].protected
             'all'
         """
-        cache = self.cache
-        heads = (head for layer in cache.backbone.layers for head in cache.kept_everywhere(layer)[0])
-        return kept_turns(heads, self.protection.known, cache.seen, cache.protected[0] if cache.protected else ())
+        known, spans = self.protection.known, self.cache.protected[0] if self.cache.protected else ()
+        return kept_turns(retention_of(self.cache), known, spans)
 
     def save(self, path: str | Path) -> None:
         """Write it to one file, for `LongContextModel.load`, or `load_chat` if something was said.
@@ -290,16 +276,16 @@ class Chat(Reading):
         check_question(text)
         return settings
 
-    def _looking_back(self, settings: dict[str, Any]) -> list[LogitsProcessor]:
+    def _looking_back(self, settings: dict[str, Any]) -> list[Callable[[Tensor, Any], Any]]:
         """Take options that look back out of settings, and return what does it with all that was read."""
-        found = list[LogitsProcessor]()
+        found = list[Callable[[Tensor, Any], Any]]()
         for name, (neutral, make) in _LOOKING_BACK.items():
             if (value := settings.pop(name, None)) in (None, neutral):
                 continue
             if self.talk.ids is None:
                 raise Refusal(name, value, "sees what was read, of which a file keeps a digest alone; leave it out")
             ids_1N = torch.tensor([self.talk.ids.tolist()], device=input_device(self.lm.model))
-            found.append(_Behind(ids_1N[0, :-1], make(value, ids_1N)))
+            found.append(_behind(ids_1N[0, :-1], make(value, ids_1N)))
         return found
 
     def _streamed(self, text: str, settings: dict[str, Any]) -> Iterator[str]:
@@ -329,9 +315,11 @@ class Chat(Reading):
         self, text: str, settings: dict[str, Any], write: Callable[[str], object] | None, stopped: Callable[[], bool]
     ) -> None:
         """Read a turn and write the answer, until there is a reason to stop."""
-        settings["stopping_criteria"] = StoppingCriteriaList(
-            [*(settings.get("stopping_criteria") or ()), _Stop(stopped)]
-        )
+
+        def stop(input_ids: Tensor, scores: Any, **_: Any) -> Tensor:  # after a token, so that the cache stays whole
+            return torch.full((input_ids.shape[0],), stopped(), device=input_ids.device)
+
+        settings["stopping_criteria"] = StoppingCriteriaList([*(settings.get("stopping_criteria") or ()), stop])
         if not self._speaking.acquire(blocking=False):
             raise ValueError(_SPEAKING)
         try:

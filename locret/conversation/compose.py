@@ -57,7 +57,7 @@ def compose(contexts: Sequence[Context], budget: int | None = None, *, name: str
         skip = opening_tokens(context) if nth else 0
         if nth:
             read.ids = None if read.ids is None or context.talk.ids is None else read.ids + context.talk.ids[skip:]
-        if nth < len(contexts) - 1 and (ids := context.talk.stream.copy().rest(SEPARATOR)):
+        if nth < len(contexts) - 1 and (ids := replace(context.talk.stream).rest(SEPARATOR)):
             read_turn(lm.model, torch.tensor([ids]), cache)
             read.read(ids)
         parts.append((cache, skip))
@@ -71,7 +71,7 @@ def compose(contexts: Sequence[Context], budget: int | None = None, *, name: str
     known = all(context.protection.turns is not None for context in contexts)
     talk = replace(
         read,
-        stream=contexts[-1].talk.stream.copy(),
+        stream=replace(contexts[-1].talk.stream),
         name=" + ".join(context.name for context in contexts) if name is None else name,
         protection=_protection(whole, turns if known else []),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -113,7 +114,7 @@ class Context(Reading):
 
     def question_ids(self, question: str) -> Tensor:
         """Return the (1, L) token ids that follow the prefix of `to_dynamic_cache`: the question, up to its answer."""
-        return torch.tensor([self.talk.stream.copy().rest(self._turn(question))])
+        return torch.tensor([replace(self.talk.stream).rest(self._turn(question))])
 
     def question_text(self, question: str) -> str:
         """Return the text that follows the prefix, whose tokens `question_ids` returns."""
@@ -121,4 +122,4 @@ class Context(Reading):
 
     def _turn(self, question: str) -> str:
         check_question(question)
-        return self.talk.transcript.copy().ask(question)
+        return replace(self.talk.transcript).ask(question)

@@ -19,7 +19,7 @@ import stat
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -169,28 +169,20 @@ def leading_special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return []
 
 
+@dataclass
 class TokenStream:
-    """A text that is tokenised as it comes in; the tokens are those of the whole text.
+    """A text that is tokenised as it comes in; the tokens are those of the whole text."""
 
-    Args:
-        tokenizer: Any tokenizer; no offsets are needed.
-        window: Characters tokenised at a time.
-        margin: Characters on each side of a cut that have to agree.
-        context: The end of a text that came before and whose tokens are known.
-        pending: What followed it, and has no tokens yet.
-    """
-
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        *,
-        window: int = WINDOW,
-        margin: int = 1 << 10,
-        context: str = "",
-        pending: str = "",
-    ) -> None:
-        self.tokenizer, self.window, self.margin = tokenizer, window, margin
-        self.context, self.pending = context, pending
+    tokenizer: PreTrainedTokenizerBase
+    """Any tokenizer; no offsets are needed."""
+    window: int = WINDOW
+    """Characters tokenised at a time."""
+    margin: int = 1 << 10
+    """Characters on each side of a cut that have to agree."""
+    context: str = ""
+    """The end of a text that came before and whose tokens are known."""
+    pending: str = ""
+    """What followed it, and has no tokens yet."""
 
     def add(self, pieces: Iterable[str]) -> Iterator[list[int]]:
         """Take more of the text and yield the tokens that no later text can change."""
@@ -224,12 +216,8 @@ class TokenStream:
 
     def followed(self, text: str) -> tuple[list[int], int]:
         """Return what `rest` does, and which of these tokens is the first that the last text has a part in."""
-        alone, ids = self.copy().finish(), self.rest(text)
+        alone, ids = replace(self).finish(), self.rest(text)
         return ids, shared(alone, ids)
-
-    def copy(self) -> TokenStream:
-        """Return a stream that goes its own way."""
-        return copy.copy(self)
 
     def finish(self) -> list[int]:
         """Return the tokens of all that waits: nothing follows, or what does is no text."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from locret import shipped
 from locret.backbone.adapters import describe, input_device, ranks_of, unwrap
 from locret.base.warned import warn_user
-from locret.conversation.document import encode, leading_special_ids
+from locret.conversation.document import encode
 from locret.conversation.turns import Transcript
 from locret.heads.fingerprint import computation
 from locret.heads.heads import RetainingHeads
@@ -121,9 +121,8 @@ def counted(labels_LKT: Tensor) -> Tensor:
 
 
 def _labels(model: nn.Module, tokenizer: Any, template: str, text: str) -> Tensor:
-    before, after = Transcript(tokenizer, template).around(REQUEST)
-    special = leading_special_ids(tokenizer) if template != "chat" else []
-    device = input_device(model)
+    transcript, device = Transcript(tokenizer, template), input_device(model)
+    (before, after), special = transcript.around(REQUEST), transcript.special
     document, request, answer = (
         torch.tensor(ids, device=device)
         for ids in (special + encode(tokenizer, before + text), encode(tokenizer, after), encode(tokenizer, text))

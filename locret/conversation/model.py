@@ -319,7 +319,7 @@ class LongContextModel:
         talk = self._opened(document, system, rules_of(protect))
         there = [turn.role for turn in talk.protection.known]
         check_named(talk.protection.rules, there if question is None else [*there, USER])
-        before, talk.transcript = talk.transcript, talk.transcript.copy()
+        before, talk.transcript = talk.transcript, replace(talk.transcript)
         added = talk.transcript.ask(question)
         talk.protection.apply(cache)
 

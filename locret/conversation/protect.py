@@ -13,9 +13,8 @@ from locret.base.fields import Refusal, read, shown
 from locret.policy.protection import MOST_SPANS, Guarantee, Span, checked_rows
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from locret.cache.cache import RetentionCache
+    from locret.pictures import Retention
 
 SYSTEM, DOCUMENT, USER, ASSISTANT = "system", "document", "user", "assistant"
 ROLES = (SYSTEM, DOCUMENT, USER, ASSISTANT)
@@ -177,13 +176,14 @@ class KeptTurn:
     """all where it is pinned, part where some of it is, or its least share of the budget; None: nothing."""
 
 
-def kept_turns(heads: Iterable[Tensor], turns: Sequence[Turn], seen: int, spans: Sequence[Span] = ()) -> list[KeptTurn]:
+def kept_turns(retention: Retention, turns: Sequence[Turn], spans: Sequence[Span] = ()) -> list[KeptTurn]:
     """Count what has stayed of each turn."""
     import torch  # help should not wait for it
 
+    seen = retention.prompt_tokens
     starts = torch.tensor([min(turn.start, seen) for turn in turns])
     ends = torch.tensor([seen if turn.end is None else min(turn.end, seen) for turn in turns])
-    held = [head[head >= 0].long().cpu().contiguous() for head in heads]
+    held = [head.contiguous() for heads in retention.kept.values() for head in heads]
     counts_HT = torch.stack([torch.searchsorted(own, ends) - torch.searchsorted(own, starts) for own in held])
     found = []
     for turn, start, end, counts_H in zip(turns, starts.tolist(), ends.tolist(), counts_HT.T, strict=True):

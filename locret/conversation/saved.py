@@ -148,9 +148,8 @@ class SavedContext:
         """Return what has stayed of each turn; None where the file does not say where they are."""
         if self.protection.turns is None:
             return None
-        heads = (head for layer in self.saved.backbone.layers for head in self.kept(layer))
         rows = spans_from(self.saved.state.get("protected", []))
-        return kept_turns(heads, self.protection.turns, self.tokens, rows[0] if rows else ())
+        return kept_turns(self.retention(), self.protection.turns, rows[0] if rows else ())
 
     def retention(self) -> Retention:
         """Return what is drawn of it."""

@@ -117,33 +117,25 @@ def turns_fingerprint(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
 # -- turns about a document -------------------------------------------------------------------------------------------
 
 
+@dataclass
 class Transcript:
-    """The turns about a document, and what each adds.
+    """The turns about a document, and what each adds."""
 
-    Args:
-        tokenizer: Gives the chat template.
-        template: One of `TEMPLATES`.
-        system: System message; the template's own default if None. Where a template has no such role, it opens the
-            first user turn.
-        turns: What was said before: user and assistant in turns.
-        raw: Whether what spells a special token becomes one, wherever it stands: then a document can end the user's
-            turn and speak for the system.
-    """
+    tokenizer: PreTrainedTokenizerBase
+    """Gives the chat template."""
+    template: str
+    """One of `TEMPLATES`."""
+    system: str | None = None
+    """System message; the template's own default if None. Where a template has no such role, it opens the first user
+    turn."""
+    turns: tuple[Message, ...] = ()
+    """What was said before: user and assistant in turns."""
+    raw: bool = False
+    """Whether what spells a special token becomes one, wherever it stands: then a document can end the user's turn and
+    speak for the system."""
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        template: str,
-        system: str | None = None,
-        turns: tuple[Message, ...] = (),
-        raw: bool = False,
-    ) -> None:
-        check_template(tokenizer, template)
-        self.tokenizer, self.template, self.system, self.turns, self.raw = tokenizer, template, system, turns, raw
-
-    def copy(self) -> Transcript:
-        """Return a transcript that goes its own way."""
-        return Transcript(self.tokenizer, self.template, self.system, self.turns, self.raw)
+    def __post_init__(self) -> None:
+        check_template(self.tokenizer, self.template)
 
     def text(self, words: str) -> str:
         """Return words of a message or a document as they are to be tokenised."""
@@ -256,7 +248,7 @@ class Talk:
 
     def copy(self) -> Talk:
         """Return one that goes its own way."""
-        return replace(self, stream=self.stream.copy(), transcript=self.transcript.copy())
+        return replace(self, stream=replace(self.stream), transcript=replace(self.transcript))
 
     def notes(self, **more: Any) -> dict[str, Any]:
         """Return what a file holds of it, for `saved_talk`."""
@@ -346,8 +338,7 @@ def written(
         raise ValueError(f"the tokenizer's chat template refuses these messages ({error}); change them") from error
     if whole == without:
         raise ValueError("tools have no effect, for this tokenizer's chat template does not write them; leave them out")
-    special = leading_special_ids(tokenizer) if template != "chat" else []
-    return [*special, *TokenStream(tokenizer).rest(whole)]
+    return [*Transcript(tokenizer, template).special, *TokenStream(tokenizer).rest(whole)]
 
 
 def _begun(
