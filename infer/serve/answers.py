@@ -16,6 +16,7 @@ from typing import Any, Literal
 from locret.base.openmp import Workers
 from locret.conversation.document import HALF_A_CHARACTER, Decoder, decode
 from locret.engines.transformers import NoRoom, NotRunning, Written
+from locret.infer.serve.jobs import Turns
 from locret.infer.serve.refusal import Refusal
 
 _LOOKING_AGAIN = 0.25
@@ -150,8 +151,8 @@ class Place:
 class Answers:
     """The answers of a server: those that wait, in the order they came, and those that are being written."""
 
-    def __init__(self, tokenizer: Any, end_ids: Iterable[int], *, max_queue: int) -> None:
-        self.tokenizer, self.max_queue = tokenizer, max_queue
+    def __init__(self, tokenizer: Any, end_ids: Iterable[int], turns: Turns, *, max_queue: int) -> None:
+        self.tokenizer, self.turns, self.max_queue = tokenizer, turns, max_queue
         self.end_ids = frozenset(end_ids)
         self._places: set[Place] = set()
         self._freed, self._closed = threading.Event(), False
@@ -217,12 +218,15 @@ class Answers:
         gone = [threading.Event() for _ in asked]
 
         def receive(choice: int, step: Written | Exception) -> None:
+            goes_on = isinstance(step, Written) and step.finish is None
+            self.turns.note(gone[choice], True if goes_on else None)
             loop.call_soon_threadsafe(steps.put_nowait, (choice, step))
 
         def leave(choice: int) -> None:
             gone[choice].set()
             if not waits[choice].cancel():
-                waits[choice].add_done_callback(_end)  # at once, or as soon as the engine has taken it in
+                # At once, or as soon as the engine has taken it in.
+                waits[choice].add_done_callback(partial(self._end, gone[choice]))
 
         limit = loop.call_later(deadline - time.monotonic(), steps.put_nowait, (-1, TimeLimit()))
         unfinished = set(range(len(asked)))
@@ -266,9 +270,11 @@ class Answers:
         try:
             while not (gone.is_set() or self._closed):
                 self._freed.clear()
+                self.turns.note(gone, False)
                 try:
                     return asked(receive)
                 except NoRoom:
+                    self.turns.note(gone, None)
                     self._freed.wait(_LOOKING_AGAIN)
         except NotRunning:
             receive(Refusal(503, _STOPPED, code="engine_stopped"))
@@ -278,8 +284,8 @@ class Answers:
             receive(error)
         return None
 
-
-def _end(begun: Future[Callable[[], None] | None]) -> None:
-    """Cancel an answer that has begun."""
-    if not begun.cancelled() and (cancel := begun.result()) is not None:
-        cancel()
+    def _end(self, gone: threading.Event, begun: Future[Callable[[], None] | None]) -> None:
+        """Cancel an answer that has begun."""
+        if not begun.cancelled() and (cancel := begun.result()) is not None:
+            cancel()
+            self.turns.note(gone, None)

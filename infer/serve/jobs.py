@@ -26,7 +26,6 @@ from locret.conversation.context import Context
 from locret.conversation.document import Document, ReadingBar, read_text
 from locret.conversation.model import LongContextModel
 from locret.conversation.saved import kept_heads
-from locret.engines.transformers import Written
 from locret.pictures import Retention, kept_shares
 
 PATIENCE = 2.0
@@ -95,31 +94,8 @@ class Turns:
                 hand_back_cores()
                 self._changed.notify_all()
 
-    def giving_way(
-        self, submit: Callable[..., Callable[[], None]], on_token: Callable[[Written], Any]
-    ) -> Callable[[], None]:
-        """Begin an answer, and let the readers know of it and of each of its tokens; return what cancels it."""
-        answer = object()
-        self._note(answer, False)
-
-        def told(written: Written) -> None:
-            self._note(answer, True if written.finish is None else None)
-            on_token(written)
-
-        try:
-            cancel = submit(on_token=told)
-        except BaseException:
-            self._note(answer, None)
-            raise
-
-        def cancelled() -> None:
-            cancel()
-            self._note(answer, None)
-
-        return cancelled
-
-    def _note(self, answer: object, stepped: bool | None) -> None:
-        """Take note of an answer: it was asked for, has one more token, or (None) has ended."""
+    def note(self, answer: object, stepped: bool | None) -> None:
+        """Take note of an answer, to which readers give way: asked for, with one more token, or (None) ended."""
         with self._changed:
             if stepped is None:
                 self._answers.pop(answer, None)

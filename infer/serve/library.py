@@ -67,7 +67,7 @@ class Library:
         self.folder, self.lm, self.plan = Path(folder).resolve(), lm, plan
         self.auto_bytes, self.max_upload, self.max_waiting = auto_bytes, max_upload, max_waiting
         self.turns = Turns()
-        """The readers' turns, to which an engine makes its answers known."""
+        """The readers' turns, which give way to answers."""
         self.room = Room(plan.reading)
         """Memory of texts that are read."""
         self._lock = threading.RLock()

@@ -204,8 +204,7 @@ class _Work:
             prefix = None if prompt.holder is None else library.stored(prompt.holder)
             seed = None if body.seed is None else (body.seed + nth) % 2**63
             how: dict[str, Any] = {"end_ids": ends, "sampling": replace(sampling, seed=seed)}
-            submit = partial(engine.submit, prompt.rest, prefix, max_new_tokens=most, **how)
-            return library.turns.giving_way(submit, on_token)
+            return engine.submit(prompt.rest, prefix, max_new_tokens=most, on_token=on_token, **how)
 
         return [partial(begin, nth) for nth in range(body.choices)]
 

@@ -42,7 +42,8 @@ class ServerState:
     def __post_init__(self) -> None:
         self.lm, self.api_key, self.started = self.library.lm, self.options.key, time.time()
         self.max_body = self.options.bytes_of("max_body")
-        self.answers = Answers(self.lm.tokenizer, self.lm.end_ids, max_queue=self.options.max_queue)
+        turns, most = self.library.turns, self.options.max_queue
+        self.answers = Answers(self.lm.tokenizer, self.lm.end_ids, turns, max_queue=most)
         self.prompts = Prompts(self.lm, self.library)
         self.short_work = Workers(SHORT_WORK, "locret-short")
         self.converting = asyncio.Lock()  # one document at a time

@@ -11,7 +11,7 @@ import pytest
 from running import until
 
 from locret import LongContextModel, RetentionPolicy
-from locret.engines.transformers import PagedContexts, Written
+from locret.engines.transformers import PagedContexts
 from locret.infer.serve.jobs import Room, Turns
 from locret.infer.serve.plan import MemoryPlan
 
@@ -50,18 +50,16 @@ def test_readers_go_chunk_by_chunk_in_turns() -> None:
 
 
 def test_a_chunk_gives_way_until_every_answer_has_begun_and_one_went_on() -> None:
-    turns, order, cancels, told = Turns(patience=1000.0), list[int](), list[Any](), list[Any]()
-
-    def submit(on_token: Any) -> Callable[[], None]:
-        told.append(lambda: on_token(Written(5)))
-        return wait
+    turns, order, answers = Turns(patience=1000.0), list[int](), list[object]()
 
     def read() -> None:
         with turns.turn(wait) as next_turn:
             for chunk in range(3):
                 order.append(chunk)
                 time.sleep(0.01)
-                cancels.extend(turns.giving_way(submit, lambda _: None) for _ in range(0 if chunk else 2))
+                for answer in () if chunk else ("first", "second"):
+                    turns.note(answer, False)
+                    answers.append(answer)
                 next_turn()
 
     def read_in_a_while() -> int:
@@ -70,18 +68,19 @@ def test_a_chunk_gives_way_until_every_answer_has_begun_and_one_went_on() -> Non
 
     thread = threading.Thread(target=read)
     thread.start()
-    until(lambda: len(cancels) == 2)
-    first, second = told
+    until(lambda: len(answers) == 2)
     assert read_in_a_while() == 1
-    first()
+    turns.note("first", True)
     assert read_in_a_while() == 1  # the second has no token yet
-    second()
+    turns.note("second", True)
     until(lambda: len(order) == 2)
     assert read_in_a_while() == 2  # one chunk for one step
-    first()
+    turns.note("first", True)
     until(lambda: len(order) == 3)
-    for cancel in (*cancels, cancels[1]):
-        cancel()
+    for answer in (*answers, "second"):
+        turns.note(answer, None)
+    turns.note("second", True)  # one that was cancelled may still have a token
+    assert not turns._answers
     thread.join(5)
     assert not thread.is_alive()
 
