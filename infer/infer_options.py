@@ -15,8 +15,6 @@ from locret.infer.fetch import is_address
 from locret.loading.options import BackboneSource
 from locret.policy.resolve import PolicyFlags
 
-Template = Literal["chat", "original", "none"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions(BackboneSource):
@@ -97,7 +95,7 @@ class TextOptions:
     are read below their names. - is standard input, as is no file at all if something is piped in."""
     system: str | None = field(default=None, metadata={"empty": True})
     """System message."""
-    template: Template = "chat"
+    template: Literal["chat", "original", "none"] = "chat"
     """chat: the tokenizer's chat template; original: the one the original heads were trained on; none: plain text."""
     protect: list[str] = field(default_factory=list)
     """What stays whatever its scores, each with a --protect of its own: system, document, question (the last turn of

@@ -57,9 +57,10 @@ class Ready:
         try:
             tokenizer = loading.load_tokenizer(self.model)
             backbone = loading.load_model(self.model, run.config, run.device, run.dtype)
-            where = {"template": template, "store": self.model.store}
             self.policy = sharing(self.policy, run.scorer, backbone, tokenizer, template, asked=self.asked)
-            lm = LongContextModel(backbone, tokenizer, run.scorer, self.policy, **where)  # type: ignore[arg-type]
+            lm = LongContextModel(
+                backbone, tokenizer, run.scorer, self.policy, template=template, store=self.model.store
+            )
             if run.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(run.device)
             yield lm

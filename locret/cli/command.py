@@ -201,25 +201,18 @@ def chosen(prog: str, about: Mapping[str, str], arguments: Sequence[str]) -> tup
     """Return the word that a command line begins with, and what follows."""
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help", "help"):
-        sys.stdout.write(listing(prog, about))
-        raise SystemExit(0)
+        width = max(map(len, about))
+        lines = [f"  {prog} {name:<{width}}  {text[:1].lower()}{text[1:].rstrip('.')}" for name, text in about.items()]
+        usage = f"usage: {prog} COMMAND [--OPTION VALUE ...]"
+        _leave("\n".join([usage, "", *lines, "", f"{prog} COMMAND --help lists its options.", ""]))
     if name == "--version":
-        sys.stdout.write(f"{prog} {__version__}\n")
-        raise SystemExit(0)
+        _leave(f"{prog} {__version__}\n")
     if name not in about:
         check_retired(prog, name)
         near = nearest(name, about)
         hint = f"did you mean {' or '.join(near)}?" if near else f"`{prog}` lists all"
         raise ValueError(f"there is no command {typed(name)!r}; {hint}")
     return name, rest
-
-
-def listing(prog: str, about: Mapping[str, str]) -> str:
-    """Return the help that lists all words."""
-    width = max(map(len, about))
-    lines = [f"  {prog} {name:<{width}}  {text[:1].lower()}{text[1:].rstrip('.')}" for name, text in about.items()]
-    usage = f"usage: {prog} COMMAND [--OPTION VALUE ...]"
-    return "\n".join([usage, "", *lines, "", f"{prog} COMMAND --help lists its options.", ""])
 
 
 def with_flag(arguments: list[str], flag: str) -> list[str]:
