@@ -13,7 +13,8 @@ import copy
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from os.path import commonprefix
 from statistics import fmean
 from typing import Any
@@ -31,7 +32,7 @@ from locret.conversation.document import decode, encode, leading_special_ids
 from locret.conversation.head_shares import sharing
 from locret.conversation.turns import MARK, Message, Transcript
 from locret.generation import FiniteLogits, check_finite_logits
-from locret.infer.evaluation.methods import ORACLE, Prompt, Setup, SharedText, make_scorer, rule
+from locret.infer.evaluation.methods import ORACLE, Prompt, Setup, make_scorer, rule, text_tokens
 from locret.infer.evaluation.plan import Case, Run, texts_of
 from locret.infer.evaluation.records import AWARE, key
 
@@ -72,7 +73,7 @@ def _answers_about(
 
 def _record(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measured: dict[str, Any]) -> dict[str, Any]:
     tokens = prompt.ids_1N.shape[1]
-    document = {} if run.protocol == AWARE else {"document_tokens": prompt.text.document}
+    document = {} if run.protocol == AWARE else {"document_tokens": prompt.text()}
     return {
         **case.axes,
         **run.axes,
@@ -87,14 +88,15 @@ def _record(case: Case, run: Run, prompt: Prompt, facts: dict[str, Any], measure
     }
 
 
-def ask(setup: Setup, case: Case, text: SharedText | None = None) -> tuple[Prompt, dict[str, Any]]:
+def ask(setup: Setup, case: Case, text: Callable[[], int] | None = None) -> tuple[Prompt, dict[str, Any]]:
     """Return a case's prompt on the backbone's device, and what its record says of the row it comes from."""
     sample = case.sample()
     built = case.built(setup.tokenizer, sample)
     facts = {"item": sample.id, "tokens_before": built.tokens_before, "tokens_after": built.tokens_after}
     facts |= {"depth": sample.depths[0]} if len(sample.depths) == 1 else {}
     ids_1N = torch.tensor([built.ids], device=input_device(setup.model))
-    return Prompt(ids_1N, sample, text or SharedText(setup, case.task, sample, case.template)), facts
+    text = text or lru_cache(partial(text_tokens, setup, case.task, sample, case.template))
+    return Prompt(setup, case.task, ids_1N, sample, text, case.template), facts
 
 
 def _answered(prompt: Prompt, run: Run) -> dict[str, Any]:
@@ -108,7 +110,7 @@ def answer(prompt: Prompt, run: Run) -> dict[str, Any]:
     """Read a prompt as a whole, answer it greedily, and return the prediction, units, bytes and seconds."""
     if run.method.plain:  # read within `generate`: transformers alone, and nothing of ours but a look at it in between
         return _write(prompt, cache_of(prompt, run), {})
-    return _write(prompt, *_read(prompt, run, prompt.text.task.max_new_tokens))
+    return _write(prompt, *_read(prompt, run, prompt.task.max_new_tokens))
 
 
 @torch.no_grad()
@@ -152,7 +154,7 @@ def _write(prompt: Prompt, cache: Any, read: dict[str, Any]) -> dict[str, Any]:
     new = written(prompt.setup.model, cache, prompt.ids_1N, settings)
     end, measured = now(device), {"kept_units": seen["units"], "cache_bytes": seen["size"], **read}
     return {
-        "prediction": until(decode(prompt.setup.tokenizer, new), prompt.text.task.stop),
+        "prediction": until(decode(prompt.setup.tokenizer, new), prompt.task.stop),
         "generated_tokens": len(new),
         **held(cache),
         **measured,
@@ -168,7 +170,7 @@ def cache_of(prompt: Prompt, run: Run) -> RetentionCache | DynamicCache:
         return DynamicCache(config=unwrap(prompt.setup.model).config)
     setup, scorer, policy = prompt.setup, make_scorer(run.method, prompt), run.policy_of(prompt.ids_1N.shape[1])
     assert policy is not None
-    policy = sharing(policy, scorer, setup.model, setup.tokenizer, prompt.text.template)
+    policy = sharing(policy, scorer, setup.model, setup.tokenizer, prompt.template)
     return RetentionCache(setup.model, scorer, policy)
 
 
@@ -218,7 +220,7 @@ class _UnitMeter:
 
 def settings_of(prompt: Prompt) -> dict[str, Any]:
     """Return settings of greedy decoding; neutral ones too, or the backbone's own sampling would fill them in."""
-    tokenizer, task = prompt.setup.tokenizer, prompt.text.task
+    tokenizer, task = prompt.setup.tokenizer, prompt.task
     ends = unwrap(prompt.setup.model).generation_config.eos_token_id  # type: ignore[union-attr]
     ends = tokenizer.eos_token_id if ends is None else ends
     every = ends if isinstance(ends, list) else [ends]
@@ -311,10 +313,10 @@ def answer_conversation(prompt: Prompt, run: Any) -> dict[str, Any]:
 
     The model writes each answer on a fork; what stands as the answer (`said`, else its own) is read with the next turn.
     """
-    sample, tokenizer, task = prompt.sample, prompt.setup.tokenizer, prompt.text.task
+    sample, tokenizer, task = prompt.sample, prompt.setup.tokenizer, prompt.task
     settings, cache, ids_1N = settings_of(prompt), cache_of(prompt, run), prompt.ids_1N
     # The first turn has been rendered with the document in it; a mark stands for it here.
-    transcript = Transcript(tokenizer, prompt.text.template, sample.system or None, (Message("user", MARK),))
+    transcript = Transcript(tokenizer, prompt.template, sample.system or None, (Message("user", MARK),))
     start, writing, answers, count, units = time.perf_counter(), 0.0, list[str](), 0, list[int]()
     for number, turn in enumerate(sample.turns):
         if number:

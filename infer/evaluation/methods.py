@@ -10,6 +10,7 @@ token that joins the document's end with a question counts to the question.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from os.path import commonprefix
@@ -42,30 +43,13 @@ class Setup:
     seed: int
 
 
-@dataclass
-class SharedText:
-    """A sample's text with every question that it knows."""
-
-    setup: Setup
-    task: Task
-    sample: Sample
-    template: str = "chat"
-
-    @cached_property
-    def _asked(self) -> list[Sample]:
-        """The sample, then one for every question; it is among them, unless the task's own prompt says it otherwise."""
-        others = [self.sample.asking(question) for question in self.sample.asked]
-        return [self.sample, *(one for one in others if one.content != self.sample.content)]
-
-    @cached_property
-    def _prompts(self) -> list[BuiltPrompt]:
-        return [build_prompt(self.task, one, self.setup.tokenizer, template=self.template) for one in self._asked]
-
-    @cached_property
-    def document(self) -> int:
-        """D: tokens that all prompts begin with and that the document ends."""
-        asked = zip(self._asked, self._prompts, strict=True)
-        return min(document_tokens(self.setup.tokenizer, self.task, sample, built) for sample, built in asked)
+def text_tokens(setup: Setup, task: Task, sample: Sample, template: str = "chat") -> int:
+    """Return D of a sample's text: tokens that the prompts of all its questions begin with and that the text ends."""
+    # The sample's own question is among them, unless the task's own prompt says it otherwise.
+    others = [sample.asking(question) for question in sample.asked]
+    asked = [sample, *(one for one in others if one.content != sample.content)]
+    built = [build_prompt(task, one, setup.tokenizer, template=template) for one in asked]
+    return min(document_tokens(setup.tokenizer, task, *both) for both in zip(asked, built, strict=True))
 
 
 def document_tokens(tokenizer: Any, task: Task, sample: Sample, built: BuiltPrompt) -> int:
@@ -104,21 +88,20 @@ def reply_ids(tokenizer: Any, reply: str, device: torch.device) -> Tensor:
 class Prompt:
     """One sample as token ids."""
 
+    setup: Setup
+    task: Task
     ids_1N: Tensor
     sample: Sample
-    text: SharedText = field(repr=False)
+    text: Callable[[], int]
+    """Gives the `text_tokens` that it has in common with the prompts of other questions about its text."""
+    template: str = "chat"
     whole: Prompt | None = field(default=None, repr=False)
     """With the question, where these ids end before it."""
 
     @property
-    def setup(self) -> Setup:
-        """What scorers are made from."""
-        return self.text.setup
-
-    @property
     def document(self) -> Prompt:
-        """The prompt up to where its question begins; errors are those of the text's."""
-        return replace(self, ids_1N=self.ids_1N[:, : self.text.document], whole=self)
+        """The prompt up to where its question begins; errors are those of `text_tokens`."""
+        return replace(self, ids_1N=self.ids_1N[:, : self.text()], whole=self)
 
     @cached_property
     def labels(self) -> Tensor:

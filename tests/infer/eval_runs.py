@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import build_prompt
-from locret.infer.evaluation.methods import Prompt, Setup, SharedText
+from locret.infer.evaluation.methods import Prompt, Setup, text_tokens
 
 RECORD: dict[str, Any] = {
     **{"task": "passkey", "version": 1, "tokens": 300, "index": 0, "method": "random"},
@@ -40,9 +41,8 @@ def prompts(setup: Setup, task: Task, samples: Sequence[Sample]) -> list[Prompt]
     """Return the prompts of questions about one text."""
     import torch
 
-    text = SharedText(setup, task, samples[0])
-    built = [build_prompt(task, one, setup.tokenizer) for one in samples]
-    return [Prompt(torch.tensor([b.ids]), one, text) for one, b in zip(samples, built, strict=True)]
+    text, built = partial(text_tokens, setup, task, samples[0]), partial(build_prompt, task, tokenizer=setup.tokenizer)
+    return [Prompt(setup, task, torch.tensor([built(one).ids]), one, text) for one in samples]
 
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
