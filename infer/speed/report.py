@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from locret.base.tables import UNKNOWN, Columns, number, of_rows
+from locret.base.tables import markdown
 from locret.environment import versions
 from locret.infer.speed.measure import Measurements
 from locret.infer.speed.plan import BenchPlan
 from locret.infer.speed.ways import LLAMACPP
 
+UNKNOWN = "unknown"
 _MIB = 2**20
 
 
@@ -86,22 +87,29 @@ def device_name(device: torch.device) -> str:
     return next(iter(named), platform.processor() or platform.machine())
 
 
-_SPEED: Columns = {
-    "method": lambda row: str(row["method"]),
-    "tokens": number("length", ","),
-    "read s": number("prefill.seconds.p50", ".3g"),
-    "of `full`": number("prefill.times_full.p50", ".2f"),
-    "of `floor`": number("prefill.times_floor.p50", ".2f"),
-    "of matmul": number("prefill.share.p50", ".0%"),
-    "written tokens/s": number("decode.tokens_per_second.p50", ",.4g"),
-    "of `full` ": number("decode.times_full.p50", ".2f"),
-    "of `floor` ": number("decode.times_floor.p50", ".2f"),
-    "of copy": number("decode.share.p50", ".0%"),
-    "cache MiB": number("bytes.cache", ",.2f", _MIB),
-    "host MiB": number("bytes.host", ",.2f", _MIB),
-    "fetched KiB / token": number("bytes.moved_per_token", ",.1f", 2**10),
-    "peak MiB": number("bytes.peak", ",.1f", _MIB),
+# By the title of a column the path to its number, how that is written, and its unit.
+_COLUMNS: dict[str, tuple[str, str, float]] = {
+    "method": ("method", "", 1),
+    "tokens": ("length", ",", 1),
+    "read s": ("prefill.seconds.p50", ".3g", 1),
+    "of `full`": ("prefill.times_full.p50", ".2f", 1),
+    "of `floor`": ("prefill.times_floor.p50", ".2f", 1),
+    "of matmul": ("prefill.share.p50", ".0%", 1),
+    "written tokens/s": ("decode.tokens_per_second.p50", ",.4g", 1),
+    "of `full` ": ("decode.times_full.p50", ".2f", 1),
+    "of `floor` ": ("decode.times_floor.p50", ".2f", 1),
+    "of copy": ("decode.share.p50", ".0%", 1),
+    "cache MiB": ("bytes.cache", ",.2f", _MIB),
+    "host MiB": ("bytes.host", ",.2f", _MIB),
+    "fetched KiB / token": ("bytes.moved_per_token", ",.1f", 2**10),
+    "peak MiB": ("bytes.peak", ",.1f", _MIB),
 }
+
+
+def _cell(row: Any, path: str, form: str, unit: float) -> str:
+    for name in path.split("."):
+        row = None if row is None else row.get(name)
+    return UNKNOWN if row is None else format(row if unit == 1 else row / unit, form)
 
 
 def page(record: Mapping[str, Any], command: str) -> str:
@@ -125,7 +133,7 @@ def page(record: Mapping[str, Any], command: str) -> str:
         f"a share of the operations of a matrix product ({product} GFLOP/s), writing of the bytes of a copy ({copy} "
         "GB/s), both measured in every round. The peak is a GPU's, all tensors included.",
         "",
-        *of_rows(_SPEED, rows),
+        *markdown(list(_COLUMNS), ([_cell(row, *how) for how in _COLUMNS.values()] for row in rows)),
         "",
         *missing,
         *([""] if missing else []),
