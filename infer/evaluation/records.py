@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,35 +28,6 @@ the question comes afterwards, on a fork."""
 def key(record: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what tells a record from others."""
     return (*(record[name] for name in KEY), record.get("budget_share"), record.get("question"))
-
-
-def shown(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return records or cells for people: the method's name says its protocol where that is not the usual one."""
-    return [
-        one if one["protocol"] == AWARE else {**one, "method": f"{one['method']}, {one['protocol']}"} for one in found
-    ]
-
-
-def with_error(score: float | None, error: float | None, places: int = 1) -> str:
-    """Return a score with its standard error, if they are known."""
-    if score is None:
-        return ""
-    return f"{score:.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
-
-
-def amount(found: Mapping[str, Any]) -> str:
-    """Return the budget of a record or a cell for people: "256", "10%" of the prompt, or "all"."""
-    if found.get("budget_share") is not None:
-        return f"{100 * found['budget_share']:.6g}%"
-    return "all" if found["budget"] is None else f"{found['budget']:,}"
-
-
-def size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.4g} {unit}"
-        count /= 1024
-    return f"{count:.4g} GiB"
 
 
 class SampleLog:

@@ -19,17 +19,7 @@ from locret.data.tasks.task import SampleSet, Task
 from locret.environment import versions
 from locret.infer.evaluation.job import Job
 from locret.infer.evaluation.plan import Case, Run
-from locret.infer.evaluation.records import (
-    RESULTS,
-    TABLE,
-    SampleLog,
-    amount,
-    fingerprint,
-    key,
-    shown,
-    size,
-    with_error,
-)
+from locret.infer.evaluation.records import AWARE, RESULTS, TABLE, SampleLog, fingerprint, key
 
 CELL = ("task", "tokens", "method", "budget", "chunk_size", "stabilizers", "budget_share", "protocol")
 _OPTIONAL = ("host_bytes", "moved_bytes", "kv_ranks")
@@ -127,6 +117,35 @@ def by_text(records: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
     for record in records:
         texts.setdefault(record["index"] if "question" in record else len(texts), []).append(record)
     return list(texts.values())
+
+
+def shown(found: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return records or cells for people: the method's name says its protocol where that is not the usual one."""
+    return [
+        one if one["protocol"] == AWARE else {**one, "method": f"{one['method']}, {one['protocol']}"} for one in found
+    ]
+
+
+def with_error(score: float | None, error: float | None, places: int = 1) -> str:
+    """Return a score with its standard error, if they are known."""
+    if score is None:
+        return ""
+    return f"{score:.{places}f}" + ("" if error is None else f" ± {error:.{places}f}")
+
+
+def amount(found: Mapping[str, Any]) -> str:
+    """Return the budget of a record or a cell for people: "256", "10%" of the prompt, or "all"."""
+    if found.get("budget_share") is not None:
+        return f"{100 * found['budget_share']:.6g}%"
+    return "all" if found["budget"] is None else f"{found['budget']:,}"
+
+
+def size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.4g} {unit}"
+        count /= 1024
+    return f"{count:.4g} GiB"
 
 
 def table(found: Sequence[dict[str, Any]]) -> str:
