@@ -28,7 +28,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from locret.data.tasks.metrics.choice import LETTERS, one_class, stated_letter
 from locret.data.tasks.metrics.overlap import chinese_rouge_l, chinese_word_f1, edit_similarity, rouge_l, word_f1
@@ -37,7 +36,6 @@ from locret.data.tasks.published.base import Metric, PublishedTask, best, first,
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Sample
 
-SOURCE = "LongBench, arXiv 2308.14508"
 # Text before and after the context: the benchmark's own config/dataset2prompt.json, as it is, misprints included.
 _FORMS = {name: prompt.split("{context}") for name, prompt in prompts_of("longbench").items()}
 _CLASSIFIED = ("trec", "lsht")
@@ -95,19 +93,6 @@ class LongBenchTask(PublishedTask):
         return super().score(prediction, sample)
 
 
-def rows_of(name: str) -> dict[str, Any]:
-    """Return where a task's rows lie, how many there are, and how prompts are cut."""
-    return {
-        "file": f"data/{name}.jsonl",
-        "hub_file": f"data.zip!data/{name}.jsonl",
-        "repo": "zai-org/LongBench",
-        "revision": "5e628be450b7e67fb7ae6e201bd6d8f7056f7672",
-        "size": {"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}.get(name, 200),
-        "truncation": "middle",
-        "reencode": True,
-    }
-
-
 _F1, _ROUGE, _JIEBA = ("token F1", over(word_f1)), ("ROUGE-L", over(rouge_l)), " of jieba's words"
 _ZH_ROUGE, _CLASS = ("ROUGE-L" + _JIEBA, over(chinese_rouge_l)), ("classification", _class)
 _EDITS = ("edit similarity", best(edit_similarity))
@@ -139,7 +124,7 @@ _TASKS: dict[str, tuple[int, tuple[str, Metric]]] = {
 _V1_TASKS: tuple[LongBenchTask, ...] = tuple(
     LongBenchTask(
         name=f"longbench/{name}",
-        source=SOURCE,
+        source="LongBench, arXiv 2308.14508",
         metric=metric,
         scored=scored,
         max_new_tokens=new,
@@ -147,8 +132,14 @@ _V1_TASKS: tuple[LongBenchTask, ...] = tuple(
         min_new_tokens=1 if name == "samsum" else 0,
         stop=("\n",) if name == "samsum" else (),
         chat=name not in _NO_CHAT,
+        truncation="middle",
+        reencode=True,
+        file=f"data/{name}.jsonl",
+        hub_file=f"data.zip!data/{name}.jsonl",
+        repo="zai-org/LongBench",
+        revision="5e628be450b7e67fb7ae6e201bd6d8f7056f7672",
+        size={"multifieldqa_en": 150, "lcc": 500, "repobench-p": 500}.get(name, 200),
         task=name,
-        **rows_of(name),
     )
     for name, (new, (metric, scored)) in _TASKS.items()
 )
