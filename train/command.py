@@ -65,7 +65,8 @@ def command(argv: Sequence[str] | None = None) -> int:
 
         from locret.train.training_run import TrainingRun
 
-        training, process = TrainingRun(options, chosen), PartialState(cpu=_on_cpu())
+        process = PartialState(cpu=_on_cpu())
+        training = TrainingRun(options, chosen, process)
         with ranks.together():
             training.check(process.device)
         if run.dry_run:
@@ -81,7 +82,7 @@ def _train(training: TrainingRun, process: PartialState, ranks: Ranks) -> int:
     with ranks.together():
         if process.is_main_process:
             sys.stderr.write("\n".join(_plan(training)) + "\n")
-        training.open_rows(process)
+        training.open_rows()
     rows = {f"{name} of --dataset": value for name, value in training.stream.state().items()}
     with ranks.together():
         ranks.agree(rows, "give all processes the same rows")
@@ -118,7 +119,7 @@ def _plan(training: TrainingRun) -> list[str]:
 def _show_plan(training: TrainingRun, process: PartialState, local: bool) -> int:
     """Print options and plan; rows are read only where nothing has to be fetched for that."""
     if local:
-        training.open_rows(process)
+        training.open_rows()
     rows = training.stream.size if local else None
     resolved = {**training.resolved_options(), "device": str(process.device)}
     if training.run.json:

@@ -22,7 +22,6 @@ from transformers import get_linear_schedule_with_warmup
 
 from locret.backbone.passes import in_step
 from locret.base import interrupts
-from locret.distributed.ranks import Ranks
 from locret.heads.heads import RetainingHeads
 from locret.train import checkpointing
 from locret.train.loss import chance_overlap
@@ -62,7 +61,7 @@ class Trainer:
     """The options that must not change when the run is resumed; stored with every checkpoint."""
 
     def __post_init__(self) -> None:
-        self._ranks = Ranks(self.accelerator.process_index, self.accelerator.num_processes)
+        self._ranks = self.training.ranks
         self.stream, self.held_out, self.folder = self.training.stream, self.training.held_out, self.training.folder
         self.step = self.rows = self.tokens = 0
         self.learning_rate = 0.0

@@ -61,9 +61,10 @@ class TrainingRun:
     Args:
         options: An instance of each of `OPTION_CLASSES`, in their order.
         chosen: Names of the options that the user set.
+        process: This one, of all that train together.
     """
 
-    def __init__(self, options: Sequence[Any], chosen: Iterable[str]) -> None:
+    def __init__(self, options: Sequence[Any], chosen: Iterable[str], process: PartialState) -> None:
         self.chosen = set(chosen)
         self.backbone: BackboneOptions = options[0]
         self.data: DataOptions = options[1]
@@ -71,6 +72,8 @@ class TrainingRun:
         self.optimizer: OptimizerOptions = options[3]
         self.validation: ValidationOptions = options[4]
         self.run: RunOptions = options[5]
+        own = Ranks(process.process_index, process.num_processes, process.local_process_index)
+        self.ranks = own.under(self.backbone.shard)
         self.options = plain(options)
         self.folder = Path(os.path.expanduser(str(self.run.output))).absolute()
 
@@ -115,14 +118,9 @@ class TrainingRun:
         self.backbone = replace(self.backbone, hidden_dim=hidden_dim)
         self.options["hidden_dim"] = hidden_dim
 
-    def ranks(self, process: PartialState) -> Ranks:
-        """Return this process among those of the run, with the rows that it reads."""
-        own = Ranks(process.process_index, process.num_processes, process.local_process_index)
-        return own.under(self.backbone.shard)
-
-    def open_rows(self, process: PartialState) -> None:
+    def open_rows(self) -> None:
         """Open this process's training rows, which checks schema, template and first row, and settle the precision."""
-        data, ranks = self.data, self.ranks(process)
+        data, ranks = self.data, self.ranks
         self.stream = TrainingStream(
             load_rows(data.dataset, split=data.split, revision=data.dataset_revision),
             load_tokenizer(self.backbone),
@@ -176,10 +174,10 @@ class TrainingRun:
         warmup = self.optimizer.warmup
         return {**self.options, "dtype": dtype, "mixed_precision": self.precision, "warmup_steps": warmup}
 
-    def fixed_options(self, ranks: Ranks) -> dict[str, Any]:
+    def fixed_options(self) -> dict[str, Any]:
         """Return the options that a resumed run must share."""
         fixed = {name: value for name, value in self.resolved_options().items() if name not in _FREE}
-        rows_per_step = fixed.pop("gradient_accumulation") * ranks.data_size
+        rows_per_step = fixed.pop("gradient_accumulation") * self.ranks.data_size
         # Those that were not given are left out: earlier runs did not have them.
         weights = {field.name for field in fields(WeightOptions)}
         given = {name: value for name, value in self.backbone.given().items() if name not in _FREE}
@@ -188,8 +186,7 @@ class TrainingRun:
 
     def train(self, accelerator: Accelerator) -> dict[str, Any]:
         """Load the weights, train, save; return the final record."""
-        own = self.ranks(accelerator.state)
-        fixed = self.fixed_options(own)
+        own, fixed = self.ranks, self.fixed_options()
         with own.together():
             begun = None if self.run.resume is None else self._checkpoint(self.run.resume, fixed)
         model = load_model(self.backbone, self.config, self.device, self.dtype)
