@@ -149,7 +149,7 @@ def read(value: Any, kind: Any, *, text: bool = False) -> Any:
     if is_dataclass(kind):
         return _read_fields(value, kind)
     try:
-        return _READERS[origin](value, kind, text)
+        return _READERS[origin][0](value, kind, text)
     except WrongType:
         raise
     except (TypeError, ValueError, RuntimeError, OverflowError):
@@ -168,7 +168,7 @@ def rule(kind: Any) -> str:
         return f"a list of {len(get_args(kind))}"
     if (get_origin(kind) or kind) is tuple:
         return f"a list of {rule((get_args(kind) or (int,))[0]).partition(' ')[2]}s"
-    return _RULES.get(get_origin(kind) or kind, "a mapping")
+    return _READERS.get(get_origin(kind) or kind, _READERS[dict])[1]
 
 
 def union_members(kind: Any) -> tuple[Any, ...]:
@@ -299,20 +299,13 @@ def _dict(value: Any, kind: Any, text: bool) -> dict[str, Any]:
     return {name: read(item, member) for name, item in value.items()}
 
 
-_READERS: dict[Any, Callable[[Any, Any, bool], Any]] = {
-    bool: _bool,
-    int: _int,
-    float: _float,
-    str: _str,
-    list: _list,
-    tuple: _tuple,
-    dict: _dict,
+_READERS: dict[Any, tuple[Callable[[Any, Any, bool], Any], str]] = {
+    bool: (_bool, "true or false"),
+    int: (_int, "a whole number"),
+    float: (_float, "a finite number"),
+    str: (_str, "a text"),
+    list: (_list, "a list"),
+    tuple: (_tuple, "a list"),
+    dict: (_dict, "a mapping"),
 }
-_RULES: dict[Any, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a finite number",
-    str: "a text",
-    list: "a list",
-    dict: "a mapping",
-}
+"""How a value of a type is read, and what messages say that it is."""

@@ -112,7 +112,6 @@ class Stored:
 class _Held:
     """A context, and the rows that its units are in."""
 
-    rows: list[int]
     shared: Shared
     users: int = 0
 
@@ -120,10 +119,8 @@ class _Held:
 @dataclass(eq=False)
 class _Request:
     held: _Held | None
-    own: list[int]
-    """Its rows."""
     rows: Tensor
-    """The same as passes take them."""
+    """Its own."""
     pending: list[int]
     """Tokens that are not in rows yet."""
     left: int
@@ -273,9 +270,8 @@ class PagedContexts:
                 self._check_prefix(loaded)
             held = self._take_in(loaded, digest, units, more)
             assert self._rows is not None
-            own = self._rows.take(more)
-            rows, processors = self._rows.index(own), _processors(sampling)
-            request = _Request(held, own, rows, ids, max_new_tokens, ends, sampling, on_token, processors)
+            rows, processors = self._rows.index(self._rows.take(more)), _processors(sampling)
+            request = _Request(held, rows, ids, max_new_tokens, ends, sampling, on_token, processors)
             self._running.append(request)
             self._lock.notify_all()
             hand_back_cores()
@@ -393,7 +389,7 @@ class PagedContexts:
         for key, one in self._held.items():  # those that were asked least recently first
             if lacking > 0 and not one.users and one is not held:
                 leaving.append(key)
-                lacking -= len(one.rows)
+                lacking -= len(one.shared.rows)
         if lacking > 0:
             raise NoRoom("running answers use all memory; ask again when one of them has ended")
         return held, leaving
@@ -405,14 +401,15 @@ class PagedContexts:
             raise NoRoom("the context has just made room for others; ask again")
         assert self._rows is not None
         for key in leaving:
-            self._rows.free += self._held.pop(key).rows
+            self._rows.free += self._held.pop(key).shared.rows.tolist()
         if not units:
             return None
         if held is None:
             assert prefix is not None
             # No pass that runs looks at them; if this fails, they are still free.
             shared = self._rows.write(self._rows.free[-units:], prefix)
-            held = self._held[digest] = _Held(self._rows.take(units), shared)
+            self._rows.take(units)
+            held = self._held[digest] = _Held(shared)
         self._held.move_to_end(digest)
         held.users += 1
         return held
@@ -426,7 +423,7 @@ class PagedContexts:
         assert self._rows is not None
         for request in [one for one in self._running if one.over]:
             self._running.remove(request)
-            self._rows.free += request.own
+            self._rows.free += request.rows.tolist()
             if request.held is not None:
                 request.held.users -= 1
 

@@ -101,19 +101,13 @@ def plan_weights(
     places: dict[str, int] = defaultdict(int)
     leaves: dict[str, int] = defaultdict(int)
     for name, count in _sizes(sketch, quantiser):
-        place = name_of(device) if device_map is None else _planned_place(name, device_map)
+        place = name_of(device) if device_map is None else _place_of(name, device_map)
         places[place] += count
         if device_map is not None and place in (HOST, DISK) and place != name_of(main):
             leaves[name.rpartition(".")[0]] += count
     label = label_of(config) if wanted is None else label_of_way(wanted)
     label = EIGHT_BITS if packs(source, device) else label
     return WeightPlan(dict(places), max(leaves.values(), default=0), device_map, label)
-
-
-def _planned_place(weight: str, device_map: Mapping[str, int | str]) -> str:
-    place = _place_of(weight, device_map)
-    assert place is not None  # `_resolved` has seen to it
-    return DISK if place == DISK else name_of(as_device(place))
 
 
 def _sizes(sketch: nn.Module, quantiser: Any) -> Iterator[tuple[str, int]]:
@@ -232,12 +226,13 @@ def _resolved(sketch: nn.Module, source: WeightOptions, quantiser: Any) -> dict[
     return found
 
 
-def _place_of(weight: str, device_map: Mapping[str, int | str]) -> int | str | None:
-    """Return the place of a weight: that of the innermost module which a device map names; None if it names none."""
+def _place_of(weight: str, device_map: Mapping[str, int | str]) -> str:
+    """Return the place of a weight, as plans name it: that of the innermost module which a device map names."""
     module = weight
     while module and module not in device_map:
         module = module.rpartition(".")[0]
-    return device_map.get(module)
+    place = device_map[module]
+    return DISK if place == DISK else name_of(as_device(place))
 
 
 # -- quantisation -----------------------------------------------------------------------------------------------------
