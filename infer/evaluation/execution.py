@@ -30,9 +30,13 @@ def execute(job: Job) -> None:
         setup, settings = _load(job)
     with processes.together():
         processes.agree(settings, "give all processes the same files")
+    log = SampleLog(job.report.output, processes.rank)
     with processes.together():
-        log = _open(job, settings) if processes.is_main else None
-    log = _open(job, settings) if log is None else log
+        if processes.is_main:
+            log = open_output(job.report.output, settings, overwrite=job.report.overwrite)
+            log.merge(report.order_of(job.cases, job.runs))
+    if not processes.is_main:
+        log.records, _ = read(log.folder / SAMPLES)
     try:
         with processes.together(on_backbone=True), interrupts.unwinding():
             _measure(job, setup, log)
@@ -72,18 +76,6 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any]]:
     }
     check_output(given.output, settings, resume=given.resume, overwrite=given.overwrite)
     return Setup(model, tokenizer, trained, job.evaluation.seed), settings
-
-
-def _open(job: Job, settings: dict[str, Any]) -> SampleLog:
-    """Return the records of the output folder: in the first process with what an interrupted run has left."""
-    output = job.report.output
-    if job.processes.is_main:
-        log = open_output(output, settings, overwrite=job.report.overwrite)
-        log.merge(report.order_of(job.cases, job.runs))
-        return log
-    log = SampleLog(output, job.processes.rank)
-    log.records, _ = read(Path(output) / SAMPLES)
-    return log
 
 
 def _measure(job: Job, setup: Setup, log: SampleLog) -> None:

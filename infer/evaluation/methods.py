@@ -76,14 +76,6 @@ def document_tokens(tokenizer: Any, task: Task, sample: Sample, built: BuiltProm
     return length
 
 
-def reply_ids(tokenizer: Any, reply: str, device: torch.device) -> Tensor:
-    """Return (1, m) ids of a true answer, with the end of the text."""
-    ids = tokenizer(reply, add_special_tokens=False)["input_ids"]
-    if tokenizer.eos_token_id is not None:
-        ids = [*ids, tokenizer.eos_token_id]
-    return torch.tensor([ids], device=device)
-
-
 @dataclass
 class Prompt:
     """One sample as token ids."""
@@ -105,10 +97,13 @@ class Prompt:
 
     @cached_property
     def labels(self) -> Tensor:
-        """The oracle's labels (L, K, N), from the true answer; computed once, until they are deleted."""
+        """The oracle's labels (L, K, N), from the true answer and its end; computed once, until they are deleted."""
         if self.whole is not None:
             return self.whole.labels[..., : self.ids_1N.shape[1]]
-        answer_1A = reply_ids(self.setup.tokenizer, self.sample.reply, self.ids_1N.device)
+        tokenizer = self.setup.tokenizer
+        ids = tokenizer(self.sample.reply, add_special_tokens=False)["input_ids"]
+        ids = ids if tokenizer.eos_token_id is None else [*ids, tokenizer.eos_token_id]
+        answer_1A = torch.tensor([ids], device=self.ids_1N.device)
         return answer_labels(self.setup.model, self.ids_1N, answer_1A, "log_attention", True)
 
 

@@ -323,11 +323,8 @@ class Asked(NamedTuple):
     near: tuple[int, ...] = ()
 
 
-class QuestionSet(NamedTuple):
-    """Questions in the order of their file, and all documents in alphabetical order."""
-
-    questions: list[Asked]
-    documents: list[str]
+QuestionSet = tuple[list[Asked], list[str]]
+"""Questions in the order of their file, and all documents in alphabetical order."""
 
 
 def questions(dataset: Literal["squad", "hotpotqa"]) -> Callable[[RulerTask, Making], Maker]:
@@ -370,12 +367,12 @@ def load(task: str, dataset: str, data_dir: Path | None) -> QuestionSet:
         )
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-        found = _squad(data) if dataset == "squad" else _hotpotqa(data)
+        every, documents = _squad(data) if dataset == "squad" else _hotpotqa(data)
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no {dataset} file ({type(error).__name__}: {error}); get it anew") from None
-    if not found.questions or not all(asked.answers for asked in found.questions):
+    if not every or not all(asked.answers for asked in every):
         raise ValueError(f"{path} has no questions, or questions without an answer; get it anew")
-    return found
+    return every, documents
 
 
 def _squad(data: Any) -> QuestionSet:
@@ -391,7 +388,7 @@ def _squad(data: Any) -> QuestionSet:
                 if not asked.get("is_impossible", False):
                     answers = tuple(answer["text"] for answer in asked["answers"])
                     found.append(Asked(asked["question"], answers, (own,), near))
-    return QuestionSet(found, documents)
+    return found, documents
 
 
 def _hotpotqa(data: Any) -> QuestionSet:
@@ -405,7 +402,7 @@ def _hotpotqa(data: Any) -> QuestionSet:
         Asked(row["question"], (row["answer"],), tuple(dict.fromkeys(number[text] for text in texts)))
         for row, texts in rows
     ]
-    return QuestionSet(found, documents)
+    return found, documents
 
 
 _NIAH: dict[str, Any] = {"max_new_tokens": 128, "unit": 25}
