@@ -149,7 +149,7 @@ def test_kv_heads_of_different_sizes_are_answered_as_by_generate(
         engine.generate_batch([(uneven[0].prefix, ids(5, 1))], max_new_tokens=1)
         (held,) = engine._held.values()
         beside = [one for one in vars(held.shared).values() if isinstance(one, torch.Tensor)]
-        assert sum(one.nbytes for one in beside) == 8 * len(held.rows), "more is held than units, and their rows"
+        assert sum(one.nbytes for one in beside) == 8 * len(held.shared.rows), "more is held than units, and their rows"
     with pytest.raises(ValueError, match="80 positions, more than the 65 that an answer"):
         engine_of(model, 115).generate_batch([(uneven[0].prefix, ids(40, 1))], max_new_tokens=40)
 
