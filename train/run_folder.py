@@ -15,14 +15,17 @@ import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from locret import backbone_names, shipped
 from locret.base.files import PARTIAL, visible, write_text
 from locret.data.training.sources import ALIASES
 from locret.environment import versions
 from locret.train.resumed import AUTO, RECORD
-from locret.train.training_options import BackboneOptions, DataOptions, LossOptions, OptimizerOptions
+from locret.train.training_options import LossOptions
+
+if TYPE_CHECKING:
+    from locret.train.training_run import TrainingRun
 
 LOG, TENSORBOARD, CHECKPOINTS = "log.jsonl", "tensorboard", "checkpoint-*"
 DROPPED = "dropped_rows.json"
@@ -101,18 +104,11 @@ def label_notes(loss: LossOptions) -> dict[str, Any]:
     }
 
 
-def training_notes(
-    backbone: BackboneOptions,
-    data: DataOptions,
-    loss: LossOptions,
-    optimizer: OptimizerOptions,
-    earlier: dict[str, Any] | None = None,
-    **facts: Any,
-) -> dict[str, Any]:
+def training_notes(run: TrainingRun, earlier: dict[str, Any] | None = None, **facts: Any) -> dict[str, Any]:
     """Return a summary of the run: its options, `earlier` ones of the heads it went on from, and other `facts`."""
+    backbone, data, loss, o = run.backbone, run.data, run.loss, run.optimizer
     published = {name.lower(): entry for name, entry in ALIASES.items()}.get(data.dataset.lower())
     pinned = published.revision if published else None
-    o = optimizer
     return {
         "dataset": published.repo if published else _public(data.dataset),
         "dataset_revision": data.dataset_revision or pinned,

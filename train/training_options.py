@@ -244,9 +244,10 @@ class RunOptions:
 
 
 OPTION_CLASSES = (BackboneOptions, DataOptions, LossOptions, OptimizerOptions, ValidationOptions, RunOptions)
+Options = tuple[BackboneOptions, DataOptions, LossOptions, OptimizerOptions, ValidationOptions, RunOptions]
 
 
-def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
+def parse(argv: Sequence[str] | None = None) -> tuple[Options, set[str]]:
     """Read the command line, its recipe, and the options of the run that `--resume` names.
 
     Args:
@@ -258,13 +259,14 @@ def parse(argv: Sequence[str] | None = None) -> tuple[list[Any], set[str]]:
     arguments = list(sys.argv[1:] if argv is None else argv)
     title = "Fit retaining heads on a frozen backbone."
     with resumed.recorded(arguments, OPTION_CLASSES) as (recipe, record):
-        options, chosen = parse_options("locret-train", title, OPTION_CLASSES, [*recipe, *arguments])
-    backbone, data, run = options[0], options[1], options[-1]
+        given, chosen = parse_options("locret-train", title, OPTION_CLASSES, [*recipe, *arguments])
+    backbone, data, loss, optimizer, validation, run = given
     if not data.dataset.strip():
         raise ValueError("--dataset is missing; give LongAlpaca or another set (docs/training.md)")
     if run.output is None:
         earlier = resumed.run_of(run.resume)
-        options[-1] = replace(run, output=str(earlier or default_output(backbone.model, data.dataset)))
+        run = replace(run, output=str(earlier or default_output(backbone.model, data.dataset)))
+    options = (backbone, data, loss, optimizer, validation, run)
     if record:
         values = plain(options)
         changed = {name for name in chosen if values[name] != record["config"].get(name)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import mean
@@ -33,15 +33,7 @@ from locret.train import checkpointing, resumed, run_folder
 from locret.train.run_folder import label_notes, training_notes
 from locret.train.run_log import records_until
 from locret.train.trainer import Trainer
-from locret.train.training_options import (
-    BackboneOptions,
-    DataOptions,
-    LossOptions,
-    OptimizerOptions,
-    RunOptions,
-    ValidationOptions,
-    plain,
-)
+from locret.train.training_options import Options, RunOptions, plain
 from locret.train.validation import comparison, hold_out, probe, steps_between, verdict
 
 if TYPE_CHECKING:
@@ -59,19 +51,14 @@ class TrainingRun:
     """One run of the command: its options, and what it resolves them to, step by step.
 
     Args:
-        options: An instance of each of `OPTION_CLASSES`, in their order.
+        options: What `parse` returns.
         chosen: Names of the options that the user set.
         process: This one, of all that train together.
     """
 
-    def __init__(self, options: Sequence[Any], chosen: Iterable[str], process: PartialState) -> None:
+    def __init__(self, options: Options, chosen: Iterable[str], process: PartialState) -> None:
         self.chosen = set(chosen)
-        self.backbone: BackboneOptions = options[0]
-        self.data: DataOptions = options[1]
-        self.loss: LossOptions = options[2]
-        self.optimizer: OptimizerOptions = options[3]
-        self.validation: ValidationOptions = options[4]
-        self.run: RunOptions = options[5]
+        self.backbone, self.data, self.loss, self.optimizer, self.validation, self.run = options
         own = Ranks(process.process_index, process.num_processes, process.local_process_index)
         self.ranks = own.under(self.backbone.shard)
         self.options = plain(options)
@@ -287,7 +274,7 @@ class TrainingRun:
             facts |= {"held_out_rows": len(self.held_out), "held_out_overlap": summary["eval_overlap"]}
         if summary["dropped_rows"]:
             facts["dropped_rows"] = summary["dropped_rows"]
-        notes = training_notes(self.backbone, self.data, self.loss, self.optimizer, **facts)
+        notes = training_notes(self, **facts)
         policy = self.run.policy.to_dict() if "policy" in self.chosen else None
         if policy is not None and policy["head_shares"] is None and self._measures_shares(model):
             policy["head_shares"] = list(head_shares(model, self.stream.tokenizer, self.data.template))
