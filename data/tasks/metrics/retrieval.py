@@ -48,19 +48,19 @@ def share_of_numbers(prediction: str, number: str) -> float:
     return found.count(number) / len(found) if found else 0.0
 
 
-def last_word_as_integer(prediction: str, value: int) -> float:
+def last_word_as_integer(prediction: str, target: str) -> float:
     """Return 1 if the answer's last word is the integer: InfiniteBench's C.Run.
 
     Full stops, colons and quotation marks separate words, so 2.0 ends with the word 0.
     """
     words = re.sub("[\n.`'\":]", " ", prediction).split()
     try:
-        return float(bool(words) and int(words[-1]) == value)
+        return float(bool(words) and int(words[-1]) == int(target))
     except ValueError:
         return 0.0
 
 
-def first_number(prediction: str, value: int | float) -> float:
+def first_number(prediction: str, target: str) -> float:
     """Return 1 if the first number of the answer is the one sought: InfiniteBench's M.Find.
 
     For an integer the fraction is cut off, so 3.9 is 3, as in the Locret release; the official code stops with an error
@@ -69,11 +69,10 @@ def first_number(prediction: str, value: int | float) -> float:
     found = re.search(r"\d+\.\d+|\d+", prediction)
     if found is None:
         return 0.0
-    number = float(found[0])
-    if isinstance(value, float):
-        return float(number == value)
+    if "." in target:
+        return float(float(found[0]) == float(target))
     # Digits alone are compared as integers: as floats, numbers above 2**53 would be rounded.
-    return float((int(number) if "." in found[0] else int(found[0])) == value)
+    return float((int(float(found[0])) if "." in found[0] else int(found[0])) == int(target))
 
 
 def leading_values(prediction: str, values: Sequence[str]) -> float:

@@ -46,11 +46,6 @@ def best(metric: Callable[[str, str], float]) -> Metric:
     return lambda said, sample: max((metric(said, target) for target in sample.targets), default=0.0)
 
 
-def whole_or_decimal(text: str) -> int | float:
-    """Return the number that a reference is."""
-    return float(text) if "." in text else int(text)
-
-
 @dataclass(frozen=True, kw_only=True)
 class PublishedTask(Task):
     """A task of a published benchmark: one file of rows, each with one or several questions."""

@@ -33,17 +33,7 @@ from locret.data.tasks.metrics.retrieval import (
     leading_values,
     split_words,
 )
-from locret.data.tasks.published.base import (
-    Making,
-    Metric,
-    PublishedTask,
-    RowMaker,
-    first,
-    over,
-    prompts_of,
-    spread,
-    whole_or_decimal,
-)
+from locret.data.tasks.published.base import Making, Metric, PublishedTask, RowMaker, first, over, prompts_of, spread
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Sample
 
@@ -186,8 +176,8 @@ _TASKS: dict[str, tuple[int, int, str, Metric]] = {
     "longdialogue_qa_eng": (200, 40, "name among the words", first(_named)),
     "longbook_qa_chn": (175, 40, "character F1", over(character_f1)),
     "code_debug": (394, 5, "accuracy of the option", over(lambda said, right: code_choice(said, *right))),
-    "code_run": (400, 5, "last word as integer", first(lambda said, right: last_word_as_integer(said, int(right)))),
-    "math_find": (350, 3, "first number", first(lambda said, right: first_number(said, whole_or_decimal(right)))),
+    "code_run": (400, 5, "last word as integer", first(last_word_as_integer)),
+    "math_find": (350, 3, "first number", first(first_number)),
     "math_calc": (50, 30000, "share of leading values", over(leading_values)),
 }
 _PUBLISHED = tuple(

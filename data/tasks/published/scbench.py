@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from locret.data.tasks.metrics.choice import LETTERS, book_choice
 from locret.data.tasks.metrics.overlap import character_f1, repeated_function, rouge_lsum
 from locret.data.tasks.metrics.retrieval import all_contained, any_contained, first_integer, first_number
-from locret.data.tasks.published.base import PublishedTask, prompts_of, whole_or_decimal
+from locret.data.tasks.published.base import PublishedTask, prompts_of
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Question, Sample
 
@@ -58,7 +58,7 @@ _METRICS: dict[str, Callable[[str, Sequence[str]], float]] = {
     **dict.fromkeys(("kv", "prefix_suffix"), lambda said, targets: float(targets[0] in said)),
     **dict.fromkeys(("qa_eng", "many_shot"), any_contained),
     "vt": lambda said, targets: round(all_contained(said, targets), 2),
-    "mf": lambda said, targets: first_number(said, whole_or_decimal(targets[0])),
+    "mf": lambda said, targets: first_number(said, targets[0]),
     "passkey": lambda said, targets: first_integer(said, targets[0]),
     "summary": rouge_lsum,
     "qa_chn": character_f1,
