@@ -54,8 +54,7 @@ def retention_loss(
 
 def fit_and_smoothness(scores: Tensor, labels: Tensor, loss: Loss) -> tuple[Tensor, Tensor]:
     """Return the two terms of `retention_loss`, for scores and labels of its shapes."""
-    _check_shapes(scores, labels)
-    scores_LKT, labels_LKT = _with_layers(scores), _with_layers(labels)
+    scores_LKT, labels_LKT = _with_layers(scores, labels)
     if loss.objective == "ranking":
         # The mean over layers and KV heads of KL(softmax(labels) || softmax(scores)). Both as logarithms: a label far
         # below the best underflows to a weight of exactly 0, never to 0 * inf.
@@ -82,11 +81,10 @@ def top_overlap(scores: Tensor, labels: Tensor) -> Tensor:
     Raises:
         ValueError: If the shapes differ, or are not those above.
     """
-    _check_shapes(scores, labels)
     best = max(1, scores.shape[-1] // 10)
     marked = [
         torch.zeros_like(values, dtype=torch.bool).scatter_(-1, values.topk(best, dim=-1).indices, True)
-        for values in (_with_layers(scores), _with_layers(labels))
+        for values in _with_layers(scores, labels)
     ]
     return (marked[0] & marked[1]).sum(dim=-1).float().mean(dim=-1) / best
 
@@ -96,13 +94,10 @@ def chance_overlap(tokens: int) -> float:
     return max(1, tokens // 10) / tokens
 
 
-def _check_shapes(scores: Tensor, labels: Tensor) -> None:
+def _with_layers(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     if scores.shape != labels.shape or scores.ndim not in (2, 3) or not scores.numel():
         raise ValueError(
             f"scores have shape {tuple(scores.shape)} and labels {tuple(labels.shape)}; "
             "give both as (layers, KV heads, tokens)"
         )
-
-
-def _with_layers(values: Tensor) -> Tensor:
-    return values[None] if values.ndim == 2 else values
+    return (scores[None], labels[None]) if scores.ndim == 2 else (scores, labels)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from tqdm import tqdm
 
-from locret.environment import peak_resident_bytes
 from locret.train.run_folder import LOG
 
 if TYPE_CHECKING:
@@ -108,13 +107,6 @@ class Window:
 
     def seconds(self) -> float:
         return time.perf_counter() - self.started
-
-
-def peak_memory(device: torch.device) -> int:
-    """Return the most bytes used so far: allocated on a CUDA device, resident in the process elsewhere."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return peak_resident_bytes()
 
 
 def records_until(file: Path, step: int) -> list[str]:

@@ -22,10 +22,11 @@ from transformers import get_linear_schedule_with_warmup
 
 from locret.backbone.passes import in_step
 from locret.base import interrupts
+from locret.environment import peak_resident_bytes
 from locret.heads.heads import RetainingHeads
 from locret.train import checkpointing
 from locret.train.loss import chance_overlap
-from locret.train.run_log import RunLog, Window, peak_memory
+from locret.train.run_log import RunLog, Window
 from locret.train.step import StepResult, train_step
 from locret.train.training_options import OptimizerOptions
 from locret.train.validation import eval_record
@@ -201,7 +202,7 @@ class Trainer:
 
     def _record(self) -> dict[str, Any]:
         """Return the window's means over all processes, and begin a new window."""
-        window = self.window
+        window, device = self.window, self.accelerator.device
         assert window.sums is not None
         own = window.sums.new_tensor([window.chance / window.rows, float(window.tokens)])
         values = torch.cat([window.sums / window.rows, own])
@@ -228,7 +229,7 @@ class Trainer:
             "gradient_norm": norms / max(steps, 1.0),
             "epoch": self.stream.epochs,
             "tokens_per_second": tokens / window.seconds(),
-            "memory_bytes": peak_memory(self.accelerator.device),
+            "memory_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes(),
             "rows": self.rows,
             "tokens": self.tokens,
         }

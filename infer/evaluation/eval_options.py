@@ -175,7 +175,8 @@ class BudgetOptions(PolicyFlags):
             both = f"--budget {self.budget} and --budget-share {self.budget_share}"
             raise ValueError(f"{both} exclude each other; drop one of them")
         if self.budget_share is not None:
-            return [Allotment(own, recommended, share) for share in shares(self.budget_share)]
+            found = listed(self.budget_share, lambda text: float(share_of(text)), "--budget-share", "0.1,0.2")
+            return [Allotment(own, recommended, share) for share in found]
         budgets = [] if own.get("budget") is None else numbers(own["budget"], "--budget")
         return [Allotment({**own, "budget": one}, recommended) for one in budgets] or [Allotment(own, recommended)]
 
@@ -235,11 +236,6 @@ def numbers(value: Numbers, flag: str, least: int = 1) -> list[int]:
         return count
 
     return listed(value, number, flag, "256,128 or 2K")
-
-
-def shares(value: Shares) -> list[float]:
-    """Return the shares of `0.1,0.2`, 0.1 or [0.1, 0.2], each above 0 and at most 1; errors are those of all lists."""
-    return listed(value, lambda text: float(share_of(text)), "--budget-share", "0.1,0.2")
 
 
 def words(value: str | list[Any], flag: str) -> list[str]:

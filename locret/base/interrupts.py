@@ -20,14 +20,6 @@ from typing import Any
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class Interrupted(KeyboardInterrupt):
-    """A signal that interrupts what asked for it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
-
-
 class _State:
     """What a signal finds: one per process, as signals are."""
 
@@ -58,12 +50,12 @@ def _ignore() -> None:
 
 def code_of(error: KeyboardInterrupt) -> int:
     """Return the exit code of an interrupt: 130, or 143 for SIGTERM."""
-    return 128 + (error.number if isinstance(error, Interrupted) else signal.SIGINT)
+    return 128 + next(iter(error.args), signal.SIGINT)
 
 
 @contextmanager
 def unwinding() -> Iterator[None]:
-    """Let a signal raise KeyboardInterrupt in the block, so that it can say or save something."""
+    """Let a signal raise KeyboardInterrupt, with its number, in the block, so that it can say or save something."""
     _State.raises += 1
     try:
         yield
@@ -99,7 +91,7 @@ def _handle(number: int, frame: FrameType | None) -> None:
         _State.waiting = number
         return
     if _State.raises:
-        raise Interrupted(number)
+        raise KeyboardInterrupt(number)
     for other in SIGNALS:
         signal.signal(other, lambda number, frame: os._exit(128 + number))  # who asks twice does not wait
     undo, _State.undo = _State.undo, ()

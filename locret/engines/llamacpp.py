@@ -20,7 +20,7 @@ import json
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,11 +28,9 @@ from torch import Tensor
 
 from locret.base.fields import shown
 from locret.base.files import written_whole
-
-if TYPE_CHECKING:
-    from locret.cache.cache import RetentionCache
-    from locret.conversation.context import Context
-    from locret.engines.prefix import Prefix
+from locret.cache.cache import RetentionCache
+from locret.conversation.context import Context
+from locret.engines.prefix import Prefix
 
 FORMAT = "locret-llamacpp-1"
 STATE_VERSION = 3
@@ -84,7 +82,9 @@ def export(
     if record == slot or not slot.name:
         raise ValueError(f"{slot} is to be the slot file, and the record beside it ends in .json; choose book.bin")
     _check_replaceable(slot, record)
-    prefix, question = _prefix(source), _question(source)
+    if isinstance(source, str | Path):
+        source = Prefix.from_file(source)
+    prefix, question = source if isinstance(source, Prefix) else Prefix.of(source), _question(source)
     _check(prefix, cache_type)
     with written_whole(slot.parent, last=record.name) as fresh:
         fresh.mkdir(exist_ok=True)
@@ -101,14 +101,6 @@ def export(
         text = json.dumps(facts, indent=1)
         (fresh / record.name).write_text(text + "\n", encoding="utf-8")
     return slot, record
-
-
-def _prefix(source: Prefix | Context | RetentionCache | str | Path) -> Prefix:
-    from locret.engines.prefix import Prefix
-
-    if isinstance(source, Prefix):
-        return source
-    return Prefix.from_file(source) if isinstance(source, str | Path) else Prefix.of(source)
 
 
 def _question(source: Any) -> dict[str, str] | None:
