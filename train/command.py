@@ -54,7 +54,7 @@ def command(argv: Sequence[str] | None = None) -> int:
     with ExitStack() as held:
         ranks = held.enter_context(joined(_GO_ON))
         with ranks.together():
-            folder = run_folder.check(run.output, resume=run.resume, overwrite=run.overwrite)
+            folder = run_folder.check(str(run.output), resume=run.resume, overwrite=run.overwrite)
             rows = find_local(data.dataset)
             local = backbone.local_folder() is not None and rows is not None
             if main and not run.dry_run:
