@@ -23,7 +23,7 @@ from locret import RetentionCache
 from locret.base.openmp import hand_back_cores
 from locret.cache.export import mean_units
 from locret.conversation.context import Context
-from locret.conversation.document import Document, ReadingBar, read_text
+from locret.conversation.document import Document, read_text
 from locret.conversation.model import LongContextModel
 from locret.conversation.saved import kept_heads
 from locret.pictures import Retention, kept_shares
@@ -193,7 +193,6 @@ def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, sourc
     size, cache, job.began = file.stat().st_size, lm.new_cache(), time.monotonic()
     job.progress = Progress(total=size)
     document = Document(source, read_text(file, setting=""), size=size, unit="bytes")
-    bar = ReadingBar(document, show=False)
 
     def tell(read: int) -> None:
         units = mean_units([layer.fill for layer in cache.governed])
@@ -201,11 +200,11 @@ def read_file(lm: LongContextModel, turns: Turns, job: Job, file: Path, *, sourc
 
     with turns.turn(job.check) as next_turn:
 
-        def on_chunk(cache: RetentionCache) -> None:
-            tell(bar.done(cache))
+        def on_chunk(_: RetentionCache, read: int) -> None:
+            tell(read)
             next_turn()
 
-        context = lm.read_into(cache, document, bar=bar, on_chunk=on_chunk, **about)
+        context = lm.read_into(cache, document, progress=False, on_chunk=on_chunk, **about)
     tell(size)
     return context
 

@@ -11,19 +11,17 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from locret.conversation.chat import LONGEST_ANSWER
 from locret.conversation.document import TokenStream, leading_special_ids
+from locret.conversation.model import LongContextModel
 from locret.conversation.turns import Talk
 from locret.infer.serve.index import Entry
 from locret.infer.serve.library import Library
 from locret.infer.serve.refusal import Refusal, one_line
 from locret.infer.serve.schemas import Body, CompletionRequest, Conversation, Message
 from locret.token_ids import vocabulary
-
-if TYPE_CHECKING:
-    from locret.conversation.model import LongContextModel
 
 
 @dataclass(frozen=True)

@@ -23,22 +23,19 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import PreTrainedTokenizerBase
 
 from locret import shipped
+from locret.cache.cache import RetentionCache
 from locret.conversation.formats import CONVERTED, pieces_of
 from locret.policy.policy import RetentionPolicy
 from locret.token_ids import ids_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from locret.cache.cache import RetentionCache
 
 GROWTH = 4
 WINDOW = 1 << 17

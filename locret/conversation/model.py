@@ -8,10 +8,11 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 from logging import getLogger
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from locret import loading
 from locret.backbone.adapters import describe, unwrap
@@ -58,9 +59,6 @@ from locret.policy.protection import Span
 from locret.policy.resolve import resolve
 from locret.scorers import Scorer, chosen
 from locret.token_ids import check_ids
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Protect = str | Span | Rule | Iterable[str | Span | Rule] | None
 """What is to be protected, as people say it."""
@@ -271,8 +269,7 @@ class LongContextModel:
         system: str | None = None,
         progress: bool | str = True,
         new_tokens: int = 0,
-        bar: ReadingBar | None = None,
-        on_chunk: Callable[[RetentionCache], None] | None = None,
+        on_chunk: Callable[[RetentionCache, int], None] | None = None,
         protect: Protect = None,
     ) -> Context:
         """Read a document into an empty cache of this model; see `read`.
@@ -283,11 +280,10 @@ class LongContextModel:
             system: As in `read`.
             progress: As in `read`; a text is what the bar is called.
             new_tokens: As for `prefill`.
-            bar: Counts what has been read; if None, one that shows it.
-            on_chunk: Called with the cache after every chunk.
+            on_chunk: Called after every chunk, with the cache and how much of the text it has read, in its unit.
             protect: As in `read`.
         """
-        talk, bar = self._opened(document, system, rules_of(protect)), bar or ReadingBar(document, progress)
+        talk, bar = self._opened(document, system, rules_of(protect)), ReadingBar(document, progress)
         talk.protection.apply(cache)
         ids = self._ids(document, talk.transcript, talk.stream, bar)
         self._read(cache, talk, ids, bar, new_tokens, on_chunk)
@@ -357,7 +353,7 @@ class LongContextModel:
         ids: Iterable[list[int]],
         bar: ReadingBar,
         new_tokens: int,
-        on_chunk: Callable[[RetentionCache], None] | None = None,
+        on_chunk: Callable[[RetentionCache, int], None] | None = None,
     ) -> None:
         """Read ids into a cache, with a bar."""
         taken, warned = array("i"), False
@@ -378,7 +374,7 @@ class LongContextModel:
             warn()
             bar(cache)
             if on_chunk is not None:
-                on_chunk(cache)
+                on_chunk(cache, bar.done(cache))
 
         done = False
         try:

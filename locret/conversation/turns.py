@@ -21,7 +21,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
 
 from locret.base.fields import Refusal
 from locret.base.warned import warn_user
@@ -36,10 +38,6 @@ from locret.conversation.document import (
     shared,
 )
 from locret.conversation.protect import NOTHING, SYSTEM, TEMPLATES, Protection, protection_from
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 ORIGINAL_SYSTEM = (
     "A chat between a curious human and an artificial intelligence assistant. "
