@@ -8,7 +8,7 @@ from os.path import exists, expanduser
 from typing import Any, ClassVar, Literal
 
 from locret import shipped
-from locret.base.fields import Range, Refusal, check_ranges, check_sampling
+from locret.base.fields import OptionClass, Range, Refusal, check_ranges, check_sampling
 from locret.base.plugins import install
 from locret.conversation.protect import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
 from locret.infer.fetch import is_address
@@ -17,10 +17,8 @@ from locret.policy.resolve import PolicyFlags
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(BackboneSource):
+class ModelOptions(BackboneSource, usual=("device",)):
     """The backbone, and where it runs."""
-
-    usual: ClassVar[tuple[str, ...]] = ("device",)
 
     trust_remote_code: bool = False
     """Run Python code that comes with the backbone."""
@@ -42,10 +40,8 @@ class ModelOptions(BackboneSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacedModelOptions(ModelOptions):
+class PlacedModelOptions(ModelOptions, usual=()):
     """The backbone, where it runs, and where units are held."""
-
-    usual: ClassVar[tuple[str, ...]] = ()
 
     store: str | None = None
     """What holds the units, if one of your own is to: package.module:Class or file.py:Class."""
@@ -69,10 +65,9 @@ class ChatModelOptions(SavedModelOptions, PlacedModelOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyOptions(PolicyFlags):
+class PolicyOptions(PolicyFlags, usual=("keep", "kv_memory", "budget")):
     """How many units stay. What is not given here is what the heads recommend, else the default."""
 
-    usual: ClassVar[tuple[str, ...]] = ("keep", "kv_memory", "budget")
     exclusive: ClassVar = (("budget", "kv_memory", "keep"),)
 
     keep: float | str | None = None
@@ -84,10 +79,8 @@ class PolicyOptions(PolicyFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions:
+class TextOptions(OptionClass, usual=("prompt_file", "system")):
     """What to read."""
-
-    usual: ClassVar[tuple[str, ...]] = ("prompt_file", "system")
 
     prompt_file: list[str] = field(default_factory=list)
     """Text file of any size, UTF-8; a PDF, EPUB, DOCX or HTML file (extra documents); a folder, whose files are read
@@ -121,10 +114,8 @@ class TextOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuestionOptions:
+class QuestionOptions(OptionClass, usual=("question",)):
     """What to ask."""
-
-    usual: ClassVar[tuple[str, ...]] = ("question",)
 
     question: list[str] = field(default_factory=list)
     """What to ask; of several, --question TEXT for each, each is answered from its own copy of what was read. Without
@@ -138,10 +129,8 @@ class QuestionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptOptions(QuestionOptions, TextOptions):
+class PromptOptions(QuestionOptions, TextOptions, usual=()):
     """What to read and what to ask."""
-
-    usual: ClassVar[tuple[str, ...]] = ()
 
     protocol: Literal["apart", "aware"] = "apart"
     """apart: the text is read before the question is known, as in a context; aware: the question is read with the text,
@@ -156,10 +145,8 @@ class PromptOptions(QuestionOptions, TextOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(TextOptions):
+class ChatOptions(TextOptions, usual=("prompt_file", "context")):
     """What the conversation is about."""
-
-    usual: ClassVar[tuple[str, ...]] = ("prompt_file", "context")
 
     prompt_file: list[str] = field(default_factory=list)
     """What is read first, as for locret-infer; /read FILE reads another later."""
@@ -180,10 +167,8 @@ class ChatOptions(TextOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationOptions:
+class GenerationOptions(OptionClass, usual=("max_new_tokens", "temperature")):
     """How the answer is written; the backbone's own sampling settings are not used."""
-
-    usual: ClassVar[tuple[str, ...]] = ("max_new_tokens", "temperature")
 
     max_new_tokens: int = 256
     """Longest answer in tokens."""
@@ -227,7 +212,7 @@ class GenerationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions:
+class ReportOptions(OptionClass):
     """What is printed."""
 
     json: bool = False
@@ -237,10 +222,8 @@ class ReportOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadingOutput(ReportOptions):
+class ReadingOutput(ReportOptions, usual=("dry_run",)):
     """What comes out of reading."""
-
-    usual: ClassVar[tuple[str, ...]] = ("dry_run",)
 
     dry_run: bool = False
     """Print the resolved options and planned cache bytes as JSON, and on standard error what stays of the text, without
@@ -248,10 +231,8 @@ class ReadingOutput(ReportOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OutputOptions(ReadingOutput):
+class OutputOptions(ReadingOutput, usual=("compare_full",)):
     """What comes out."""
-
-    usual: ClassVar[tuple[str, ...]] = ("compare_full",)
 
     compare_full: bool = False
     """Answer once more with every unit kept, where that fits: whether the model or the eviction is to blame."""

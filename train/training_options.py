@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
-from locret.base.fields import Range, Refusal, check_ranges, checked
+from locret.base.fields import OptionClass, Range, Refusal, check_ranges, checked
 from locret.base.nearest import check_retired
 from locret.cli.command import parse_options
 from locret.labels import kinds
@@ -23,10 +23,8 @@ PAPER_STEPS, PAPER_WARMUP = 3000, 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackboneOptions(BackboneSource):
+class BackboneOptions(BackboneSource, usual=("model", "init_from")):
     """The frozen backbone, and the shape of the heads."""
-
-    usual: ClassVar[tuple[str, ...]] = ("model", "init_from")
 
     model: str = "microsoft/Phi-3-mini-128k-instruct"
     """Folder of the backbone, or its Hub id; the paper's by default (Locret, section 4.1)."""
@@ -49,10 +47,8 @@ class BackboneOptions(BackboneSource):
 
 
 @dataclass(frozen=True, kw_only=True)
-class DataOptions:
+class DataOptions(OptionClass, usual=("dataset", "max_tokens")):
     """The training rows."""
-
-    usual: ClassVar[tuple[str, ...]] = ("dataset", "max_tokens")
 
     dataset: str = ""
     """LongAlpaca, LongAlpaca-16k, LongAlign or Anti-Haystack (Locret, section 4.1 and its ablation); a Hub id; or a
@@ -78,13 +74,11 @@ class DataOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss:
+class Loss(OptionClass, usual=("label_kind",)):
     """What heads learn from one row: its labels, and the loss of the scores. To add an option: a field, and its use.
 
     The defaults held on texts of a real model that heads had not seen, where the paper's lost to random scores.
     """
-
-    usual: ClassVar[tuple[str, ...]] = ("label_kind",)
 
     label_kind: str = "log_attention"
     """Label of a token: the largest attention logit of the answer's tokens (logit; Locret, Eq. 2), or the largest log
@@ -110,10 +104,8 @@ PAPER = Loss(label_kind="logit", objective="regression", alpha=2.5e-3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class LossOptions(Loss):
+class LossOptions(Loss, usual=("answers",)):
     """What the heads learn."""
-
-    usual: ClassVar[tuple[str, ...]] = ("answers",)
 
     answers: Literal["last", "each"] = "last"
     """Which answers label a row's text: the last one; or, of rows with a document and its questions, the largest label
@@ -125,10 +117,8 @@ class LossOptions(Loss):
 
 
 @dataclass(frozen=True, kw_only=True)
-class OptimizerOptions:
+class OptimizerOptions(OptionClass, usual=("steps", "lr", "gradient_accumulation", "seed")):
     """AdamW and its schedule: a linear warm-up from 0, then a linear decay to 0 at the last step."""
-
-    usual: ClassVar[tuple[str, ...]] = ("steps", "lr", "gradient_accumulation", "seed")
 
     steps: int = PAPER_STEPS
     """Optimizer steps (Locret, section 4.1)."""
@@ -194,10 +184,8 @@ class ValidationOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class RunOptions(OptionClass, usual=("output", "resume", "overwrite", "dry_run")):
     """Where results go, and how the run is watched, interrupted and resumed."""
-
-    usual: ClassVar[tuple[str, ...]] = ("output", "resume", "overwrite", "dry_run")
 
     output: str | None = None
     """Folder for the heads, logs and checkpoints; new or empty unless --resume or --overwrite is given. If none,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from locret.base import method_spec
-from locret.base.fields import Range, check_ranges
+from locret.base.fields import OptionClass, Range, check_ranges
 from locret.conversation.protect import TEMPLATES
 from locret.data import tasks
 from locret.data.tasks import Task
@@ -35,12 +35,11 @@ Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalOptions:
+class EvalOptions(
+    OptionClass,
+    usual=("suite", "heads", "methods", "tasks", "lengths", "samples", "protocol", "data_dir", "max_prompt"),
+):
     """What is compared, and on what."""
-
-    usual: ClassVar[tuple[str, ...]] = (
-        *("suite", "heads", "methods", "tasks", "lengths", "samples", "protocol", "data_dir", "max_prompt"),
-    )
 
     heads: str | None = None
     """Trained retaining heads: a folder, or a Hub id; `locret` needs them."""
@@ -145,10 +144,8 @@ class EvalOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BudgetOptions(PolicyFlags):
+class BudgetOptions(PolicyFlags, usual=("budget", "budget_share")):
     """How many units stay, for every method; NAME+pyramid and the like change one. What is not given follows."""
-
-    usual: ClassVar[tuple[str, ...]] = ("budget", "budget_share")
 
     budget: Numbers | None = None  # type: ignore[assignment]
     """Cache units kept per KV head and layer after a chunk, such as 256,128; the same for every method. If
@@ -182,10 +179,8 @@ class BudgetOptions(PolicyFlags):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReportOptions:
+class ReportOptions(OptionClass, usual=("output", "resume", "list", "json", "dry_run", "quiet")):
     """What is written, and how a run goes on."""
-
-    usual: ClassVar[tuple[str, ...]] = ("output", "resume", "list", "json", "dry_run", "quiet")
 
     output: str = ""
     """Folder for samples.jsonl, results.json, results.md. If not given, one in runs/ whose name says

@@ -6,9 +6,8 @@ import os
 import socket
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address, ip_address
-from typing import ClassVar
 
-from locret.base.fields import Range, check_ranges
+from locret.base.fields import OptionClass, Range, check_ranges
 from locret.cli.options import flag_of
 from locret.conversation.protect import TEMPLATES
 
@@ -18,10 +17,8 @@ OPEN = "open"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeOptions:
+class ServeOptions(OptionClass, usual=("contexts", "kv_memory", "host", "port", "api_key", "name", "dry_run")):
     """Where the server listens, and how much it takes."""
-
-    usual: ClassVar = ("contexts", "kv_memory", "host", "port", "api_key", "name", "dry_run")
 
     contexts: str = "contexts"
     """Folder of the contexts; made if need be. One server at a time."""

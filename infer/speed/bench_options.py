@@ -18,10 +18,12 @@ MOST_PASSES = 2**18
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchOptions(WeightOptions, PolicyFlags):
+class BenchOptions(
+    WeightOptions,
+    PolicyFlags,
+    usual=("shape", "model", "heads", "methods", "lengths", "budget", "new_tokens", "repeats"),
+):
     """What is measured, and how often."""
-
-    usual: ClassVar = ("shape", "model", "heads", "methods", "lengths", "budget", "new_tokens", "repeats")
 
     shape: str = "cpu-512"
     """Backbone of random weights: cpu-512, tiny, llama-3.1-8b or phi-3-mini-128k."""

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from locret.base.nearest import check_retired, nearest
 
@@ -32,6 +32,15 @@ class Refusal(ValueError):
     def __init__(self, setting: str, value: Any, rule: str) -> None:
         super().__init__(f"{setting}={value} {rule}")
         self.setting, self.value, self.rule = setting, value, rule
+
+
+class OptionClass:
+    """What classes of options are: `usual` are those of a class's own fields that the short help shows; None: all."""
+
+    usual: ClassVar[tuple[str, ...] | None] = None
+
+    def __init_subclass__(cls, *, usual: tuple[str, ...] | None = None) -> None:
+        cls.usual = usual
 
 
 @contextmanager

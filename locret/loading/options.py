@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 from locret import backbone_names, shipped
 from locret.backbone_names import GGUF
 from locret.base import method_spec
+from locret.base.fields import OptionClass
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -24,10 +25,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightOptions:
+class WeightOptions(OptionClass, usual=("load_in_4bit", "load_in_8bit")):
     """How a backbone's weights are loaded: in which numbers, and where."""
-
-    usual: ClassVar[tuple[str, ...]] = ("load_in_4bit", "load_in_8bit")
 
     gguf_file: str | None = None
     """GGUF file in the folder or repository of --model, which transformers reads; or give a local one as --model."""
@@ -95,10 +94,8 @@ class WeightOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Named:
+class _Named(OptionClass, usual=("model", "adapter", "dtype")):
     """Which backbone."""
-
-    usual: ClassVar[tuple[str, ...]] = ("model", "adapter", "dtype")
 
     model: str
     """Folder of the backbone, its Hub id, a GGUF file, or smollm2 (a folder of that name, else the file in the package
@@ -113,10 +110,8 @@ class _Named:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackboneSource(WeightOptions, _Named):
+class BackboneSource(WeightOptions, _Named, usual=()):
     """The backbone, and how its weights are loaded."""
-
-    usual: ClassVar[tuple[str, ...]] = ()
 
     shard: Literal["fsdp", "zero3", "tp"] | None = None
     """Spread the frozen backbone over the processes that torchrun starts, so that none holds the whole: fsdp (PyTorch)
@@ -200,10 +195,8 @@ class BackboneSource(WeightOptions, _Named):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScorerOptions:
+class ScorerOptions(OptionClass, usual=("heads", "method")):
     """What decides which cache units stay: trained heads, or a training-free scorer; without either a fallback does."""
-
-    usual: ClassVar[tuple[str, ...]] = ("heads", "method")
 
     heads: str | None = None
     """Folder of retaining heads, or their Hub id; `auto` takes those shipped for this backbone."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from locret.base.fields import SHARE, Range, check_fields, check_ranges, checked_values, shown
+from locret.base.fields import SHARE, OptionClass, Range, check_fields, check_ranges, checked_values, shown
 from locret.base.nearest import check_retired
 from locret.policy.growth import check_shares
 
@@ -35,7 +35,7 @@ Wanted = Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RetentionPolicy:
+class RetentionPolicy(OptionClass, usual=("budget",)):
     """The memory a prompt may use. Defaults are those of the original package (Phi-3-mini-128K, Locret section 4.1).
 
     A budget alone is enough: what is not given follows from it. The defaults belong to a budget of 6,000; below that,
@@ -53,8 +53,6 @@ class RetentionPolicy:
         >>> policy.budget + policy.local_len  # units per KV head when a prompt has been read
         80
     """
-
-    usual: ClassVar[tuple[str, ...]] = ("budget",)
 
     budget: int = 6000
     """Cache units kept per layer and KV head once a chunk has been read (the paper's b, 6000)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from locret.base.fields import check_ranges
 from locret.base.warned import warn_user
@@ -17,10 +17,8 @@ EQUAL = "all KV heads get as many units: shares, which hold more of a text, do n
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyFlags(RetentionPolicy):
+class PolicyFlags(RetentionPolicy, usual=("budget",)):
     """The numbers of a policy as options: those that may follow from others are None unless they are given."""
-
-    usual: ClassVar[tuple[str, ...]] = ("budget",)
 
     budget: int = None  # type: ignore[assignment]
 
