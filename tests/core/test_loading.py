@@ -63,7 +63,7 @@ def test_weights_on_disk_give_the_results_of_the_whole_model(options: dict[str, 
     model = load(**options)
     planned, held = plan_of(**options), sum(weight.nbytes for weight in model.parameters() if not weight.is_meta)
     assert planned.places.get("cpu", 0) == held
-    assert planned.total == sum(weight.nbytes for weight in model.parameters())
+    assert sum(planned.places.values()) == sum(weight.nbytes for weight in model.parameters())
     assert planned.on(CPU) == held + planned.gathered
     assert weight_fingerprint(model) == weight_fingerprint(load())
     for found, expected in zip(results(model), whole, strict=True):
@@ -111,7 +111,7 @@ def test_eight_bits_on_a_cpu_compute_what_the_rounded_weights_do(
 ) -> None:
     monkeypatch.setattr(eight_bits, "multiplies_codes", lambda: codes)
     packed, whole, planned = load(load_in_8bit=True), load(), plan_of(load_in_8bit=True)
-    assert (planned.label, planned.total) == ("torch 8 bits", sum(weight.nbytes for weight in packed.parameters()))
+    assert (planned.label, planned.places) == ("torch 8 bits", {"cpu": sum(w.nbytes for w in packed.parameters())})
     for name, linear in packed.named_modules():
         if type(linear).__name__ == "EightBitLinear":
             rounded, given = rounded_weights(linear), whole.get_submodule(name)
