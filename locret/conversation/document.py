@@ -26,7 +26,6 @@ from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerBase
@@ -34,7 +33,6 @@ from transformers import PreTrainedTokenizerBase
 from locret import shipped
 from locret.cache.cache import RetentionCache
 from locret.conversation.formats import CONVERTED, pieces_of
-from locret.policy.policy import RetentionPolicy
 from locret.token_ids import ids_of
 
 GROWTH = 4
@@ -295,6 +293,16 @@ class Document:
     def __post_init__(self) -> None:
         self.name = self.name.encode("utf-8", "replace").decode()  # the name of a file may be bytes that are no text
 
+    def words(self, tokenizer: PreTrainedTokenizerBase, bar: ReadingBar, *, plain: bool, raw: bool) -> Iterator[str]:
+        """Yield its text as it is to be tokenised, and count it: trimmed unless `plain`, `as_text` unless `raw`."""
+        assert self.pieces is not None
+        pieces: Iterator[str] = filter(None, bar.pieces(self.pieces))
+        pieces = pieces if plain else trimmed(pieces)
+        pieces = pieces if raw else all_as_text(tokenizer, pieces)
+        if (first := next(pieces, None)) is None:
+            raise ValueError(f"{self.name} is empty; give a text to read")
+        yield from chain([first], pieces)
+
     def count(self, tokenizer: Any) -> None:
         """Tokenise it all, so that its size is known in tokens; 8 bytes each are held."""
         assert self.pieces is not None
@@ -472,16 +480,3 @@ class ReadingBar:
         if whole and self.bar.total is not None:
             self.bar.update(max(0, self.bar.total - self.bar.n))
         self.bar.close()
-
-
-def as_prompt(blocks: Iterable[list[int]], policy: RetentionPolicy, most: int) -> Tensor | Iterable[list[int]]:
-    """Return ids as `prefill` takes them: as a whole, 8 bytes each, where the plan depends on their number.
-
-    So it is where they are `most` at most, which are not worth a stream: no more than their number is allocated then.
-    """
-    rest, head = iter(blocks), array("q")
-    for block in rest:
-        head.extend(block)
-        if len(head) > most and not policy.plans_by_length:
-            return chain([head.tolist()], rest)
-    return torch.tensor(head, dtype=torch.long)[None]

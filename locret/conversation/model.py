@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from locret import loading
@@ -26,30 +26,9 @@ from locret.cache.store import Store
 from locret.chunked_prefill import prefill
 from locret.conversation.chat import Chat, answer_settings
 from locret.conversation.context import Context
-from locret.conversation.document import (
-    Document,
-    ReadingBar,
-    TokenStream,
-    all_as_text,
-    as_prompt,
-    is_text,
-    leading_special_ids,
-    open_document,
-    trimmed,
-)
+from locret.conversation.document import Document, ReadingBar, TokenStream, is_text, leading_special_ids, open_document
 from locret.conversation.head_shares import sharing
-from locret.conversation.protect import (
-    ASSISTANT,
-    DOCUMENT,
-    SYSTEM,
-    USER,
-    Protection,
-    Rule,
-    Turn,
-    check_named,
-    check_rules,
-    rules_of,
-)
+from locret.conversation.protect import USER, Protection, Rule, check_named, rules_of
 from locret.conversation.turns import Talk, Transcript, Written, saved_talk, written
 from locret.heads.heads import RetainingHeads
 from locret.loading.gguf import without_bars
@@ -339,12 +318,9 @@ class LongContextModel:
     def _opened(self, document: Document, system: str | None, rules: tuple[Rule, ...]) -> Talk:
         """Return a conversation about a document that is about to be read."""
         transcript = self._transcript(system)
-        told = transcript.system_tokens()
-        dropped = "" if system is None else " of which the template writes something"
-        roles = [*([SYSTEM] if told else []), DOCUMENT, USER, ASSISTANT]
-        check_rules(rules, roles, system=f"give a system message{dropped}")
-        turns = (*([Turn(SYSTEM, 0, told)] if told else []), Turn(DOCUMENT, told, None))
-        return Talk(TokenStream(self.tokenizer), transcript, document.name, Protection(rules, turns))
+        way_out = "give a system message" + ("" if system is None else " of which the template writes something")
+        protection = Protection.of_document(rules, transcript.system_tokens(), way_out)
+        return Talk(TokenStream(self.tokenizer), transcript, document.name, protection)
 
     def _read(
         self,
@@ -378,7 +354,7 @@ class LongContextModel:
 
         done = False
         try:
-            prompt = as_prompt(noted(), cache.policy, cache.policy.prefill_units)
+            prompt = _as_prompt(noted(), cache.policy)
             prefill(self.model, prompt, cache, new_tokens=new_tokens, on_chunk=after_chunk)
             warn()
             talk.ids, done = taken, True
@@ -399,12 +375,8 @@ class LongContextModel:
             assert document.ids is not None
             yield from self._given(opening, document.ids, stream)
         else:
-            pieces: Iterator[str] = filter(None, bar.pieces(document.pieces))
-            pieces = pieces if transcript.template == "none" else trimmed(pieces)
-            pieces = pieces if transcript.raw else all_as_text(self.tokenizer, pieces)
-            if (first := next(pieces, None)) is None:
-                raise ValueError(f"{document.name} is empty; give a text to read")
-            yield from stream.add(chain([opening, first], pieces))
+            how = {"plain": transcript.template == "none", "raw": transcript.raw}
+            yield from stream.add(chain([opening], document.words(self.tokenizer, bar, **how)))
             if hold:
                 yield from stream.hold()
 
@@ -493,6 +465,19 @@ def _warn_of_positions(backbone: Backbone, policy: RetentionPolicy) -> None:
         f"rotary positions reach beyond {backbone.max_positions}, the longest context of this backbone, where its "
         f"answers usually fall apart; reading goes on, but {way_out}"
     )
+
+
+def _as_prompt(blocks: Iterable[list[int]], policy: RetentionPolicy) -> Tensor | Iterable[list[int]]:
+    """Return ids as `prefill` takes them: as a whole, 8 bytes each, where the plan depends on their number.
+
+    So it is where one step reads them all, which are not worth a stream: no more than their number is allocated then.
+    """
+    rest, head = iter(blocks), array("q")
+    for block in rest:
+        head.extend(block)
+        if len(head) > policy.prefill_units and not policy.plans_by_length:
+            return chain([head.tolist()], rest)
+    return torch.tensor(head, dtype=torch.long)[None]
 
 
 def _source(model: str, given: dict[str, Any]) -> _Backbone:

@@ -218,6 +218,13 @@ class Protection:
     turns: tuple[Turn, ...] | None = None
     """In their order, each up to the next; None where a file of an earlier version does not say."""
 
+    @classmethod
+    def of_document(cls, rules: tuple[Rule, ...], told: int, way_out: str) -> Protection:
+        """Return that of a document that is about to be read, after a system turn of so many tokens."""
+        system = (Turn(SYSTEM, 0, told),) if told else ()
+        check_rules(rules, [*(turn.role for turn in system), DOCUMENT, USER, ASSISTANT], system=way_out)
+        return cls(rules, (*system, Turn(DOCUMENT, told, None)))
+
     def began(self, role: str, start: int) -> Protection:
         """Return the conversation with a turn that begins there."""
         if self.turns is None:
