@@ -9,7 +9,7 @@ from dataclasses import MISSING
 from typing import Any, Literal, get_args, get_origin
 
 from locret.base.fields import union_members
-from locret.cli.options import ALIASES, Option, flag_of, meant
+from locret.cli.options import ALIASES, Option, flag_of
 
 _METAVARS = {int: "N", float: "X", str: "TEXT", bool: "true|false", list: "A,B", tuple: "A,B"}
 
@@ -66,7 +66,7 @@ def _add(group: Any, option: Option, options: Mapping[str, Option]) -> None:
     value = option.default
     if value not in (MISSING, None, "", False, [], {}) and not hasattr(value, "__dataclass_fields__"):
         parts.append("default: " + (",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)))
-    if others := [name for name in ALIASES if meant(name, options) == option.name]:
+    if others := [name for name in ALIASES.get(option.name, ()) if name not in options]:
         parts.append("also " + ", ".join(map(flag_of, others)))
     about = f"{option.help} ({'; '.join(parts)})" if parts else option.help
     group.add_argument(option.flag, help=about.replace("%", "%%"), **settings)

@@ -28,41 +28,34 @@ from locret.cli import recipes
 _FLAG = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
 _QUESTIONS = ("config", "help", "version", "print_config")
 ALIASES: dict[str, tuple[str, ...]] = {
-    # transformers, TRL, the Hub
-    "model_name_or_path": ("model",),
-    "model_revision": ("revision",),
-    "torch_dtype": ("dtype",),
-    "attn_implementation": ("attn",),
-    "adapter_name_or_path": ("adapter",),
-    "dataset_name": ("dataset",),
-    "dataset_path": ("dataset",),
-    "dataset_split": ("split",),
-    "max_steps": ("steps",),
-    "learning_rate": ("lr",),
-    "adam_epsilon": ("eps",),
-    "gradient_accumulation_steps": ("gradient_accumulation",),
-    "output_dir": ("output",),
-    "overwrite_output_dir": ("overwrite",),
-    "save_steps": ("save_every",),
-    "save_total_limit": ("keep_checkpoints",),
-    "logging_steps": ("log_every",),
-    "resume_from_checkpoint": ("resume",),
-    "hub_model_id": ("repo",),
-    "repo_id": ("repo",),
-    # lm-evaluation-harness, servers, methods that bound the cache
-    "pretrained": ("model",),
-    "peft": ("adapter",),
-    "output_path": ("output",),
-    "limit": ("samples",),
-    "method": ("methods",),
-    "max_tokens": ("max_new_tokens",),
-    "system_prompt": ("system",),
-    "served_model_name": ("name",),
-    "max_capacity_prompt": ("budget",),
-    "cache_budget": ("budget",),
-    "budget_share": ("keep",),
+    "model": ("model_name_or_path", "pretrained"),
+    "revision": ("model_revision",),
+    "dtype": ("torch_dtype",),
+    "attn": ("attn_implementation",),
+    "adapter": ("adapter_name_or_path", "peft"),
+    "dataset": ("dataset_name", "dataset_path"),
+    "split": ("dataset_split",),
+    "steps": ("max_steps",),
+    "lr": ("learning_rate",),
+    "eps": ("adam_epsilon",),
+    "gradient_accumulation": ("gradient_accumulation_steps",),
+    "output": ("output_dir", "output_path"),
+    "overwrite": ("overwrite_output_dir",),
+    "save_every": ("save_steps",),
+    "keep_checkpoints": ("save_total_limit",),
+    "log_every": ("logging_steps",),
+    "resume": ("resume_from_checkpoint",),
+    "repo": ("hub_model_id", "repo_id"),
+    "samples": ("limit",),
+    "methods": ("method",),
+    "max_new_tokens": ("max_tokens",),
+    "system": ("system_prompt",),
+    "name": ("served_model_name",),
+    "budget": ("max_capacity_prompt", "cache_budget"),
+    "keep": ("budget_share",),
 }
-"""Names that other tools have for our options; a name that an option of a command has itself is that option."""
+"""Names that transformers, TRL, the Hub, lm-evaluation-harness, servers and methods that bound the cache have for our
+options; a name that an option of a command has itself is that option."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,14 +197,10 @@ def options_of(classes: Sequence[type]) -> dict[str, Option]:
     return found
 
 
-def meant(name: str, options: Mapping[str, Any]) -> str | None:
-    """Return the option of a command that another tool's name stands for; None if there is none."""
-    return None if name in options else next((one for one in ALIASES.get(name, ()) if one in options), None)
-
-
 def known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str, Option]:
     """Return the whole name of an option that was named, and the option."""
-    name = meant(name, options) or name
+    if name not in options:
+        name = next((own for own, others in ALIASES.items() if name in others and own in options), name)
     if name in options:
         return name, options[name]
     root, _, member = name.partition(".")
