@@ -119,7 +119,6 @@ class Conversation:
         return True
 
     def _say(self, text: str) -> None:
-        """Print the answer as it is written."""
         chat = self._current()
         try:
             chat.say(text, write=partial(print, end="", flush=True), **self.generation.given())

@@ -199,12 +199,11 @@ class GenerationOptions(OptionClass, usual=("max_new_tokens", "temperature")):
 
     def given(self) -> dict[str, Any]:
         """Return the options of `Context.ask`; neutral ones too, as a backbone may recommend others."""
+        drawn = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         return {
             "max_new_tokens": self.max_new_tokens,
             "do_sample": self.temperature > 0,
-            "temperature": self.temperature or 1.0,
-            "top_p": self.top_p,
-            "top_k": self.top_k if self.temperature else 50,
+            **(drawn if self.temperature else {}),
             "num_beams": 1,
             "repetition_penalty": self.repetition_penalty,
             "stop_strings": self.stop or None,

@@ -203,7 +203,6 @@ class Gate:
             self.held -= len(body)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
-        """Refuse who may not ask."""
         state, name, keyed = self.state, _host(headers.get("host", "")), False
         if state.api_key is not None:
             scheme, _, key = headers.get("authorization", "").partition(" ")

@@ -66,7 +66,6 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 
 def _listening(options: ServeOptions) -> socket.socket:
-    """Return a socket that listens where the options say."""
     where = options.host, options.port
     try:
         family, _, _, _, address = socket.getaddrinfo(*where, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

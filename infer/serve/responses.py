@@ -132,7 +132,6 @@ class ChatForm:
         return words, calls, "tool_calls" if more.finish == "stop" and parts.made else more.finish
 
     def _likely(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
-        """Return the log-probabilities of tokens of an answer."""
 
         def other(text: str, logprob: float) -> dict[str, Any]:  # of a part of a character there are no bytes
             return {"token": text, "logprob": logprob, "bytes": None if HALF_A_CHARACTER in text else [*text.encode()]}

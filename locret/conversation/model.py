@@ -331,7 +331,6 @@ class LongContextModel:
         new_tokens: int,
         on_chunk: Callable[[RetentionCache, int], None] | None = None,
     ) -> None:
-        """Read ids into a cache, with a bar."""
         taken, warned = array("i"), False
 
         def noted() -> Iterator[list[int]]:
