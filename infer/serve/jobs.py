@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,17 +34,53 @@ LOOK = 0.1
 """Seconds after which who waits looks whether it is still wanted."""
 
 
-class Turns:
-    """The turns of all readers of one model, and what they know of answers."""
+class Room:
+    """Bytes that jobs share, first come, first served."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.used = total, 0
+        self._changed = threading.Condition()
+        self._waiting: deque[object] = deque()
+
+    def _pause(self) -> float:
+        """Return for how many seconds nobody is let in."""
+        return 0.0
+
+    @contextmanager
+    def taken(self, wanted: int, check: Callable[[], None]) -> Iterator[None]:
+        """Hold so many bytes until the block ends; `check` is called while they are waited for, and raises to end."""
+        if wanted > self.total:
+            raise ValueError(
+                f"this takes {wanted:,} bytes, but --kv-memory leaves {self.total:,} to readers; give the server more "
+                "--kv-memory or --readers, or take fewer or smaller contexts"
+            )
+        ticket = object()
+        with self._changed:
+            self._waiting.append(ticket)
+            try:
+                while self._waiting[0] is not ticket or self.used + wanted > self.total or self._pause():
+                    self._changed.wait(min(self._pause() or LOOK, LOOK))
+                    check()
+                self.used += wanted
+            finally:
+                self._waiting.remove(ticket)
+                self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self.used -= wanted
+                self._changed.notify_all()
+
+
+class Turns(Room):
+    """The turns of all readers of one model, which is room for one chunk, and what they know of answers."""
 
     def __init__(self, patience: float = PATIENCE) -> None:
+        super().__init__(1)
         self.patience = patience
         self.chunks = 0
         """Chunks that were read."""
-        self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()
-        self._running: object = None
-        """The reader whose turn it is."""
         self._answers: dict[object, bool] = {}
         """Those that are being written, and whether each has a token."""
         self._stepped = False
@@ -57,42 +93,24 @@ class Turns:
         `check` is called while it waits and after each chunk; raises to end the reading. Gives what takes note that a
         chunk has been read, and waits for the turn of the next one.
         """
-        reader = object()
+        with ExitStack() as place:
 
-        def next_turn() -> None:
-            check()
-            with self._changed:
-                self.chunks += 1
-                self._ended = time.monotonic()
-                self._took, self._stepped = self._ended - self._began, False
-            self._let_go(reader)
-            self._take(reader, check)
+            def take() -> None:
+                place.enter_context(self.taken(1, check))
+                place.callback(hand_back_cores)
+                self._began = time.monotonic()
 
-        self._take(reader, check)
-        try:
+            def next_turn() -> None:
+                check()
+                with self._changed:
+                    self.chunks += 1
+                    self._ended = time.monotonic()
+                    self._took, self._stepped = self._ended - self._began, False
+                place.close()
+                take()
+
+            take()
             yield next_turn
-        finally:
-            self._let_go(reader)
-
-    def _take(self, reader: object, check: Callable[[], None]) -> None:
-        with self._changed:
-            self._waiting.append(reader)
-            try:
-                while self._waiting[0] is not reader or self._running is not None or self._pause():
-                    self._changed.wait(min(self._pause() or LOOK, LOOK))
-                    check()
-                self._running, self._began = reader, time.monotonic()
-            finally:
-                self._waiting.remove(reader)
-                self._changed.notify_all()
-
-    def _let_go(self, reader: object) -> None:
-        """Leave the turn to others; nothing if it is theirs."""
-        with self._changed:
-            if self._running is reader:
-                self._running = None
-                hand_back_cores()
-                self._changed.notify_all()
 
     def note(self, answer: object, stepped: bool | None) -> None:
         """Take note of an answer, to which readers give way: asked for, with one more token, or (None) ended."""
@@ -117,41 +135,6 @@ COLUMNS = 50
 
 class Cancelled(Exception):
     """Somebody does not want it any more."""
-
-
-class Room:
-    """Bytes that jobs share, first come, first served."""
-
-    def __init__(self, total: int) -> None:
-        self.total, self.used = total, 0
-        self._changed = threading.Condition()
-        self._waiting: deque[object] = deque()
-
-    @contextmanager
-    def taken(self, wanted: int, check: Callable[[], None]) -> Iterator[None]:
-        """Hold so many bytes until the block ends; `check` is called while they are waited for, and raises to end."""
-        if wanted > self.total:
-            raise ValueError(
-                f"this takes {wanted:,} bytes, but --kv-memory leaves {self.total:,} to readers; give the server more "
-                "--kv-memory or --readers, or take fewer or smaller contexts"
-            )
-        ticket = object()
-        with self._changed:
-            self._waiting.append(ticket)
-            try:
-                while self._waiting[0] is not ticket or self.used + wanted > self.total:
-                    self._changed.wait(LOOK)
-                    check()
-                self.used += wanted
-            finally:
-                self._waiting.remove(ticket)
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self.used -= wanted
-                self._changed.notify_all()
 
 
 @dataclass(frozen=True)
