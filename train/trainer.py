@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_linear_schedule_with_warmup
 
 from locret.backbone.passes import in_step
@@ -28,7 +27,6 @@ from locret.train import checkpointing
 from locret.train.loss import chance_overlap
 from locret.train.run_log import RunLog, Window
 from locret.train.step import StepResult, train_step
-from locret.train.training_options import OptimizerOptions
 from locret.train.validation import eval_record
 
 if TYPE_CHECKING:
@@ -36,14 +34,6 @@ if TYPE_CHECKING:
 
     from locret.data.training.stream import TrainingExample
     from locret.train.training_run import TrainingRun
-
-
-def head_optimizer(heads: nn.Module, o: OptimizerOptions) -> tuple[torch.optim.AdamW, LambdaLR]:
-    """Return AdamW for all heads, in one fused kernel where PyTorch has one, and its schedule: up from 0, down to 0."""
-    parameters = list(heads.parameters())
-    fused = parameters[0].device.type in ("cuda", "cpu") or None
-    adamw = torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay, fused=fused)
-    return adamw, get_linear_schedule_with_warmup(adamw, o.warmup, o.steps)
 
 
 @dataclass(eq=False)
@@ -69,9 +59,13 @@ class Trainer:
         self.last_record: dict[str, Any] = {}
         self.before: list[float] = []
         """Overlap of each held-out row before the first step; without such rows, that of the first step."""
-        adamw, self.scheduler = head_optimizer(self.heads, self.training.optimizer)
+        o, device = self.training.optimizer, self.accelerator.device
+        how = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
+        fused = device.type in ("cuda", "cpu") or None  # one kernel for all heads, where PyTorch has one
+        adamw = torch.optim.AdamW(self.heads.parameters(), fused=fused, **how)
+        self.scheduler = get_linear_schedule_with_warmup(adamw, o.warmup, o.steps)
         self.optimizer = self.accelerator.prepare(adamw)
-        self.window = Window(self.accelerator.device)
+        self.window = Window(device)
 
     def resume(self, path: Path, state: Mapping[str, Any]) -> None:
         self.stream.restore(state["stream"])

@@ -17,7 +17,7 @@ from locret.base.fields import WrongType, read, types_of
 from locret.base.nearest import check_retired, nearest
 from locret.data.tasks.task import Sample, Task
 
-__all__ = ["Sample", "Task", "families", "get", "names"]
+__all__ = ["Sample", "Task", "get", "names"]
 
 # Family -> the module whose `TASKS` has its tasks, in the order of tables.
 _FAMILIES = {
@@ -39,11 +39,6 @@ _SHORT = {
 """Short names of tasks that need no data."""
 
 
-def families() -> list[str]:
-    """Return the names of the families: published benchmarks."""
-    return list(_FAMILIES)
-
-
 def names(family: str | None = None) -> list[str]:
     """Return the names of a family's tasks in the order of tables; of all tasks for None."""
     if family is not None and family not in _FAMILIES:
@@ -62,7 +57,7 @@ def get(name: str, **options: Any) -> Task:
     found = next((task for task in _tasks(name.partition("/")[0]) if task.name == name), None) or _of_others(name)
     if found is None:
         check_retired("task", name)
-        near = nearest(name, [*_SHORT, *names()]) or (families() if "/" in name else list(_SHORT))
+        near = nearest(name, [*_SHORT, *names()]) or list(_FAMILIES if "/" in name else _SHORT)
         raise ValueError(f'task "{name}" is unknown; did you mean {" or ".join(near)}?')
     for option, value in options.items():
         _check_option(found, str(option), value)

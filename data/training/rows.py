@@ -31,11 +31,6 @@ class Row:
     asked: tuple[tuple[str, str], ...] = ()
     """Questions about the last message, each asked as if it were the only one, with their answers."""
 
-    @property
-    def prompt(self) -> str:
-        """Text of the last message before the answer: the whole prompt of a single-turn row."""
-        return self.messages[-1].content
-
 
 @dataclass(frozen=True)
 class Schema:

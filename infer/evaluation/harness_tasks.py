@@ -98,6 +98,4 @@ def _tokenizer_name(metadata: dict[str, Any]) -> str:
     )
 
 
-@lru_cache(maxsize=2)
-def _tokenizer(name: str) -> Any:
-    return tokenizer_of(name)
+_tokenizer = lru_cache(maxsize=2)(tokenizer_of)

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from locret.base import method_spec
 from locret.base.fields import Range, check_ranges
-from locret.infer.evaluation.eval_options import Numbers, numbers
+from locret.infer.evaluation.eval_options import Numbers
 from locret.loading.options import DTYPES, WeightOptions
 from locret.policy.resolve import PolicyFlags
 
@@ -61,10 +61,6 @@ class BenchOptions(
                 f"--{next(iter(self.given())).replace('_', '-')}: the weights of --shape are random and made here; "
                 "give a backbone with --model, or drop it"
             )
-
-    def prompt_lengths(self) -> tuple[int, ...] | None:
-        """Return the lengths in ascending order, without repeats; None: the shape's."""
-        return None if self.lengths is None else tuple(sorted(numbers(self.lengths, "--lengths")))
 
     def method_names(self) -> list[str]:
         """Return the methods as they were written, in the order given, without repeats."""

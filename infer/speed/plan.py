@@ -18,6 +18,7 @@ from locret import RetainingHeads, RetentionPolicy, loading, shipped
 from locret.backbone.adapters import describe, find_decoder
 from locret.backbone.shape import Backbone
 from locret.cache.limits import check_named
+from locret.infer.evaluation.eval_options import numbers
 from locret.infer.infer_options import ModelOptions
 from locret.infer.methods import check_heard
 from locret.infer.speed import ways
@@ -151,7 +152,7 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         source=source,
         config=shape.config,
         methods=methods,
-        lengths=options.prompt_lengths() or shape.lengths,
+        lengths=shape.lengths if options.lengths is None else tuple(sorted(numbers(options.lengths, "--lengths"))),
         policy=resolve(own, (trained and trained.config.policy) or shape.policy),
         trained=trained,
         hidden_dim=trained.config.hidden_dim if trained else shape.hidden_dim,

@@ -84,7 +84,7 @@ class Rows:
         except (RuntimeError, MemoryError) as error:  # CUDA's OutOfMemoryError is a RuntimeError
             raise ValueError(f"{count} units are more than the memory there is; give less ({error})") from error
         self.free = list(range(count))
-        self._memo = MaskMemo()
+        self.memo = MaskMemo()
 
     @property
     def width(self) -> int:
@@ -121,7 +121,7 @@ class Rows:
         ends = torch.tensor([len(feed.ids) for feed in feeds]).cumsum(0) - 1
         wanted = ends[torch.tensor([feed.last for feed in feeds])].to(self.device)
         new = torch.cat([feed.own[len(feed.own) - len(feed.ids) :] for feed in feeds])
-        token = _STEP.set(_Step(self, new, *_planned(feeds), self._memo))
+        token = _STEP.set(_Step(self, new, *_planned(feeds)))
         try:
             given = {"input_ids": self.index(ids)[None], "position_ids": self.index(places)[None]}
             out = self.model(**given, use_cache=False, logits_to_keep=wanted if len(wanted) else 1)
@@ -152,7 +152,6 @@ class _Step:
     alone: Sequence[tuple[slice, Feed]]
     """Places of a request's tokens."""
     groups: Sequence[_Group]
-    memo: MaskMemo
 
 
 _STEP: ContextVar[_Step] = ContextVar("locret_step")
@@ -282,7 +281,7 @@ def _attend(
     how |= {"softcap": softcap, "sinks": s_aux}
     out = torch.empty_like(query)
     for span, feed in step.alone:
-        out[:, :, span] = attend(query[:, :, span], _view(step.held, layer, feed), memo=step.memo, **how)
+        out[:, :, span] = attend(query[:, :, span], _view(step.held, layer, feed), memo=step.held.memo, **how)
     for group in step.groups:
         asked = query[0, :, group.tokens]
         out[0, :, group.tokens] = _attend_together(asked, step.held, layer, group, **how).to(out)

@@ -38,12 +38,13 @@ _MOST_PER_BYTE = 8
 
 def resolve_device(name: str) -> torch.device:
     """Return the device that `--device` means on this machine."""
+    has_mps = torch.backends.mps.is_available()
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "mps" if _has_mps() else "cpu")
+        return torch.device("cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu")
     if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
         raise ValueError(f"--device {name} is unknown; choose auto, cpu, cuda, cuda:N or mps")
     device = torch.device(name)
-    count = {"cpu": 1, "mps": int(_has_mps()), "cuda": torch.cuda.device_count()}[device.type]
+    count = {"cpu": 1, "mps": int(has_mps), "cuda": torch.cuda.device_count()}[device.type]
     if (device.index or 0) >= count:
         raise ValueError(f"--device {name}: PyTorch sees {count} {device.type} devices here; use --device auto")
     return device
@@ -54,10 +55,6 @@ def device_of_source(options: BackboneSource) -> torch.device:
     asked = weights.device_map_of(options)
     mapped = None if asked is None else weights.main_device(asked)
     return mapped or resolve_device(str(getattr(options, "device", "auto")))
-
-
-def _has_mps() -> bool:
-    return torch.backends.mps.is_available()
 
 
 def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:

@@ -133,11 +133,7 @@ def pack(model: nn.Module) -> None:
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child.in_features % _STEP == 0 and name not in _LEFT:
                 setattr(module, name, EightBitLinear(child))
-    _hand_back()
-
-
-def _hand_back() -> None:
-    """Let the system have the memory of the wider weights: glibc would keep it for this process, between the codes."""
+    # The system gets the memory of the wider weights: glibc would keep it for this process, between the codes.
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
