@@ -59,13 +59,13 @@ class Trainer:
         self.last_record: dict[str, Any] = {}
         self.before: list[float] = []
         """Overlap of each held-out row before the first step; without such rows, that of the first step."""
-        o, device = self.training.optimizer, self.accelerator.device
-        how = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
-        fused = device.type in ("cuda", "cpu") or None  # one kernel for all heads, where PyTorch has one
-        adamw = torch.optim.AdamW(self.heads.parameters(), fused=fused, **how)
+        o, parameters = self.training.optimizer, list(self.heads.parameters())
+        how: dict[str, Any] = {"lr": o.lr, "betas": o.betas, "eps": o.eps, "weight_decay": o.weight_decay}
+        how["fused"] = parameters[0].device.type in ("cuda", "cpu") or None  # one kernel, where PyTorch has one
+        adamw = torch.optim.AdamW(parameters, **how)
         self.scheduler = get_linear_schedule_with_warmup(adamw, o.warmup, o.steps)
         self.optimizer = self.accelerator.prepare(adamw)
-        self.window = Window(device)
+        self.window = Window(self.accelerator.device)
 
     def resume(self, path: Path, state: Mapping[str, Any]) -> None:
         self.stream.restore(state["stream"])
