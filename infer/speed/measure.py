@@ -18,7 +18,7 @@ from transformers import GenerationConfig
 from locret import RetainingHeads, loading
 from locret.conversation.chat import now
 from locret.infer.speed.plan import BenchPlan, random_model
-from locret.infer.speed.ways import Given, Held, Way
+from locret.infer.speed.ways import Held, Way
 
 Key = tuple[str, int]
 """Method and prompt tokens."""
@@ -74,18 +74,17 @@ class Bench:
 
     def run(self, method: Way, length: int) -> Sample:
         """Read and answer the beginning of the prompt once."""
-        given = Given(self.model, self.plan.policy, self.heads, self.prompt[:, :length], self.plan.options.new_tokens)
-        on_gpu = self.device.type == "cuda"
+        ids, on_gpu = self.prompt[:, :length], self.device.type == "cuda"
         if on_gpu:
             torch.cuda.reset_peak_memory_stats(self.device)
         start = now(self.device)
-        cache, logits = method.read(given)
+        cache, logits = method.read(self, ids)
         first = logits.argmax(dim=-1, keepdim=True)
         prefill, read = now(self.device) - start, method.held(cache)
         start = now(self.device)
-        new = method.write(given, cache, first).tolist()
+        new = method.write(self, cache, ids, first).tolist()
         decode = now(self.device) - start
-        assert len(new[0]) == given.new_tokens
+        assert len(new[0]) == self.plan.options.new_tokens
         peak = torch.cuda.max_memory_allocated(self.device) if on_gpu else None
         return Sample(prefill, decode, read, method.held(cache), peak)
 

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from locret.infer.methods import Method, find, names
 from locret.infer.speed.floor import generate_plainly, read_static, write_static
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
+
+if TYPE_CHECKING:
+    from locret.infer.speed.measure import Bench
 
 FLOOR, LLAMACPP = "floor", "llamacpp"
 
@@ -39,17 +42,6 @@ class Held(NamedTuple):
     cache: int
     host: int = 0
     moved: int = 0
-
-
-class Given(NamedTuple):
-    """What a way of reading is given."""
-
-    model: Any
-    policy: RetentionPolicy
-    heads: RetainingHeads | None
-    ids: Tensor
-    """(1, N)."""
-    new_tokens: int
 
 
 @dataclass(frozen=True)
@@ -82,14 +74,14 @@ class Way(Method):
         with_shares(self.policy(policy), self.rating(), [shape.num_kv_heads for shape in backbone.full_shapes])
         return Held(planned_bytes(*parts), planned_bytes(*parts, host=True))
 
-    def read(self, given: Given) -> tuple[Any, Tensor]:
-        """Read a prompt; return the cache and (1, vocabulary) logits of the last token."""
-        cache = RetentionCache(given.model, self.rating(given.heads), self.policy(given.policy))
-        return cache, prefill(given.model, given.ids, cache, new_tokens=given.new_tokens)
+    def read(self, bench: Bench, ids: Tensor) -> tuple[Any, Tensor]:
+        """Read (1, N) ids of a prompt; return the cache and (1, vocabulary) logits of the last token."""
+        cache = RetentionCache(bench.model, self.rating(bench.heads), self.policy(bench.plan.policy))
+        return cache, prefill(bench.model, ids, cache, new_tokens=bench.plan.options.new_tokens)
 
-    def write(self, given: Given, cache: Any, first: Tensor) -> Tensor:
+    def write(self, bench: Bench, cache: Any, ids: Tensor, first: Tensor) -> Tensor:
         """Return (1, new) ids after (1, 1) `first`, a forward pass each; a cache of ours begins with `first` again."""
-        return generate(given.model, cache=cache, max_new_tokens=given.new_tokens, do_sample=False)
+        return generate(bench.model, cache=cache, max_new_tokens=bench.plan.options.new_tokens, do_sample=False)
 
     def held(self, cache: Any) -> Held:
         """Return the bytes of a cache, counted from its tensors."""
@@ -117,16 +109,16 @@ class Full(Way):
         return Held(size * numbers + backbone.state_bytes(size) // 2)
 
     @torch.no_grad()
-    def read(self, given: Given) -> tuple[Any, Tensor]:
-        cache = DynamicCache(config=given.model.config)
-        *before, last = given.ids.split(given.policy.chunk_size, dim=1)
+    def read(self, bench: Bench, ids: Tensor) -> tuple[Any, Tensor]:
+        cache = DynamicCache(config=bench.model.config)
+        *before, last = ids.split(bench.plan.policy.chunk_size, dim=1)
         for tokens in before:
-            given.model.get_decoder()(input_ids=tokens, past_key_values=cache, use_cache=True)
-        output = given.model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            bench.model.get_decoder()(input_ids=tokens, past_key_values=cache, use_cache=True)
+        output = bench.model(input_ids=last, past_key_values=cache, use_cache=True, logits_to_keep=1)
         return cache, output.logits[:, -1]
 
-    def write(self, given: Given, cache: Any, first: Tensor) -> Tensor:
-        return generate_plainly(given.model, cache, torch.cat([given.ids, first], dim=1), given.new_tokens)
+    def write(self, bench: Bench, cache: Any, ids: Tensor, first: Tensor) -> Tensor:
+        return generate_plainly(bench.model, cache, torch.cat([ids, first], dim=1), bench.plan.options.new_tokens)
 
     def held(self, cache: Any) -> Held:
         tensors = [value for layer in cache.layers for value in vars(layer).values() if torch.is_tensor(value)]
@@ -148,12 +140,12 @@ class Floor(Full):
         slots = policy.budget + max(policy.chunk_size, policy.local_len + new_tokens)
         return Held(slots * size * sum(shape.num_kv_heads * shape.unit_dim for shape in backbone.full_shapes))
 
-    def read(self, given: Given) -> tuple[Any, Tensor]:
-        sizes = given.policy.budget, given.policy.chunk_size, given.policy.local_len
-        return read_static(given.model, given.ids, *sizes, given.new_tokens)
+    def read(self, bench: Bench, ids: Tensor) -> tuple[Any, Tensor]:
+        sizes = bench.plan.policy.budget, bench.plan.policy.chunk_size, bench.plan.policy.local_len
+        return read_static(bench.model, ids, *sizes, bench.plan.options.new_tokens)
 
-    def write(self, given: Given, cache: Any, first: Tensor) -> Tensor:
-        return write_static(given.model, cache, first, given.new_tokens)
+    def write(self, bench: Bench, cache: Any, ids: Tensor, first: Tensor) -> Tensor:
+        return write_static(bench.model, cache, first, bench.plan.options.new_tokens)
 
 
 @dataclass(frozen=True)
@@ -165,15 +157,15 @@ class LlamaCpp(Full):
     def planned(self, backbone: Backbone, policy: RetentionPolicy, size: int, length: int, new_tokens: int) -> Held:
         return super().planned(backbone, policy, 2, length, new_tokens)
 
-    def read(self, given: Given) -> tuple[Any, Tensor]:
-        engine = _llamacpp(self.file, given.ids.shape[1] + given.new_tokens, given.policy.chunk_size)
+    def read(self, bench: Bench, ids: Tensor) -> tuple[Any, Tensor]:
+        engine = _llamacpp(self.file, ids.shape[1] + bench.plan.options.new_tokens, bench.plan.policy.chunk_size)
         engine.reset()
-        engine.eval(given.ids[0].tolist())
+        engine.eval(ids[0].tolist())
         return engine, self._logits(engine)
 
-    def write(self, given: Given, cache: Any, first: Tensor) -> Tensor:
+    def write(self, bench: Bench, cache: Any, ids: Tensor, first: Tensor) -> Tensor:
         new = [int(first)]
-        for _ in range(given.new_tokens):
+        for _ in range(bench.plan.options.new_tokens):
             cache.eval(new[-1:])
             new.append(int(self._logits(cache).argmax()))
         return torch.tensor([new[1:]])

@@ -16,7 +16,7 @@ from locret.infer.speed.command import command
 from locret.infer.speed.measure import Bench, Measurements, Sample
 from locret.infer.speed.plan import BenchPlan, make_plan
 from locret.infer.speed.report import make_record, page
-from locret.infer.speed.ways import Given, Held
+from locret.infer.speed.ways import Held
 from tests.tiny_gguf import write_gguf
 
 LENGTH, NEW = 150, 5
@@ -37,10 +37,6 @@ def small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(measure.COPY_BYTES, "cpu", 2**20)
 
 
-def given_to(bench: Bench, length: int = LENGTH) -> Given:
-    return Given(bench.model, bench.plan.policy, bench.heads, bench.prompt[:, :length], NEW)
-
-
 @pytest.mark.parametrize("name", ["full", "floor", "locret", "streaming+pyramid", "snapkv+linear"])
 def test_forward_passes_and_bytes_are_those_of_the_plan(name: str) -> None:
     plan = plan_of(name)
@@ -53,11 +49,11 @@ def test_forward_passes_and_bytes_are_those_of_the_plan(name: str) -> None:
         passes.append((kwargs["input_ids"].shape[1], held or (0,) * 5))
 
     bench.model.get_decoder().register_forward_pre_hook(note, with_kwargs=True)
-    cache, logits = method.read(given_to(bench))
+    cache, logits = method.read(bench, bench.prompt)
     *planned, after = method.passes(plan.backbone, plan.policy, LENGTH)
     assert passes == [(one.tokens, one.held) for one in planned if one.tokens]
     passes.clear()
-    assert method.write(given_to(bench), cache, logits.argmax(-1, keepdim=True)).shape == (1, NEW)
+    assert method.write(bench, cache, bench.prompt, logits.argmax(-1, keepdim=True)).shape == (1, NEW)
     # A cache of ours takes the prompt's last token back and feeds it again.
     again = name not in ("full", "floor")
     assert passes == [(1, tuple(units - again + step for units in after.held)) for step in range(NEW)]
@@ -80,8 +76,8 @@ def test_llamacpp_reads_and_writes_what_full_attention_does(tmp_path: Path) -> N
     plan = plan_of("full,llamacpp", shape=None, model=str(tmp_path / "tiny.gguf"), dtype="float32")
     bench, written = Bench(plan), []
     for method in plan.methods:
-        cache, logits = method.read(given_to(bench))
-        written.append(method.write(given_to(bench), cache, logits.argmax(-1, keepdim=True)).tolist())
+        cache, logits = method.read(bench, bench.prompt)
+        written.append(method.write(bench, cache, bench.prompt, logits.argmax(-1, keepdim=True)).tolist())
     assert written[0] == written[1]
 
 
@@ -189,14 +185,14 @@ def test_shares_and_ratios_are_taken_within_a_round_and_memory_that_ran_out_has_
 def test_a_method_that_runs_out_of_memory_is_left_out_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of("floor,full", repeats=2)
 
-    def full_up(_self: Any, given: Given) -> Any:
+    def full_up(*_args: Any) -> Any:
         raise torch.OutOfMemoryError("out of memory")
 
     monkeypatch.setattr(type(plan.methods[0]), "read", full_up)
     found = measure.measure(plan, quiet=True)
     assert set(found.samples) == {("full", LENGTH)}
     assert len(found.samples["full", LENGTH]) == len(found.rates) == 2
-    monkeypatch.setattr(measure, "Bench", lambda plan: full_up(None, None))  # type: ignore[arg-type]
+    monkeypatch.setattr(measure, "Bench", full_up)
     with pytest.raises(OSError, match="cpu is out of memory before a prompt is read; take a smaller --shape"):
         measure.measure(plan, quiet=True)
 
