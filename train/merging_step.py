@@ -12,7 +12,7 @@ LoCoCo itself trains on the language-model loss of the next chunk through the wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -83,9 +83,8 @@ class _Lesson(LoCoMerger):
         """Check nothing: no user has written this."""
 
     def fold(self, units: Units, prepared: Any) -> Merged:
-        copies = {one.name: getattr(units, one.name) for one in fields(units)}
-        copies = {name: value.clone() if isinstance(value, Tensor) else value for name, value in copies.items()}
-        self.waiting[units.layer_idx] = Units(**copies)
+        copies = {name: value.clone() for name, value in vars(units).items() if isinstance(value, Tensor)}
+        self.waiting[units.layer_idx] = replace(units, **copies)
         return fold(units, self.kernels[units.layer_idx])
 
     def look(self, chunk: Chunk) -> None:

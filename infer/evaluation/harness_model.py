@@ -33,6 +33,7 @@ from locret.scorers.sirllm import surprisal_of
 _MODEL_KEYS = {field.name for field in fields(ModelOptions) if "shard" not in field.name} - {"model", "device"}
 _SCORER_KEYS = {field.name for field in fields(ScorerOptions)}
 _POLICY_KEYS = {field.name for field in fields(RetentionPolicy)}
+_KNOWN = _MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS
 
 
 class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
@@ -54,19 +55,17 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
     ) -> None:
         super().__init__()
         settings = _rejoined(settings)
-        if unknown := sorted(set(settings) - _MODEL_KEYS - _SCORER_KEYS - _POLICY_KEYS):
-            known = ", ".join(sorted(_MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS))
+        if unknown := sorted(set(settings) - _KNOWN):
+            known = ", ".join(sorted(_KNOWN))
             raise ValueError(f"--model_args: {unknown[0]} is not a setting of the model locret; choose among {known}")
-        model = ModelOptions(
-            model=pretrained,
-            device="auto" if device is None else str(device),
-            **{k: v for k, v in settings.items() if k in _MODEL_KEYS},
+        of_model, of_scorer, own = (
+            {k: v for k, v in settings.items() if k in keys} for keys in (_MODEL_KEYS, _SCORER_KEYS, _POLICY_KEYS)
         )
-        scorer = ScorerOptions(**{k: v for k, v in settings.items() if k in _SCORER_KEYS})
+        model = ModelOptions(model=pretrained, device="auto" if device is None else str(device), **of_model)
+        scorer = ScorerOptions(**of_scorer)
         plan, self.tokenizer = ready_without_policy(model, scorer), loading.load_tokenizer(model)
         run = plan.run
         self.scorer, self._device = run.scorer, run.device
-        own = {k: v for k, v in settings.items() if k in _POLICY_KEYS}
         self.policy = resolve(own, plan.recommended, named=scorer.changes)
         check_used(own, [self.policy])
         check_no_turns(own)
@@ -201,11 +200,11 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
 
 def _rejoined(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings with the scorer's own options in its text again, which the harness splits at commas."""
-    named, known = settings.get("scorer"), _MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS
+    named = settings.get("scorer")
     if named is None:
         return settings
     spec = method_spec.parse(named, "--model_args scorer")
-    own = {field.name for field in fields(scorers.find(spec.name))} - known  # type: ignore[arg-type]
+    own = {field.name for field in fields(scorers.find(spec.name))} - _KNOWN  # type: ignore[arg-type]
     options = {name: value for name, value in settings.items() if name in own}
     if twice := sorted(spec.options.keys() & options.keys()):
         raise ValueError(f'scorer "{spec}" has the option {twice[0]} already; give it once')
