@@ -149,6 +149,5 @@ class _Watching(RetainingHeadScorer):
         """Check nothing: no user has written this."""
 
     def score(self, chunk: Chunk) -> Tensor:
-        """Return scores (B, K, L)."""
         self.lesson.look(chunk)
         return super().score(chunk)

@@ -119,8 +119,6 @@ class TrainingStream(Iterator[TrainingExample]):
         rank: int = 0,
         world: int = 1,
     ):
-        if not 0 <= rank < world:
-            raise ValueError(f"rank={rank} is not a process of world={world}; use 0 <= rank < world")
         check_template(tokenizer, template)
         self.size = len(rows)
         """Rows of the data set."""

@@ -62,7 +62,6 @@ def _keep(job: Job, log: SampleLog, settings: dict[str, Any]) -> None:
 
 
 def _load(job: Job) -> tuple[Setup, dict[str, Any]]:
-    """Return the loaded backbone with what belongs to it, and all settings."""
     given = job.report
     tokenizer = loading.load_tokenizer(job.model)
     job.check(tokenizer)

@@ -186,7 +186,6 @@ class _Reading:
         return load_scorer(self.scorer)[0]
 
     def answers(self, cell: Cell) -> Iterator[dict[str, Any]]:
-        """Yield a record of every answer."""
         for name in words(self.options.sets, "--sets"):
             pieces = real.pieces(name, self.lm.tokenizer, cell.tokens)[: self.options.pieces]
             for number, piece in enumerate(pieces):

@@ -42,7 +42,6 @@ def make_record(plan: BenchPlan, found: Measurements | None) -> dict[str, Any]:
 
 
 def _result(plan: BenchPlan, found: Measurements, row: dict[str, Any], at: int) -> dict[str, Any]:
-    """Return what is known of one method and length."""
     name, length = row["method"], row["length"]
     runs, work = found.samples.get((name, length), []), plan.work(plan.methods[at % len(plan.methods)], length)
     if not runs:

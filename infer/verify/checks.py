@@ -181,7 +181,6 @@ def eviction(subject: Subject) -> Iterator[Row]:
 
 
 def _replayed(subject: Subject, policy: RetentionPolicy) -> Row:
-    """Compare an answered read with its replay."""
     read = subject.read(policy, new_tokens=NEW_TOKENS)
     tokens, kept = subject.tokens, kept_by_head(read.cache)
     bounds = [0, *(seen for seen, _ in read.steps), tokens - 1, tokens + NEW_TOKENS - 1]

@@ -70,7 +70,6 @@ def command(argv: Sequence[str] | None = None) -> int:
 
 
 def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
-    """Resolve what the backbone's config shows; then verify, print and write, and return the exit code."""
     from locret import RetentionPolicy, loading
     from locret.infer import sizing
     from locret.infer.reading import ready_without_policy

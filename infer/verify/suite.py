@@ -135,7 +135,6 @@ def _rows_of(name: str, subject: Subject) -> list[Row]:
 
 
 def _facts(subject: Subject) -> dict[str, Any]:
-    """Return what the numbers of a report depend on."""
     device = input_device(subject.model)
     facts: dict[str, Any] = {"backbone": subject.backbone.model_type, "scorer": subject.scorer.name}
     facts |= {"policy": subject.policy.to_dict(), "tokens": subject.tokens, "seed": subject.seed}

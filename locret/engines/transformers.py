@@ -494,7 +494,6 @@ class PagedContexts:
             self._cancel(request)
 
     def _fail(self, error: Exception) -> None:
-        """End all answers with an error."""
         with self._lock:
             failed = list(self._running)
         for request in failed:

@@ -334,7 +334,6 @@ def _where(
 
 
 def _with_adapter(model: nn.Module, source: _Source) -> nn.Module:
-    """Return a backbone with an adapter on it."""
     from peft import PeftModel, PeftType
 
     assert source.adapter is not None

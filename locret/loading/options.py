@@ -19,7 +19,6 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
 LOCRET = "locret"
 """The method of trained heads."""
-SHARDS = ("fsdp", "zero3", "tp")
 _OFFLOADS = {"fsdp": ("cpu",), "zero3": ("cpu", "nvme")}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -145,8 +144,6 @@ class BackboneSource(WeightOptions, _Named, usual=()):
         offload, folder, shard = self.shard_offload, self.shard_offload_dir, self.shard
         others = [*self.quantising(), *([self.gguf_flag] if self.gguf else [])]
         others += ["--device-map"] if self.device_map is not None else []
-        if shard is not None and shard not in SHARDS:
-            raise ValueError(f"--shard {shard} is unknown; choose one of {', '.join(SHARDS)}")
         if shard is not None and others:
             raise ValueError(f"--shard {shard} spreads weights as they are, and not with {others[0]}; drop one of them")
         if shard is not None and os.environ.get("WORLD_SIZE", "1") == "1":

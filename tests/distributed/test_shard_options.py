@@ -20,7 +20,6 @@ from locret.loading.options import BackboneSource
 REFUSED = [
     ({"shard": "tp", "shard_offload": "cpu"}, "not for --shard tp, which keeps every part on its device; change one"),
     ({"shard": "zero3", "shard_offload": "nvme"}, "--shard-offload nvme and --shard-offload-dir DIR"),
-    ({"shard": "zero4"}, "--shard zero4 is unknown; choose one of fsdp, zero3, tp"),
     ({"shard": "fsdp", "device_map": "auto"}, "as they are, and not with --device-map; drop one of them"),
 ]
 

@@ -55,7 +55,6 @@ class BabilongTask(PublishedTask):
         return [self.sample_of(row, head, document, tail, targets, question=asked, choices=labels)]
 
     def select(self, wanted: Wanted) -> Selection:
-        """Return the asked rows of every length; errors are those of `Task.select`."""
         task, _ = self.fitted(wanted)
         found: dict[int, SampleSet] = {
             tokens: rows.open_rows(task.of_length(tokens), wanted.folders, wanted.samples) for tokens in wanted.lengths
@@ -71,7 +70,6 @@ class BabilongTask(PublishedTask):
         return replace(self, file=f"{self.task}_{name}.jsonl", hub_file=f"data/{self.task}/{name}.json")
 
     def score(self, prediction: str, sample: Sample) -> float:
-        """Return 1 for the right label alone."""
         return only_labels(prediction, sample.targets[0], "".join(sample.targets[1:]), LABELS[self.task])
 
 

@@ -136,7 +136,6 @@ class MadeInfiniteBench(RowMaker, InfiniteBenchTask):
     settable: ClassVar[tuple[str, ...]] = ("max_new_tokens",)
 
     def maker(self, of: Making) -> Callable[[int], dict[str, Any]]:
-        """Return what makes row `index`. No source texts are needed."""
         least, published = (2, _PAIRS) if self.form == "kv_retrieval" else (1, _LINES)
 
         def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:

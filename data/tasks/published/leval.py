@@ -168,7 +168,6 @@ class LEvalTask(PublishedTask):
         return "Document is as follows. ", f" Instruction: {question} \nAnswer this question with {words} words.", ""
 
     def framed(self, sample: Sample, content: str, tokenizer: Any) -> str | None:
-        """Return the official runs' turns for prompt_style=official."""
         if self.prompt_style == "fixed":
             return None
         vocabulary = tokenizer.get_vocab()

@@ -87,7 +87,6 @@ class LongBenchTask(PublishedTask):
         return [self.sample_of(row, head, context, tail, targets, choices=classes)]
 
     def score(self, prediction: str, sample: Sample) -> float:
-        """Return the task's own metric, the best over the references."""
         if self.task in _FIRST_LINE:
             prediction = prediction.lstrip("\n").split("\n")[0]
         return super().score(prediction, sample)

@@ -43,7 +43,6 @@ class NeedleTask(RowMaker):
     """Hide a pass key that differs from row to row, instead of the statement that all rows share."""
 
     def stand_in(self, data_dir: Path | None) -> str:
-        """Return "filler" where there are no essays."""
         return FILLER if data_dir is None else ""
 
     def maker(self, of: Making) -> Callable[[int], dict[str, Any]]:

@@ -117,7 +117,6 @@ class RulerTask(RowMaker):
         return "" if there else self.own
 
     def maker(self, of: Making) -> Callable[[int], dict[str, Any]]:
-        """Return what makes row `index`."""
         guess = max(1, (of.tokens or 0) // self.unit)
         return self.filled(of, self.drafter(self, of), guess=guess, least=self.least)
 
@@ -130,7 +129,6 @@ class RulerTask(RowMaker):
         return [self.sample_of(row, "", document + line, question, outputs, reply=", ".join(said), **more)]
 
     def score(self, prediction: str, sample: Sample) -> float:
-        """Return the share of references in the answer, or whether any is there, in any case."""
         return (all_contained if self.every else any_contained)(prediction, sample.targets)
 
 

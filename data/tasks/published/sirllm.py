@@ -75,7 +75,6 @@ class RockPaperScissors(RowMaker):
         return "turns", {0: self.set_of(Making(None, seed=wanted.seed))}
 
     def score(self, prediction: str, sample: Sample) -> float:
-        """Return the share of turns won."""
         best = sample.targets[0]
         return sum(mine == right for mine, right in zip(prediction, best, strict=True)) / len(best)
 
