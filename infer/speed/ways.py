@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -11,14 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin
 
 from locret import RetainingHeads, RetentionCache, generate, prefill, scorers
+from locret.backbone.attention import MaskMemo, View, attend
 from locret.backbone.shape import Backbone
 from locret.base import method_spec
 from locret.cache.limits import Limits, planned_bytes, with_shares
 from locret.infer.methods import Method, find, names
-from locret.infer.speed.floor import generate_plainly, read_static, write_static
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
 
@@ -118,15 +120,69 @@ class Full(Way):
         return cache, output.logits[:, -1]
 
     def write(self, bench: Bench, cache: Any, ids: Tensor, first: Tensor) -> Tensor:
-        return generate_plainly(bench.model, cache, torch.cat([ids, first], dim=1), bench.plan.options.new_tokens)
+        ids, new = torch.cat([ids, first], dim=1), bench.plan.options.new_tokens
+        given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": cache}
+        return bench.model.generate(**given, max_new_tokens=new, do_sample=False)[:, ids.shape[1] :]
 
     def held(self, cache: Any) -> Held:
         tensors = [value for layer in cache.layers for value in vars(layer).values() if torch.is_tensor(value)]
         return Held(sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values()))
 
 
+_FLOOR_ATTENTION, _MEMO = "locret-floor", MaskMemo()
+
+
+def _attention(
+    _module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, scaling: float, **_: Any
+) -> tuple[Tensor, None]:
+    return attend(query, View(key, value), scaling=scaling, memo=_MEMO).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(_FLOOR_ATTENTION, _attention)
+AttentionMaskInterface.register(_FLOOR_ATTENTION, lambda *_, **__: None)
+
+
+class _StaticLayer(CacheLayerMixin):
+    is_sliding = False
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__()
+        self.capacity, self.fill = capacity, 0
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        batch, heads, _, dim = key_states.shape
+        self.keys = key_states.new_empty(batch, heads, self.capacity, dim)
+        self.values = value_states.new_empty(batch, heads, self.capacity, dim)
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        start, self.fill = self.fill, self.fill + key_states.shape[-2]
+        self.keys[:, :, start : self.fill] = key_states
+        self.values[:, :, start : self.fill] = value_states
+        return self.keys[:, :, : self.fill], self.values[:, :, : self.fill]
+
+    def get_seq_length(self) -> int:
+        return self.fill
+
+    def get_max_length(self) -> int:
+        return self.capacity
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.fill + query_length, 0
+
+
+def _slots(policy: RetentionPolicy, new_tokens: int) -> int:
+    return policy.budget + max(policy.chunk_size, policy.local_len + new_tokens)
+
+
 class Floor(Full):
-    """The least that bounded reading costs: the same chunks against a static cache, no scores and no eviction."""
+    """The least that bounded reading costs: the same chunks against a static cache, no scores and no eviction.
+
+    The engine's own attention kernel, keys rotated once, no hooks, no re-rotation: what remains between the two is the
+    price of retention. The floor's answers mean nothing; its time does.
+    """
 
     def passes(self, backbone: Backbone, policy: RetentionPolicy, length: int) -> list[Pass]:
         if not backbone.uniform or backbone.recurrent:
@@ -137,15 +193,43 @@ class Floor(Full):
         return Way.passes(self, backbone, policy, length)
 
     def planned(self, backbone: Backbone, policy: RetentionPolicy, size: int, length: int, new_tokens: int) -> Held:
-        slots = policy.budget + max(policy.chunk_size, policy.local_len + new_tokens)
-        return Held(slots * size * sum(shape.num_kv_heads * shape.unit_dim for shape in backbone.full_shapes))
+        numbers = sum(shape.num_kv_heads * shape.unit_dim for shape in backbone.full_shapes)
+        return Held(_slots(policy, new_tokens) * size * numbers)
 
+    @torch.no_grad()
     def read(self, bench: Bench, ids: Tensor) -> tuple[Any, Tensor]:
-        sizes = bench.plan.policy.budget, bench.plan.policy.chunk_size, bench.plan.policy.local_len
-        return read_static(bench.model, ids, *sizes, bench.plan.options.new_tokens)
+        model, policy, end = bench.model, bench.plan.policy, max(0, ids.shape[1] - bench.plan.policy.local_len)
+        slots = _slots(policy, bench.plan.options.new_tokens)
+        layers = [_StaticLayer(slots) for _ in range(model.config.num_hidden_layers)]
+        cache = Cache(layers=layers)
+        with _plain_attention(model):
+            for tokens in ids[:, :end].split(policy.chunk_size, dim=1) if end else ():
+                model.get_decoder()(**_inputs(cache, tokens))
+                for layer in layers:  # cut back, for free
+                    layer.fill = min(layer.fill, policy.budget)
+            return cache, model(**_inputs(cache, ids[:, end:]), logits_to_keep=1).logits[:, -1]
 
     def write(self, bench: Bench, cache: Any, ids: Tensor, first: Tensor) -> Tensor:
-        return write_static(bench.model, cache, first, bench.plan.options.new_tokens)
+        # What the slots hold counts as read, whatever it is: positions go on from there.
+        held = first.new_zeros(1, cache.get_seq_length())
+        with _plain_attention(bench.model):
+            return super().write(bench, cache, held, first)
+
+
+def _inputs(cache: Cache, tokens: Tensor) -> dict[str, Any]:
+    held = cache.get_seq_length()
+    positions = torch.arange(held, held + tokens.shape[1], device=tokens.device)[None]
+    return {"input_ids": tokens, "position_ids": positions, "past_key_values": cache, "use_cache": True}
+
+
+@contextmanager
+def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
+    implementation = model.config._attn_implementation
+    model.set_attn_implementation(_FLOOR_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(implementation)
 
 
 @dataclass(frozen=True)
