@@ -83,7 +83,7 @@ class _Lesson(LoCoMerger):
         """Check nothing: no user has written this."""
 
     def fold(self, units: Units, prepared: Any) -> Merged:
-        copies = {name: value.clone() for name, value in vars(units).items() if isinstance(value, Tensor)}
+        copies: dict[str, Any] = {n: one.clone() for n, one in vars(units).items() if isinstance(one, Tensor)}
         self.waiting[units.layer_idx] = replace(units, **copies)
         return fold(units, self.kernels[units.layer_idx])
 
