@@ -26,8 +26,10 @@ _BEFORE = 5
 """Tokens before an answer that are decoded with it."""
 
 
-Asked = Callable[[Callable[[Written], None]], Callable[[], None]]
+Begin = Callable[[Callable[[Written], None]], Callable[[], None]]
 """What begins an answer, given what to call for each token, and returns what cancels it; it may block."""
+Asked = tuple[Begin, Sequence[int]]
+"""What begins an answer, and the tokens whose text it goes on with; none if it begins a text of its own."""
 
 
 @dataclass(frozen=True)
@@ -200,20 +202,12 @@ class Answers:
         return self.end_ids | {token for token, one in added.items() if one.special and one.content in stops}
 
     async def write(
-        self,
-        asked: Sequence[Asked],
-        stops: Sequence[str],
-        place: Place,
-        deadline: float,
-        before: Sequence[Sequence[int]] | None = None,
+        self, asked: Sequence[Asked], stops: Sequence[str], place: Place, deadline: float
     ) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of several answers as they are written; to leave cancels what is not finished.
-
-        `before` are for each answer the tokens whose text it goes on with, if answers do not begin texts of their own.
-        """
+        """Yield the pieces of several answers as they are written; to leave cancels what is not finished."""
         loop, ends = asyncio.get_running_loop(), self.ends(stops)
         steps = asyncio.Queue[tuple[int, Written | Exception]]()
-        texts = [AnswerText(self.tokenizer, stops, ends, ids) for ids in before or [()] * len(asked)]
+        texts = [AnswerText(self.tokenizer, stops, ends, before) for _, before in asked]
         waits, begun = list[Future[Callable[[], None] | None]](), dict[int, float]()
         gone = [threading.Event() for _ in asked]
 
@@ -231,8 +225,8 @@ class Answers:
         limit = loop.call_later(deadline - time.monotonic(), steps.put_nowait, (-1, TimeLimit()))
         unfinished = set(range(len(asked)))
         try:
-            for choice, one in enumerate(asked):
-                waits.append(self._asking.submit(self._begin, one, partial(receive, choice), gone[choice]))
+            for choice, (begin, _) in enumerate(asked):
+                waits.append(self._asking.submit(self._begin, begin, partial(receive, choice), gone[choice]))
             while unfinished:
                 choice, step = await steps.get()
                 if isinstance(step, Exception):
@@ -261,7 +255,7 @@ class Answers:
             self._freed.set()
 
     def _begin(
-        self, asked: Asked, receive: Callable[[Written | Exception], None], gone: threading.Event
+        self, begin: Begin, receive: Callable[[Written | Exception], None], gone: threading.Event
     ) -> Callable[[], None] | None:
         """Hand an answer to the engine as soon as there is room, in a thread that does so one after the other.
 
@@ -272,7 +266,7 @@ class Answers:
                 self._freed.clear()
                 self.turns.note(gone, False)
                 try:
-                    return asked(receive)
+                    return begin(receive)
                 except NoRoom:
                     self.turns.note(gone, None)
                     self._freed.wait(_LOOKING_AGAIN)

@@ -51,10 +51,6 @@ _TEXTS = ("text/", "application/octet-stream", "application/x-www-form-urlencode
 """Types of a body that is a text; the last is what curl says of --data-binary."""
 
 
-def _library(request: Request) -> Library:
-    return state_of(request).library
-
-
 def described(request: Request, entry: Entry, *, look: bool = False) -> dict[str, Any]:
     """Return a context in JSON; `look` reads from its file what is kept."""
     progress, done, share, summary = entry.progress, None, None, None
@@ -89,7 +85,7 @@ def described(request: Request, entry: Entry, *, look: bool = False) -> dict[str
 @router.get("", summary="All contexts")
 def listed(request: Request) -> dict[str, Any]:
     """Return `{"object": "list", "data": [context, ...]}`, in the order of names."""
-    return {"object": "list", "data": [described(request, entry) for entry in _library(request).entries()]}
+    return {"object": "list", "data": [described(request, entry) for entry in state_of(request).library.entries()]}
 
 
 @router.post("", status_code=202, summary="Upload a text and read it")
@@ -107,7 +103,7 @@ async def upload(
     """
     if unknown := request.query_params.keys() - {"name", "source", "system", "wait"}:
         raise Refusal(400, f"{shown(min(unknown))} is no parameter of an upload; leave it out", param=min(unknown)[:40])
-    library, kind = _library(request), request.headers.get("content-type", "text/plain").lower()
+    library, kind = state_of(request).library, request.headers.get("content-type", "text/plain").lower()
     if not kind.startswith(_TEXTS) or ("charset=" in kind and "utf-8" not in kind):
         raise Refusal(415, f"Content-Type {kind[:80]} is no text in UTF-8; send the text itself, as text/plain")
     if (coding := request.headers.get("content-encoding", "identity").lower()) != "identity":
@@ -166,13 +162,13 @@ async def _stored(request: Request, file: Path, library: Library, *, text: bool)
 @router.get("/{name}", summary="One context")
 def show(request: Request, name: str) -> dict[str, Any]:
     """Return a context, with what is kept of it."""
-    return described(request, _library(request).find(name), look=True)
+    return described(request, state_of(request).library.find(name), look=True)
 
 
 @router.delete("/{name}", summary="Delete a context, or end the reading of it")
 def delete(request: Request, name: str) -> dict[str, Any]:
     """Return `{"object": "context.deleted", "name": name, "deleted": true}`. Answers that are being written go on."""
-    _library(request).delete(name)
+    state_of(request).library.delete(name)
     return {"object": "context.deleted", "name": name, "deleted": True}
 
 
@@ -188,7 +184,7 @@ async def create(request: Request) -> dict[str, Any]:
 
     Its id is a name made of the file's; it can be asked when its status is processed.
     """
-    state, library, kind = state_of(request), _library(request), request.headers.get("content-type", "")
+    state, library, kind = state_of(request), state_of(request).library, request.headers.get("content-type", "")
     file, limit = await run_in_threadpool(library.upload), state.options.timeout
     try:
         await _stored(request, file, library, text=False)
@@ -237,18 +233,18 @@ def listed_as_files(request: Request, purpose: str | None = None) -> dict[str, A
     """Return all contexts, or those of a purpose, in the order of names."""
     if asked := request.query_params.keys() - {"purpose"}:
         raise Refusal(400, f"{shown(min(asked))} has no effect here; leave it out, all files are listed")
-    found = [_as_file(request, one) for one in _library(request).entries()]
+    found = [_as_file(request, one) for one in state_of(request).library.entries()]
     return {"object": "list", "data": [one for one in found if purpose in (None, one["purpose"])], "has_more": False}
 
 
 @files.get("/{name}", summary="One context, as a file")
 def show_as_file(request: Request, name: str) -> dict[str, Any]:
     """Return a context."""
-    return _as_file(request, _library(request).find(name))
+    return _as_file(request, state_of(request).library.find(name))
 
 
 @files.delete("/{name}", summary="Delete a context")
 def delete_file(request: Request, name: str) -> dict[str, Any]:
     """Delete a context as `/v1/contexts` does."""
-    _library(request).delete(name)
+    state_of(request).library.delete(name)
     return {"id": name, "object": "file", "deleted": True}

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -147,11 +146,8 @@ class _Work:
             with state.answers.place(len(self.answers)) as place:
                 await self._read()
                 asked = [one for prompt in self.prompts for one in self._asked(prompt)]
-                before = None
-                if isinstance(body, CompletionRequest):
-                    before = [prompt.rest for prompt in self.prompts for _ in range(body.choices)]
                 yield None
-                async with aclosing(state.answers.write(asked, body.stops, place, self._deadline, before)) as pieces:
+                async with aclosing(state.answers.write(asked, body.stops, place, self._deadline)) as pieces:
                     async for piece in pieces:
                         self.answers[piece.choice].add(piece)
                         yield piece
@@ -178,7 +174,7 @@ class _Work:
             raise TimeLimit from None
 
     def _asked(self, prompt: Prompt) -> list[Asked]:
-        """Return what begins the answers to a prompt, which loads its prefix."""
+        """Return what begins the answers to a prompt, which loads its prefix, and whose text completions go on with."""
         body, engine, library = self.body, self.state.engine, self.state.library
         room = engine.room(prompt.units, 0 if prompt.holder is None else prompt.holder.end) - len(prompt.rest)
         most = getattr(body, body.limit) or min(self.state.options.max_new_tokens, max(room, 1))
@@ -191,22 +187,18 @@ class _Work:
             )
         draws = body.temperature is None and (body.choices > 1 or bool(body.top_k) or body.top_p not in (None, 1))
         temperature = 1.0 if draws else body.temperature or 0.0
-        sampling = Sampling(
-            temperature=temperature if temperature >= LEAST_TEMPERATURE else 0.0,
-            top_p=body.top_p or 1.0,
-            top_k=body.top_k or 0,
-            seed=body.seed,
-            top_logprobs=body.top,
-        )
+        temperature = temperature if temperature >= LEAST_TEMPERATURE else 0.0
+        how: dict[str, Any] = {"top_p": body.top_p or 1.0, "top_k": body.top_k or 0, "top_logprobs": body.top}
         ends = self.state.answers.ends(body.stops)
 
         def begin(nth: int, on_token: Callable[[Written], None]) -> Callable[[], None]:
             prefix = None if prompt.holder is None else library.stored(prompt.holder)
             seed = None if body.seed is None else (body.seed + nth) % 2**63
-            how: dict[str, Any] = {"end_ids": ends, "sampling": replace(sampling, seed=seed)}
-            return engine.submit(prompt.rest, prefix, max_new_tokens=most, on_token=on_token, **how)
+            way: Any = {"end_ids": ends, "sampling": Sampling(temperature=temperature, seed=seed, **how)}
+            return engine.submit(prompt.rest, prefix, max_new_tokens=most, on_token=on_token, **way)
 
-        return [partial(begin, nth) for nth in range(body.choices)]
+        before = prompt.rest if isinstance(body, CompletionRequest) else ()
+        return [(partial(begin, nth), before) for nth in range(body.choices)]
 
 
 async def _finished(pieces: AsyncGenerator[Piece | None, None]) -> None:
