@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def command(argv: Sequence[str] | None = None) -> int:
             print(f"  {name:<16} {answers[question]}")
     note = f"{SHARE:.0%} of the units. The darker a word, the more of the heads hold it."
     pieces = kept_page.marked(words, shares["retaining heads"], lm.tokenizer, lm.template)
-    drawn = ["kept.html", "kept.png"] if kept_page.can_draw() else ["kept.html"]
+    drawn = ["kept.html", "kept.png"] if find_spec("matplotlib") else ["kept.html"]
     for file in drawn:
         kept_page.write(Path(options.output, file), pieces, f"What heads kept of {Path(path).name}", note)
     print(f"\nthe text with what heads kept of it: {', '.join(drawn)} in {options.output}")

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -86,13 +86,8 @@ def write(file: str | Path, pieces: Marked, title: str, note: str) -> None:
     write_text(file, page, parents=True)
 
 
-def can_draw() -> bool:
-    """Return whether there is what draws a picture."""
-    return importlib.util.find_spec("matplotlib") is not None
-
-
 def _picture(file: str | Path, dark: Marked, title: str, note: str) -> None:
-    if not can_draw():
+    if find_spec("matplotlib") is None:
         raise ValueError(f"{file} needs matplotlib; {install('eval')}, or write .html")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
