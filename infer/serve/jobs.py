@@ -160,11 +160,9 @@ class Job(threading.Thread):
         """When it got its memory, by `time.monotonic`; 0 while it waits."""
         self._cancelled = threading.Event()
 
-    def cancel(self, *, wait: bool = True) -> None:
-        """End it early; returns when it has ended, unless it is not waited for."""
+    def cancel(self) -> None:
+        """End it early; `join` waits until it has."""
         self._cancelled.set()
-        if wait and self.is_alive():
-            self.join()
 
     def check(self) -> None:
         if self._cancelled.is_set():

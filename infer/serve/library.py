@@ -86,9 +86,9 @@ class Library:
             self._closed = True
             jobs = [job for entry in self._index.named.values() if (job := entry.job)]
         for job in jobs:
-            job.cancel(wait=False)
-        for job in jobs:
             job.cancel()
+        for job in jobs:
+            job.join()
         with self.room.taken(self.room.total, lambda: None):  # what is read for requests sees it, and ends
             pass
         self._index.clear()
@@ -203,6 +203,7 @@ class Library:
         entry = self.find(name)
         if (job := entry.job) is not None:
             job.cancel()
+            job.join()
         with self._lock:
             named = self._index.named
             if job is not None and named.get(name) not in (entry, None):  # somebody uses the name again
