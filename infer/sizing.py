@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -205,18 +205,11 @@ def plan_lines(run: PlannedRun, policy: RetentionPolicy) -> str:
 
 def _memory(flags: PolicyOptions) -> int | None:
     """Return the bytes of `--kv-memory`; None where none are given, or what is free."""
-    return None if flags.kv_memory in (None, AUTO) else _read("--kv-memory", parse_bytes, str(flags.kv_memory))
+    return None if flags.kv_memory in (None, AUTO) else parse_bytes(str(flags.kv_memory), "--kv-memory: ")
 
 
 def _share(flags: PolicyOptions, tokens: int) -> int | None:
-    return None if flags.keep is None else _read("--keep", units_of_share, flags.keep, tokens)
-
-
-def _read(flag: str, read: Callable[..., int], *given: Any) -> int:
-    try:
-        return read(*given)
-    except ValueError as error:
-        raise ValueError(f"{flag}: {error}") from None
+    return None if flags.keep is None else units_of_share(flags.keep, tokens, "--keep: ")
 
 
 # -- what a machine has, and what a chunk needs -----------------------------------------------------------------------

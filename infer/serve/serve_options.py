@@ -10,6 +10,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from locret.base.fields import OptionClass, Range, check_ranges
 from locret.cli.options import flag_of
 from locret.conversation.protect import TEMPLATES
+from locret.policy.budget import parse_bytes
 
 KEY_VARIABLE = "LOCRET_API_KEY"
 OPEN = "open"
@@ -101,12 +102,7 @@ class ServeOptions(OptionClass, usual=("contexts", "kv_memory", "host", "port", 
 
     def bytes_of(self, name: str) -> int:
         """Return the amount of bytes that an option names."""
-        from locret.policy.budget import parse_bytes
-
-        try:
-            return parse_bytes(getattr(self, name))
-        except ValueError as error:
-            raise ValueError(f"{flag_of(name)}: {error}") from None
+        return parse_bytes(getattr(self, name), f"{flag_of(name)}: ")
 
 
 def _address(name: str) -> IPv4Address | IPv6Address | None:

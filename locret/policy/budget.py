@@ -80,32 +80,33 @@ def host_bytes(
     return rows * total
 
 
-def parse_bytes(text: str) -> int:
-    """Return the bytes of `2GiB`, `1.5 GB`, `800MiB` or `1048576`; KiB is 1024 bytes, kB 1000."""
+def parse_bytes(text: str, where: str = "") -> int:
+    """Return the bytes of `2GiB`, `1.5 GB`, `800MiB` or `1048576`; KiB is 1024 bytes, kB 1000; messages say `where`."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     if match is None or (match[3] and not match[2]):
-        raise ValueError(f"{text} is not an amount of memory; write it like 2GiB, 800MB or 1048576")
+        raise ValueError(f"{where}{text} is not an amount of memory; write it like 2GiB, 800MB or 1048576")
     count = int(Fraction(match[1]) * (1024 if match[3] else 1000) ** _UNITS[match[2].upper()])
     if count < 1:
-        raise ValueError(f"{text} is less than one byte; give at least 1 byte")
+        raise ValueError(f"{where}{text} is less than one byte; give at least 1 byte")
     return count
 
 
-def share_of(share: float | str) -> Fraction:
-    """Return the share of a prompt that somebody writes, such as 0.25 or 25%."""
+def share_of(share: float | str, where: str = "") -> Fraction:
+    """Return the share of a prompt that somebody writes, such as 0.25 or 25%; messages say `where`."""
     text = str(share).strip()
     try:
         part = Fraction(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
     except (ValueError, ZeroDivisionError):
         part = Fraction(0)
     if not 0 < part <= 1:
-        raise ValueError(f"{share} is not a share of the prompt; give more than 0 and at most 1, such as 0.25 or 25%")
+        rule = "is not a share of the prompt; give more than 0 and at most 1, such as 0.25 or 25%"
+        raise ValueError(f"{where}{share} {rule}")
     return part
 
 
-def units_of_share(share: float | str, tokens: int) -> int:
+def units_of_share(share: float | str, tokens: int, where: str = "") -> int:
     """Return the budget that is this share of a prompt, rounded down, at least 1 unit."""
-    return max(1, int(share_of(share) * tokens))
+    return max(1, int(share_of(share, where) * tokens))
 
 
 def largest_budget(planned_bytes: Callable[[int], int], memory: int, least: int, most: int) -> int | None:
