@@ -65,8 +65,9 @@ def _load(job: Job) -> tuple[Setup, dict[str, Any]]:
     given = job.report
     tokenizer = loading.load_tokenizer(job.model)
     job.check(tokenizer)
-    model = loading.load_model(job.model, job.config, job.own_device, job.dtype)
-    trained = job.heads.follow(model) if job.evaluation.heads else None
+    model = loading.load_model(job.model, job.base.config, job.own_device, job.base.dtype)
+    trained: Any = job.base.scorer
+    trained = trained.follow(model) if job.evaluation.heads else None
     settings = {
         **job.settings(),
         # Weights can change under the same name, and their answers must not be mixed with the earlier ones'.

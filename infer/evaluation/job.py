@@ -24,7 +24,6 @@ from locret.infer.methods import Method, check_heard
 from locret.infer.reading import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.loading.options import ScorerOptions
-from locret.loading.weights import plan_weights
 from locret.policy.resolve import check_no_turns, check_used
 from locret.scorers.chosen import EVERY_UNIT, check_matches, chosen_heads, load_scorer
 from locret.scorers.retaining_heads import as_scorer
@@ -48,10 +47,8 @@ class Job:
     cases: list[Case]
     runs: list[Run]
     allotments: list[Allotment]
-    heads: Any
-    config: Any
-    device: torch.device
-    dtype: torch.dtype
+    base: PlannedRun
+    """The backbone and the heads, whatever is read."""
     unmade: dict[str, str] = field(default_factory=dict)
     """Tasks of the suite that cannot be made at a length, each with a sentence."""
     notes: list[str] = field(default_factory=list)
@@ -59,7 +56,7 @@ class Job:
 
     @property
     def own_device(self) -> torch.device:
-        return self.processes.own_device(self.device)
+        return self.processes.own_device(self.base.device)
 
     def check(self, tokenizer: Any) -> None:
         """Refuse what cannot be asked of texts; a suite leaves out, and names, tasks that a length cannot hold."""
@@ -89,8 +86,8 @@ class Job:
             "model": model.model,
             "revision": model.revision,
             "adapter": model.adapter,
-            "device": str(self.device),
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.base.device),
+            "dtype": str(self.base.dtype).removeprefix("torch."),
             "attn": model.attn,
             **model.given(),
             "heads": evaluation.heads,
@@ -108,24 +105,16 @@ class Job:
 
     def plan(self) -> dict[str, Any]:
         """Return what would be done: runs, tokens, and the bytes of each policy's cache."""
-        longest = max(case.tokens for case in self.cases) or None
-        planned = []
+        longest, planned = max(case.tokens for case in self.cases) or None, []
+        answer = max(one.task.max_new_tokens for one in self.selections)
         for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
             grows = policy.plans_by_length or policy.budget == EVERY_UNIT
-            run = PlannedRun(
-                config=self.config,
-                scorer=self.heads,
-                dtype=self.dtype,
-                device=self.device,
-                prompt_tokens=longest if grows else None,
-                new_tokens=max(one.task.max_new_tokens for one in self.selections),
-                source=self.model,
-            )
+            run = replace(self.base, prompt_tokens=longest if grows else None, new_tokens=answer)
             planned.append({**policy.to_dict(), "not_given": policy.following(), **run.plan(policy)})
         return {
             "runs": len(self.runs) * len(self.cases),
             "tokens": sum(case.tokens for case in self.cases) * len(self.runs),
-            "weights": plan_weights(self.model, self.config, self.own_device, self.dtype).to_dict(),
+            "weights": replace(self.base, device=self.own_device).weights.to_dict(),
             "policies": planned,
             "missing": self.missing,
             "output": self.report.output,
@@ -184,9 +173,8 @@ def prepare(
                 Limits.of(describe(config), rates or scorers.get(BLOCK_SCORER), run.policy)
             except ValueError as error:
                 raise ValueError(f"method {run.method.name}: {error}") from error
-    job = Job(
-        model, evaluation, report, processes, found, missing, cases, runs, allotments, heads, config, device, dtype
-    )
+    base = PlannedRun(config=config, scorer=heads, dtype=dtype, device=device, source=model)
+    job = Job(model, evaluation, report, processes, found, missing, cases, runs, allotments, base)
     if not report.output:
         first = (evaluation.suite or found[0].task.name).replace("/", "-")
         configuration = fingerprint(job.settings())[:8]

@@ -126,12 +126,17 @@ class Cell(NamedTuple):
 def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptions) -> list[dict[str, Any]]:
     """Measure all cells that the record lacks, and return the records of all answers."""
     folder = Path(options.output)
+    # There may be more methods, shares and lengths when a run goes on.
     free = ("methods", "keep", "tokens", "output", "overwrite", "json", "quiet")
     given = {name: value for name, value in asdict(options).items() if name not in free}
-    records = _begun(folder, {**given, **_source(model, scorer)}, options.overwrite)
+    settings, file = {**given, **_source(model, scorer)}, folder / RECORD
+    check_output(str(folder), settings, resume=True, overwrite=options.overwrite)
+    write_text(folder / CONFIGURATION, json.dumps(settings, indent=1) + "\n", parents=True)
+    lines = [] if options.overwrite or not file.is_file() else file.read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines if line.endswith("}")]
     done = {_cell_of(one) for one in records if one["last"]}
     records = [one for one in records if _cell_of(one) in done]
-    write_text(folder / RECORD, "".join(json.dumps(one) + "\n" for one in records))
+    write_text(file, "".join(json.dumps(one) + "\n" for one in records))
     waiting = [cell for cell in options.cells() if cell not in done]
     if not waiting:
         return records
@@ -147,8 +152,8 @@ def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptio
             if not found:
                 raise ValueError(f"no piece of {cell.tokens} tokens answers a question of its set; give more --tokens")
             found[-1]["last"] = True
-            with (folder / RECORD).open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(one) + "\n" for one in found)
+            with file.open("a", encoding="utf-8") as stream:
+                stream.writelines(json.dumps(one) + "\n" for one in found)
             records += found
             bar.update()
     return records
@@ -162,15 +167,6 @@ def _source(model: PlacedModelOptions, scorer: ScorerOptions) -> dict[str, Any]:
 
 def _cell_of(record: dict[str, Any]) -> Cell:
     return Cell(record["method"], record["share"], record["tokens"])
-
-
-def _begun(folder: Path, settings: dict[str, Any], overwrite: bool) -> list[dict[str, Any]]:
-    """Return what a folder holds of this run, whose methods, shares and lengths may become more; settle its options."""
-    check_output(str(folder), settings, resume=True, overwrite=overwrite)
-    write_text(folder / CONFIGURATION, json.dumps(settings, indent=1) + "\n", parents=True)
-    record = folder / RECORD
-    lines = [] if overwrite or not record.is_file() else record.read_text(encoding="utf-8").splitlines()
-    return [json.loads(line) for line in lines if line.endswith("}")]
 
 
 @dataclass
