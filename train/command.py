@@ -103,11 +103,12 @@ def _train(training: TrainingRun, process: PartialState, ranks: Ranks) -> int:
 
 def _plan(training: TrainingRun) -> list[str]:
     """Return what is known before anything is fetched: the bytes of a step."""
+    from locret.loading.weights import name_of
     from locret.train.training_run import gibibytes
 
     memory = {name.replace("_", " "): count for name, count in training.plan().items()}
-    for place, count in training.weights.elsewhere(training.device).items():
-        memory[f"backbone on {place}"] = count
+    places = {place: count for place, count in training.weights.places.items() if place != name_of(training.device)}
+    memory |= {f"backbone on {place}": count for place, count in places.items()}
     steps, source, output = training.optimizer.steps, training.data.dataset, training.run.output
     return [
         f"plan: {steps:,} steps on {source} for {training.backbone.model}, into {output}",

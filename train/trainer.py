@@ -102,7 +102,7 @@ class Trainer:
             self.window.reset()
             while self.step < steps:
                 self._optimizer_step()
-                stopped = self._agree(received[0] if received else 0)
+                stopped = max(self._ranks.gather(received[0] if received else 0))  # all stop after the same step
                 ends = bool(stopped) or self.step == steps
                 evaluates = bool(self.held_out) and (self.step % self.training.eval_every == 0 or self.step == steps)
                 saves = ends or self.step % self.training.run.save_every == 0
@@ -186,13 +186,6 @@ class Trainer:
         elif self.training.optimizer.clip == "norm":
             nn.utils.clip_grads_with_norm_(parameters, limit, norm)
         self.window.add_step(norm)
-
-    def _agree(self, received: int) -> int:
-        """Return a signal that any process has received: all must stop after the same step."""
-        if self.accelerator.num_processes == 1:
-            return received
-        numbers = torch.tensor([received], device=self.accelerator.device)
-        return int(self.accelerator.gather(numbers).max())
 
     def _record(self) -> dict[str, Any]:
         """Return the window's means over all processes, and begin a new window."""

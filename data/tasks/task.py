@@ -204,10 +204,6 @@ class Task(ABC):
         """The benchmark; empty for the tasks of other packages and files."""
         return self.name.split("/")[0] if "/" in self.name and ":" not in self.name else ""
 
-    def options(self) -> dict[str, Any]:
-        """Return the options as a dictionary."""
-        return {name: getattr(self, name) for name in self.settable}
-
     def summarise(self, scores: Sequence[float], answers: Answers) -> float:
         """Return the task's score from its samples', from 0 to 1: their mean, unless a protocol has another rule."""
         return sum(scores) / len(scores) if scores else 0.0

@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -49,15 +49,14 @@ class TrainingExample:
     prompt is the document then, and the answer that of the last question."""
 
 
+@dataclass
 class DropReport:
     """Rows left out in the first epoch, which meets every row once; later epochs leave out the same ones."""
 
-    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
-        values = deepcopy(dict(values)) if values else {"read": 0, "dropped": {}}
-        self.read: int = values["read"]
-        """Rows read, those left out included."""
-        self.dropped: dict[str, dict[str, Any]] = values["dropped"]
-        """By reason, their `count` and the `first_rows`, each with what is wrong with it."""
+    read: int = 0
+    """Rows read, those left out included."""
+    dropped: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By reason, their `count` and the `first_rows`, each with what is wrong with it."""
 
     @property
     def counts(self) -> dict[str, int]:
@@ -189,7 +188,7 @@ class TrainingStream(Iterator[TrainingExample]):
                     f"--resume: the checkpoint's stream was made with {name}={theirs!r}, this run has {ours!r}; use "
                     "the same setting and rows, or start without --resume"
                 )
-        self.report = DropReport(state["report"])
+        self.report = DropReport(state["report"]["read"], deepcopy(state["report"]["dropped"]))
         self._go_to(*(state[name] for name in _PLACE))
 
     def _identity(self) -> dict[str, Any]:

@@ -52,10 +52,6 @@ class WeightPlan:
         """Return the bytes on a device, with room for what is brought there."""
         return self.places.get(name_of(device), 0) + self.gathered
 
-    def elsewhere(self, device: torch.device) -> dict[str, int]:
-        """Return the bytes by place, without those on a device."""
-        return {place: count for place, count in self.places.items() if place != name_of(device)}
-
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data."""
         return {**self.places, **({} if self.label is None else {"quantisation": self.label})}

@@ -119,7 +119,7 @@ class PublishedTask(Task):
         """
         facts = {
             "version": self.version,
-            **self.options(),
+            **{name: getattr(self, name) for name in self.settable},
             "form": wanted.template if self.chat else "completion",
             "limit": self.limit,
             "limit_from": limit_from,
@@ -225,9 +225,9 @@ class RowMaker(PublishedTask):
             task, _ = self.fitted(wanted)
         try:
             if folders is not None and not self.file.split("/")[0].isdigit() and rows.local(self, folders):
-                samples: dict[int, SampleSet] = {0: rows.open_rows(task, folders, wanted.samples)}
-                return task.selection("file", samples, wanted, self.max_new_tokens)
-            limit_from, samples = task.made(wanted)
+                limit_from, samples = "file", {0: rows.open_rows(task, folders, wanted.samples)}
+            else:
+                limit_from, samples = task.made(wanted)
             return task.selection(limit_from, samples, wanted, self.max_new_tokens)
         except ValueError as error:
             raise NoSamples(str(error)) from error
