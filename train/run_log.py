@@ -85,12 +85,8 @@ class Window:
     """Sums what happened since the last record, on the device, so that steps need not wait for each other."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.reset()
-
-    def reset(self) -> None:
         self.sums: torch.Tensor | None = None
-        self.gradients = torch.zeros(2, device=self.device)
+        self.gradients = torch.zeros(2, device=device)
         self.rows = self.tokens = 0
         self.chance = 0.0
         self.started = time.perf_counter()

@@ -99,7 +99,7 @@ class Trainer:
                 before = self._evaluate()
                 self.before = before["eval_overlap_per_row"]
                 log.write({"step": 0, **before})
-            self.window.reset()
+            self.window = Window(self.accelerator.device)
             while self.step < steps:
                 self._optimizer_step()
                 stopped = max(self._ranks.gather(received[0] if received else 0))  # all stop after the same step
@@ -110,7 +110,7 @@ class Trainer:
                     self.last_record = {"step": self.step, **self._record()}
                     if evaluates:
                         self.last_record |= self._evaluate()
-                        self.window.reset()
+                        self.window = Window(self.accelerator.device)
                     log.write(self.last_record)
                 if saves:
                     self._save()
@@ -220,7 +220,7 @@ class Trainer:
             "rows": self.rows,
             "tokens": self.tokens,
         }
-        window.reset()
+        self.window = Window(device)
         return record
 
     def _save(self) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -12,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, DynamicCache
 from transformers.cache_utils import CacheLayerMixin
 
 from locret import RetainingHeads, RetentionCache, generate, prefill, scorers
 from locret.backbone.attention import MaskMemo, View, attend
+from locret.backbone.instrument import attending_by
 from locret.backbone.shape import Backbone
 from locret.base import method_spec
 from locret.cache.limits import Limits, planned_bytes, with_shares
@@ -202,7 +202,7 @@ class Floor(Full):
         slots = _slots(policy, bench.plan.options.new_tokens)
         layers = [_StaticLayer(slots) for _ in range(model.config.num_hidden_layers)]
         cache = Cache(layers=layers)
-        with _plain_attention(model):
+        with attending_by(model, _FLOOR_ATTENTION):
             for tokens in ids[:, :end].split(policy.chunk_size, dim=1) if end else ():
                 model.get_decoder()(**_inputs(cache, tokens))
                 for layer in layers:  # cut back, for free
@@ -212,7 +212,7 @@ class Floor(Full):
     def write(self, bench: Bench, cache: Any, ids: Tensor, first: Tensor) -> Tensor:
         # What the slots hold counts as read, whatever it is: positions go on from there.
         held = first.new_zeros(1, cache.get_seq_length())
-        with _plain_attention(bench.model):
+        with attending_by(bench.model, _FLOOR_ATTENTION):
             return super().write(bench, cache, held, first)
 
 
@@ -220,16 +220,6 @@ def _inputs(cache: Cache, tokens: Tensor) -> dict[str, Any]:
     held = cache.get_seq_length()
     positions = torch.arange(held, held + tokens.shape[1], device=tokens.device)[None]
     return {"input_ids": tokens, "position_ids": positions, "past_key_values": cache, "use_cache": True}
-
-
-@contextmanager
-def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
-    implementation = model.config._attn_implementation
-    model.set_attn_implementation(_FLOOR_ATTENTION)
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(implementation)
 
 
 @dataclass(frozen=True)

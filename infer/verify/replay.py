@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from locret.backbone.adapters import attention_modules, describe, find_decoder, latents, unwrap
+from locret.backbone.instrument import attending_by
 from locret.backbone.passes import run_decoder, unrotated_layers
 from locret.backbone.rotary import Rotary, rotate
 
@@ -102,15 +103,11 @@ def replay(model: nn.Module, ids: Tensor, blocks: Sequence[Block], *, compact: b
     Returns:
         (T, E) last hidden states, on the CPU.
     """
-    base, run = unwrap(model), _Replay(model, blocks, compact, detour)
-    before = base.config._attn_implementation
-    _RUNNING.append(run)
-    base.set_attn_implementation(_NAME)
+    _RUNNING.append(run := _Replay(model, blocks, compact, detour))
     try:
-        with recorded(find_decoder(model)) as states:
+        with attending_by(unwrap(model), _NAME), recorded(find_decoder(model)) as states:
             run_decoder(model, ids, position_ids=run.where.to(ids.device)[None])
     finally:
-        base.set_attn_implementation(before)
         _RUNNING.pop()
     return states[0][0]
 

@@ -187,9 +187,19 @@ def alone(model: nn.Module) -> Iterator[bool]:
         yield instrument.bare and instrument.readers == 1
 
 
+@contextmanager
+def attending_by(model: Any, name: str) -> Iterator[None]:
+    """Let a model attend in another registered way until the block ends."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(name)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
 def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     backbone, base, modules = describe(model), unwrap(model), attention_modules(model)
-    implementation = base.config._attn_implementation
     full = frozenset(backbone.layers)
     attends = (FULL, SLIDING, BOTH)
     layers = {
@@ -199,9 +209,8 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     }
     lent = lends_neuron(base)
     bare = not any(m._forward_hooks or m._forward_pre_hooks or "forward" in vars(m) for m in decoder.modules())
-    instrument = _Instrument(
-        layers, full, latents(model, modules), lent=lent, flash=implementation == "flash_attention_2", bare=bare
-    )
+    flash = base.config._attn_implementation == "flash_attention_2"
+    instrument = _Instrument(layers, full, latents(model, modules), lent=lent, flash=flash, bare=bare)
     with ExitStack() as stack:
         for module, index in layers.items():
             if index in full:
@@ -213,8 +222,7 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
                     stack.callback(query_source(module).register_forward_hook(_blanking(backbone.shape(index))).remove)
                 for source, note in ((decoder.layers[index], "residual"), (module, "hidden")):
                     stack.enter_context(replaced(source, "forward", _noting(source.forward, note, _finder(index))))
-        base.set_attn_implementation(NAME)
-        stack.callback(base.set_attn_implementation, implementation)
+        stack.enter_context(attending_by(base, NAME))
         stack.enter_context(replaced(decoder, "forward", _observed(decoder.forward, instrument)))
         stack.callback(decoder.register_forward_hook(_finish, with_kwargs=True).remove)
         stack.enter_context(_fixed_factors(base, decoder))
