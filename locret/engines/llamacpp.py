@@ -93,12 +93,7 @@ def export(
             file.write(np.asarray(prefix.placeholders, "<i4").tobytes())
             file.writelines(_parts(prefix, cache_type))
             size = file.tell()
-        facts = {
-            **_record(prefix, cache_type, slot.name, size),
-            "question": question,
-            "placeholders": prefix.placeholders,
-        }
-        text = json.dumps(facts, indent=1)
+        text = json.dumps(_record(prefix, cache_type, slot.name, size, question), indent=1)
         (fresh / record.name).write_text(text + "\n", encoding="utf-8")
     return slot, record
 
@@ -125,7 +120,7 @@ def _check_replaceable(slot: Path, record: Path) -> None:
             raise ValueError(f"{path} is there already and is no {what}; choose another file, or remove it first")
 
 
-def _record(prefix: Prefix, cache_type: str, name: str, size: int) -> dict[str, Any]:
+def _record(prefix: Prefix, cache_type: str, name: str, size: int, question: dict[str, str] | None) -> dict[str, Any]:
     """Return what a client and whoever starts the server have to know, as plain data."""
     context = prefix.units + _ROOM
     if prefix.rotary.get("rope_type") == "longrope":
@@ -152,6 +147,8 @@ def _record(prefix: Prefix, cache_type: str, name: str, size: int) -> dict[str, 
             f"prompt of /completion with id_slot 0. Each reply has to have timings.cache_n of {prefix.units} or more; "
             "restore again if it has less."
         ),
+        "question": question,
+        "placeholders": prefix.placeholders,
     }
 
 

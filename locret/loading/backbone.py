@@ -92,12 +92,10 @@ def _source(options: BackboneSource) -> _Source:
     """Return where a backbone is; for the folder of an adapter that is its base model, with the adapter on it."""
     folder = options.local_folder()
     name = folder or options.place
-    if options.gguf is not None:
-        return _Source(name, options.revision, options.adapter, name)
-    found = os.path.isfile(os.path.join(folder, CONFIG)) if folder else _fetch_config(name, options)
-    if found:
-        return _Source(name, options.revision, options.adapter, name)
-    return _under_adapter(name, options)
+    found = options.gguf is not None
+    if not found:
+        found = os.path.isfile(os.path.join(folder, CONFIG)) if folder else _fetch_config(name, options)
+    return _Source(name, options.revision, options.adapter, name) if found else _under_adapter(name, options)
 
 
 def _under_adapter(name: str, options: BackboneSource) -> _Source:
