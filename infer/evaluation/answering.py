@@ -241,7 +241,7 @@ def settings_of(prompt: Prompt) -> dict[str, Any]:
     return settings
 
 
-def until(answer: str, stop: tuple[str, ...]) -> str:
+def until(answer: str, stop: Sequence[str]) -> str:
     """Return an answer up to the first of the texts that end it."""
     return answer[: min((answer.find(text) for text in stop if text in answer), default=len(answer))]
 

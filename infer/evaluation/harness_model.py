@@ -24,6 +24,7 @@ from locret.cache.reader import answering
 from locret.conversation.chat import GREEDY
 from locret.conversation.head_shares import sharing
 from locret.generation import check_finite_logits
+from locret.infer.evaluation.answering import until
 from locret.infer.infer_options import ModelOptions
 from locret.infer.reading import ready_without_policy
 from locret.loading.options import ScorerOptions
@@ -72,8 +73,6 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         self.model = loading.load_model(model, run.config, run.device, run.dtype)
         self.policy = sharing(self.policy, self.scorer, self.model, self.tokenizer, None)
         self.max_gen_toks, self._name = int(max_gen_toks), pretrained
-        self.peak_units = 0
-        """Most units per KV head that any context has left in the cache."""
 
     # -- what the harness asks about texts ---------------------------------------------------------------------------
 
@@ -118,8 +117,8 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         return answers
 
     def _answer(self, context: str, arguments: dict[str, Any]) -> str:
-        until = arguments.pop("until", None) or []
-        stops = [until] if isinstance(until, str) else list(until)
+        ends = arguments.pop("until", None) or []
+        stops = [ends] if isinstance(ends, str) else list(ends)
         most = next((int(arguments.pop(k)) for k in _LONGEST if arguments.get(k) is not None), self.max_gen_toks)
         ids, cache = self._ids(self.tok_encode(context)), self._cache()
         out = generate(
@@ -134,12 +133,9 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
             repetition_penalty=1.0,
             **_sampling(arguments),
         )
-        self.peak_units = max(self.peak_units, cache.memory().units)
         new = out[0, ids.shape[1] :].tolist()
         text = str(self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        for stop in stops:
-            text = text.split(stop)[0]
-        return text
+        return until(text, stops)
 
     @torch.no_grad()
     def _loglikelihood_tokens(
@@ -161,7 +157,6 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
                     if key is not None:
                         self.cache_hook.add_partial("loglikelihood", key, results[-1])
                     bar.update()
-                self.peak_units = max(self.peak_units, cache.memory().units)
         return results
 
     @torch.no_grad()
@@ -176,7 +171,6 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
             (text,) = request.args
             ids, cache = [self.prefix_token_id, *self.tok_encode(text, add_special_tokens=False)], self._cache()
             totals.append(-_surprisal_while_reading(self.model, self._ids(ids), cache))
-            self.peak_units = max(self.peak_units, cache.memory().units)
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
         return totals
 

@@ -117,10 +117,14 @@ def test_answers_and_scores_with_ample_budget_are_the_plain_models(backbone: Pat
 @pytest.mark.parametrize("length", [20, 200])
 def test_cache_is_bounded_whatever_is_asked(backbone: Path, heads: Path, length: int) -> None:
     lm, text = locret_lm(backbone, heads=str(heads), **POLICY), "We go from Oslo to Rome again . " * length
+    make, caches = lm._cache, list[Any]()
+    lm._cache = lambda: caches.append(make()) or caches[-1]
     lm.generate_until([asked("generate_until", text, {"max_gen_toks": 4})], True)
     lm.loglikelihood([asked("loglikelihood", text, " It is so ."), asked("loglikelihood", text, " No .")], True)
     lm.loglikelihood_rolling([asked("loglikelihood_rolling", text)], True)
-    assert POLICY["budget"] <= lm.peak_units <= POLICY["budget"] + POLICY["local_len"] + 4
+    assert len(caches) == 3
+    for cache in caches:
+        assert POLICY["budget"] <= cache.memory().units <= POLICY["budget"] + POLICY["local_len"] + 4
 
 
 @NEEDED
