@@ -10,10 +10,9 @@ import json
 import os
 import zipfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from locret.data.tasks.task import NoSamples, Sample, SampleSet
 
@@ -25,8 +24,7 @@ class BadRow(ValueError):
     """A row that cannot be asked; the message names its place and what is wrong."""
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """One row of a file."""
 
     number: int
@@ -38,10 +36,6 @@ class Row:
     def bad(self, detail: str) -> BadRow:
         """Return the error of a row that has something wrong in it."""
         return BadRow(f"{self.where} {detail}; mend or drop the row")
-
-    def inside(self, fields: Mapping[str, Any]) -> Row:
-        """Return an object that lies in the row, which is read as the row is."""
-        return replace(self, fields=fields)
 
     def text(self, name: str, *, may_be_empty: bool = False) -> str:
         """Return a text field; one that is missing, empty or no text is refused."""

@@ -59,18 +59,19 @@ class Bench:
         assert plan.device is not None
         self.plan, self.device = plan, plan.device
         if plan.source is None:
-            self.model: Any = random_model(plan.config, plan.options.seed, plan.dtype, plan.device)
+            self.model: Any = random_model(plan.shape.config, plan.options.seed, plan.dtype, plan.device)
         else:
-            self.model = loading.load_model(plan.source, plan.config, plan.device, plan.dtype)
+            self.model = loading.load_model(plan.source, plan.shape.config, plan.device, plan.dtype)
         # Nothing ends an answer early, and no published sampling settings apply.
         self.model.generation_config = GenerationConfig(pad_token_id=0)
         self.heads: RetainingHeads | None = None
         if any(method.needs_heads for method in plan.methods):
-            self.heads = plan.trained or RetainingHeads.for_model(self.model, plan.hidden_dim, seed=plan.options.seed)
+            width, seed = plan.shape.hidden_dim, plan.options.seed
+            self.heads = plan.trained or RetainingHeads.for_model(self.model, width, seed=seed)
             self.heads.follow(self.model)
         generator = torch.Generator().manual_seed(plan.options.seed)
         words = self.model.config.get_text_config().vocab_size
-        self.prompt: Tensor = torch.randint(words, (1, max(plan.lengths)), generator=generator).to(plan.device)
+        self.prompt: Tensor = torch.randint(words, (1, max(plan.shape.lengths)), generator=generator).to(plan.device)
 
     def run(self, method: Way, length: int) -> Sample:
         """Read and answer the beginning of the prompt once."""
@@ -93,7 +94,7 @@ def measure(plan: BenchPlan, *, quiet: bool = False) -> Measurements:
     """Measure everything in a plan that has a device, with a progress bar where standard error is a terminal."""
     device, found, failed = plan.device, Measurements(), set[Key]()
     assert device is not None
-    cases = [(method, length) for length in plan.lengths for method in plan.methods]
+    cases = [(method, length) for length in plan.shape.lengths for method in plan.methods]
     rounds = range(1 + plan.options.repeats)
     with tqdm(total=len(rounds) * len(cases), desc="measuring", disable=quiet or None) as bar:
         try:

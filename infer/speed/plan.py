@@ -37,22 +37,18 @@ class BenchPlan:
     options: BenchOptions
     source: BackboneSource | None
     """How weights from a folder or the Hub are loaded; None for random ones."""
-    config: Any = field(repr=False)
-    """The backbone's, of transformers."""
+    shape: Shape = field(repr=False)
+    """With the lengths that are measured, and the width of the heads."""
     methods: tuple[Way, ...]
-    lengths: tuple[int, ...]
-    """Prompt tokens, N."""
     policy: RetentionPolicy
     trained: RetainingHeads | None = field(repr=False)
-    hidden_dim: int
-    """d_R of the heads."""
     dtype: torch.dtype
     device: torch.device | None
     """None: a GPU is asked for that is not here, so nothing is measured."""
 
     @cached_property
     def _sketch(self) -> Any:
-        return sketch_of(self.config, self.dtype)
+        return sketch_of(self.shape.config, self.dtype)
 
     @cached_property
     def backbone(self) -> Backbone:
@@ -64,13 +60,13 @@ class BenchPlan:
         if self.source is None or not self.source.given():
             return sum(t.nbytes for t in [*self._sketch.parameters(), *self._sketch.buffers()])
         device = self.device or torch.device("cuda")
-        return plan_weights(self.source, self.config, device, self.dtype).on(device)
+        return plan_weights(self.source, self.shape.config, device, self.dtype).on(device)
 
     @cached_property
     def head_bytes(self) -> int:
         """The bytes of retaining heads."""
         with torch.device("meta"):
-            heads = self.trained or RetainingHeads.for_model(self.config, self.hidden_dim)
+            heads = self.trained or RetainingHeads.for_model(self.shape.config, self.shape.hidden_dim)
         return sum(weight.nbytes for weight in heads.parameters())
 
     def planned_bytes(self, method: Way, length: int) -> dict[str, int]:
@@ -107,9 +103,9 @@ class BenchPlan:
             **(self.source.given() if self.source else {}),
             **{name: getattr(self.options, name) for name in same},
             "threads": torch.get_num_threads(),
-            "hidden_dim": self.hidden_dim,
+            "hidden_dim": self.shape.hidden_dim,
             "methods": [method.name for method in self.methods],
-            "lengths": list(self.lengths),
+            "lengths": list(self.shape.lengths),
             "policy": self.policy.to_dict(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": None if self.device is None else str(self.device),
@@ -119,7 +115,7 @@ class BenchPlan:
         """Return what is known of every method and length beforehand."""
         return [
             {"method": method.name, "length": length, "planned_bytes": self.planned_bytes(method, length)}
-            for length in self.lengths
+            for length in self.shape.lengths
             for method in self.methods
         ]
 
@@ -147,15 +143,16 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
         check_matches(named, trained, shape.config)
         if not any(method.needs_heads for method in methods):
             raise ValueError(f"--heads {options.heads}: no method of --methods uses them; add locret, or drop them")
+        shape = replace(shape, hidden_dim=trained.config.hidden_dim)
+    if options.lengths is not None:
+        shape = replace(shape, lengths=tuple(sorted(numbers(options.lengths, "--lengths"))))
     plan = BenchPlan(
         options=options,
         source=source,
-        config=shape.config,
+        shape=shape,
         methods=methods,
-        lengths=shape.lengths if options.lengths is None else tuple(sorted(numbers(options.lengths, "--lengths"))),
         policy=resolve(own, (trained and trained.config.policy) or shape.policy),
         trained=trained,
-        hidden_dim=trained.config.hidden_dim if trained else shape.hidden_dim,
         dtype=loading.resolve_dtype(options.dtype, shape.config, device or torch.device("cuda")),
         device=device,
     )
@@ -186,7 +183,7 @@ def _check(plan: BenchPlan, own: Mapping[str, Any]) -> None:
         check_named(policy)
     check_heard(own, plan.methods)
     has, size = psutil.virtual_memory().total, plan.policy.chunk_size
-    for length in plan.lengths:
+    for length in plan.shape.lengths:
         if length > size * MOST_PASSES:
             raise ValueError(
                 f"--lengths {length} is read in {-(-length // size):,} chunks of {size}, but at most {MOST_PASSES:,} "

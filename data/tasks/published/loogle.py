@@ -73,7 +73,7 @@ class ClozeTask(LooGLETask):
         masks = answer if isinstance(answer, dict) else _dictionary(row.text("answer"))
         if not masks or not all(isinstance(part, str) for pair in masks.items() for part in pair):
             raise row.bad(f"holds {str(answer)[:80]!r} in field 'answer' where masks and their entities are needed")
-        return super().read(row.inside({**row.fields, "answer": str(masks)}))
+        return super().read(row._replace(fields={**row.fields, "answer": str(masks)}))
 
     def _filled(self, prediction: str, reference: str) -> tuple[int, int]:
         """Return how many masks an answer fills rightly, and how many there are."""

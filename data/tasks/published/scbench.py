@@ -82,7 +82,7 @@ class SCBenchTask(PublishedTask):
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, dict) for turn in turns):
             raise row.bad("has no list of questions in field 'multi_turns'")
         turns = turns if self.requests else turns[:TURNS]
-        asked = tuple(self._question(row, row.inside(turn)) for turn in turns)
+        asked = tuple(self._question(row, row._replace(fields=turn)) for turn in turns)
         head = _FORMS.get(self.task, [""])[0]
         if self.task == "mf":
             head = (str(turns[0]["input"]) if self.requests else _sought(row, turns[0]["input"])) + "\n\n"
