@@ -41,10 +41,10 @@ class Method:
     needs_heads: bool = False
     changes: Mapping[str, Any] = field(default_factory=dict, hash=False)
     """What the method changes in every policy."""
-    adapt: Callable[[RetentionPolicy], RetentionPolicy] | None = field(default=None, compare=False)
-    """What it makes of the numbers that a user gave, where it reads a budget in a way of its own."""
+    adapt: Callable[[RetentionPolicy], Mapping[str, Any]] | None = field(default=None, compare=False)
+    """Numbers that it makes of those that a user gave, where it reads a budget in a way of its own."""
     sets: frozenset[str] = frozenset()
-    """Fields that `adapt` decides."""
+    """Fields that are then not as the user gave them: what `adapt` returns, else the default."""
     positions: str | None = None
     """Position mode of the method's paper, taken unless the user chose one."""
     plain: bool = False
@@ -56,8 +56,10 @@ class Method:
         """Return the policy with the method's own changes; `chosen` are the names of the numbers that the user set."""
         usual = {} if self.positions is None or "positions" in chosen else {"positions": self.positions}
         try:
-            adapted = policy if self.adapt is None else self.adapt(policy)
-            made = replace(adapted, **{**usual, **self.changes})
+            if self.adapt is not None:
+                heard = {name: getattr(policy, name) for name in _FIELDS - self.sets}
+                policy = RetentionPolicy(**{**heard, **self.adapt(policy)})
+            made = replace(policy, **{**usual, **self.changes})
             if self.scorer is not None:
                 check_pair(self.scorer, made)
             return made
@@ -138,15 +140,9 @@ def modified(method: Method, spec: MethodSpec, where: str) -> Method:
         keeps_all=True,
         scorer=scorers.get("streaming"),
         # Where nothing leaves, a unit's rank is its position, and original positions need no second rotation.
-        adapt=lambda policy: _instead(policy, {"budget": EVERY_UNIT, "positions": "original"}),
+        adapt=lambda policy: {"budget": EVERY_UNIT, "positions": "original"},
         sets=_FIELDS - {*WITHOUT_EVICTION, "chunk_size"},
     )
-
-
-def _instead(policy: RetentionPolicy, changes: Mapping[str, Any]) -> RetentionPolicy:
-    """Return another policy, which reads in the same chunks in the same way."""
-    same = {name: getattr(policy, name) for name in WITHOUT_EVICTION}
-    return RetentionPolicy(**{**same, "chunk_size": policy.chunk_size, **changes})
 
 
 def _of_lookup(spec: MethodSpec, where: str) -> Method:
@@ -163,11 +159,9 @@ def _of_lookup(spec: MethodSpec, where: str) -> Method:
     # What the lookup's own options leave open follows from the budget.
     open_ = getattr(lookup, "tokens", 0) is None and getattr(lookup, "memory", None) is None
 
-    def adapt(policy: RetentionPolicy) -> RetentionPolicy:
+    def adapt(policy: RetentionPolicy) -> dict[str, Any]:
         filled = replace(lookup, tokens=policy.budget) if open_ else lookup  # type: ignore[type-var, call-arg]
-        own = filled.as_method()
-        assert own is not None
-        return _instead(policy, {**own, "recall_by": by})
+        return {**(filled.as_method() or {}), "recall_by": by}
 
     about = (type(lookup).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
     scorer = scorers.get("streaming", sinks=0)
@@ -178,12 +172,8 @@ def _of_lookup(spec: MethodSpec, where: str) -> Method:
 def _infllm(by: str) -> Method:
     """Return the method that recalls blocks from a tier of its own; all its numbers follow from the budget."""
     RetentionPolicy(budget=EVERY_UNIT, recall_by=by)  # refuses options that are unfit
-
-    def adapt(policy: RetentionPolicy) -> RetentionPolicy:
-        return RetentionPolicy(budget=policy.budget, recall_by=by)
-
     about = "the best blocks of old tokens beside a window and the first tokens (InfLLM)"
-    return Method(INFLLM, about, scorers.get("streaming"), adapt=adapt, sets=_FIELDS - {"budget"})
+    return Method(INFLLM, about, scorers.get("streaming"), adapt=lambda _: {"recall_by": by}, sets=_FIELDS - {"budget"})
 
 
 def _of_scorer(spec: MethodSpec) -> Method:
