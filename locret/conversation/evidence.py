@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessorList
 
 from locret.backbone.adapters import input_device
 from locret.backbone.attention import View, attention_weights, capped
@@ -149,23 +149,16 @@ class Watch:
         return tuple(found)
 
 
-class Lead(LogitsProcessor):
-    """Notes the least lead of a token over the runner-up, and changes nothing."""
-
-    def __init__(self) -> None:
-        self.least = 1.0
-
-    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
-        """Look at the (1, V) scores of the next token."""
-        best = scores[0].float().softmax(-1).topk(2).values
-        self.least = min(self.least, float(best[0] - best[1]))
-        return scores
-
-
 def answered(context: Context, question: str, max_new_tokens: int, options: dict[str, Any]) -> Answered:
     """Answer a question from a fork and say what the answer may lack; see `Context.ask`."""
-    lead, policy = Lead(), context.cache.policy
-    processors = LogitsProcessorList([*(options.get("logits_processor") or ()), lead])
+    leads, policy = list[float](), context.cache.policy
+
+    def note(input_ids: Tensor, scores: Any) -> Any:
+        best = scores[0].float().softmax(-1).topk(2).values
+        leads.append(float(best[0] - best[1]))
+        return scores
+
+    processors = LogitsProcessorList([*(options.get("logits_processor") or ()), note])
     settings = context.lm.settings(max_new_tokens, {**options, "logits_processor": processors})
     if policy.recalls_blocks:
         rule = f"looks at the units that are held, but {policy.recall_by} recalls blocks; leave evidence out"
@@ -188,7 +181,7 @@ def answered(context: Context, question: str, max_new_tokens: int, options: dict
         passages = tuple(replace(one, text=decode(tokenizer, read[one.start : one.end].tolist())) for one in passages)
     return Answered(
         text=str(chat.messages[-1]["content"]),
-        margin=lead.least,
+        margin=min(leads, default=1.0),
         passages=passages,
         evicted=min(held) < chat.cache.seen,
     )
