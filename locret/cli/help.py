@@ -69,7 +69,7 @@ def _add(group: Any, option: Option, options: Mapping[str, Option]) -> None:
     if others := [name for name in ALIASES.get(option.name, ()) if name not in options]:
         parts.append("also " + ", ".join(map(flag_of, others)))
     about = f"{option.help} ({'; '.join(parts)})" if parts else option.help
-    group.add_argument(option.flag, help=about.replace("%", "%%"), **settings)
+    group.add_argument(flag_of(option.name), help=about.replace("%", "%%"), **settings)
 
 
 def _metavar(members: Sequence[Any]) -> str:

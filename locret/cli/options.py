@@ -74,11 +74,6 @@ class Option:
     """Whether an empty text is a value."""
 
     @property
-    def flag(self) -> str:
-        """As on the command line."""
-        return flag_of(self.name)
-
-    @property
     def help(self) -> str:
         """The string under the field."""
         return _field_docs(self.owner).get(self.name, "")
@@ -280,7 +275,7 @@ def values_of(options: Mapping[str, Option], given: Mapping[str, Given]) -> dict
             found[root] = dict(whole) if isinstance(whole, Mapping) else {}
             _put(found[root], path, one.value if one.recipe else recipes.scalar(one.value))
     for name in {name.partition(".")[0] for name in given if "." in name} & found.keys():
-        found[name] = _read(options[name], Given(found[name], options[name].flag))
+        found[name] = _read(options[name], Given(found[name], flag_of(name)))
     return found
 
 
@@ -324,8 +319,8 @@ def lacking(options: Mapping[str, Option], found: Mapping[str, Any]) -> list[Opt
 def instances(classes: Sequence[type], options: Mapping[str, Option], found: Mapping[str, Any]) -> list[Any]:
     """Return an instance of each class."""
     if missing := lacking(options, found):
-        names, first = " and ".join(option.flag for option in missing), missing[0]
-        said = f"is missing: {first.help}" if len(missing) == 1 else f"are missing; {first.flag}: {first.help}"
+        names, first = " and ".join(flag_of(option.name) for option in missing), missing[0]
+        said = f"is missing: {first.help}" if len(missing) == 1 else f"are missing; {flag_of(first.name)}: {first.help}"
         raise ValueError(f"{names} {said}".rstrip("."))
     return [cls(**{f.name: found[f.name] for f in fields(cls) if f.name in found}) for cls in classes]
 

@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 
 from locret import loading
 from locret.backbone.adapters import describe, unwrap
-from locret.backbone.shape import Backbone
 from locret.base.fields import Refusal, as_arguments
 from locret.base.nearest import nearest
 from locret.base.warned import warn_user
@@ -341,9 +340,15 @@ class LongContextModel:
 
         def warn() -> None:
             nonlocal warned
-            if not warned and cache.next_position > self.backbone.max_positions:
-                warned = True
-                _warn_of_positions(self.backbone, cache.policy)
+            longest = self.backbone.max_positions
+            if not warned and cache.next_position > longest:
+                warned, way_out = True, "shorten the prompt, or hold fewer units at a time"
+                if cache.policy.positions == "original" and not self.backbone.slides:
+                    way_out = "use compact positions, which number the kept units only"
+                warn_user(
+                    f"rotary positions reach beyond {longest}, the longest context of this backbone, where its answers "
+                    f"usually fall apart; reading goes on, but {way_out}"
+                )
 
         def after_chunk(cache: RetentionCache) -> None:
             warn()
@@ -453,17 +458,6 @@ class LongContextModel:
 
     def __repr__(self) -> str:
         return f"LongContextModel({self.name}, {chosen.told(self.scorer, self.policy)})"
-
-
-def _warn_of_positions(backbone: Backbone, policy: RetentionPolicy) -> None:
-    """Say that a text goes beyond the positions the backbone was trained on."""
-    way_out = "shorten the prompt, or hold fewer units at a time"
-    if policy.positions == "original" and not backbone.slides:
-        way_out = "use compact positions, which number the kept units only"
-    warn_user(
-        f"rotary positions reach beyond {backbone.max_positions}, the longest context of this backbone, where its "
-        f"answers usually fall apart; reading goes on, but {way_out}"
-    )
 
 
 def _as_prompt(blocks: Iterable[list[int]], policy: RetentionPolicy) -> Tensor | Iterable[list[int]]:

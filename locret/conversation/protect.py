@@ -267,9 +267,6 @@ class Protection:
         return {"protect": [str(rule) for rule in self.rules], "messages": turns}
 
 
-NOTHING = Protection()
-
-
 def protection_from(notes: Mapping[str, Any]) -> Protection:
     """Return what a file says of a conversation's turns and of what is protected of them."""
     given, messages = notes.get("protect", []), notes.get("messages")

@@ -21,7 +21,7 @@ from locret import hub
 from locret.cache.cache_file import SavedCache, described_scorer, read_saved
 from locret.cache.layer import HOST
 from locret.cache.store import POSITIONS
-from locret.conversation.protect import NOTHING, KeptTurn, Protection, kept_turns
+from locret.conversation.protect import KeptTurn, Protection, kept_turns
 from locret.conversation.turns import checked_notes
 from locret.engines.prefix import Prefix
 from locret.pictures import Retention
@@ -37,7 +37,7 @@ class SavedContext:
 
     path: Path
     saved: SavedCache
-    protection: Protection = NOTHING
+    protection: Protection = Protection()
     """What is protected, and where its turns are."""
 
     @classmethod
@@ -45,7 +45,7 @@ class SavedContext:
         """Read and check a file."""
         saved = read_saved(path)
         notes = saved.notes.get("conversation")
-        protection = NOTHING if notes is None else checked_notes(notes, path, saved.state["vocab_size"])
+        protection = Protection() if notes is None else checked_notes(notes, path, saved.state["vocab_size"])
         return cls(Path(path), saved, protection)
 
     @property

@@ -37,7 +37,7 @@ from locret.conversation.document import (
     leading_special_ids,
     shared,
 )
-from locret.conversation.protect import NOTHING, SYSTEM, TEMPLATES, Protection, protection_from
+from locret.conversation.protect import SYSTEM, TEMPLATES, Protection, protection_from
 
 ORIGINAL_SYSTEM = (
     "A chat between a curious human and an artificial intelligence assistant. "
@@ -233,7 +233,7 @@ class Talk:
     stream: TokenStream
     transcript: Transcript
     name: str
-    protection: Protection = NOTHING
+    protection: Protection = Protection()
     unread: tuple[int, ...] = ()
     """Tokens of the last answer that the cache does not hold yet."""
     ids: array[int] | None = None
