@@ -26,7 +26,7 @@ from locret.engines.prefix import Prefix
 from locret.engines.transformers import Stored
 from locret.infer.serve.index import UPLOADS, Entry, Index, check_name, digests
 from locret.infer.serve.jobs import LOOK, Cancelled, Job, Room, Turns, read_file
-from locret.infer.serve.plan import MemoryPlan, reader_bytes
+from locret.infer.serve.plan import MemoryPlan, reader_bytes, working_bytes
 from locret.infer.serve.refusal import Refusal, fault_of
 from locret.policy.protection import closed
 
@@ -263,7 +263,12 @@ class Library:
                 with self.turns.turn(check) as next_turn:
                     prefill(self.lm.model, torch.tensor([ids[done:]]), cache, on_chunk=lambda _: next_turn())
                 self._index.save(made.path, cache)
-            return self._kept(made)
+            with self._lock:
+                self._index.automatic[key] = self._index.examine(made)
+                if before and not any(one.key == before for one in self._index.named.values()):  # it was deleted
+                    self._let_go(made)
+                self._bound()
+            return made
         except (ValueError, OSError) as error:
             raise Refusal(fault_of(error), f"reading this failed: {self._index.told(error)}") from None
         except Refusal:
@@ -274,15 +279,6 @@ class Library:
         finally:
             with self._lock:
                 self._claims.discard(key)
-
-    def _kept(self, entry: Entry) -> Entry:
-        """Take a context without a name in, if what it follows is still there, and let others go for it."""
-        with self._lock:
-            self._index.automatic[entry.key] = self._index.examine(entry)
-            if entry.base and not any(one.key == entry.base for one in self._index.named.values()):
-                self._let_go(entry)
-            self._bound()
-        return entry
 
     def _claimed(self, key: str, check: Callable[[], None]) -> Entry | None:
         """Return what another request has read, after a wait for its end; None where this one is to read it."""
@@ -323,7 +319,8 @@ class Library:
         state = check_header(entry.path, self.lm.model, self.lm.scorer)
         policy = policy_in(state)
         length = entry.units + tokens if policy.plans_by_length else None
-        return max(self.plan.reader, reader_bytes(self.lm, policy, length) + self.plan.more_to_work(self.lm, policy))
+        more_to_work = max(0, working_bytes(self.lm, policy) - self.plan.working)
+        return max(self.plan.reader, reader_bytes(self.lm, policy, length) + more_to_work)
 
     def _bound(self) -> None:
         """Delete contexts without a name, least recently used first, until the others fit."""

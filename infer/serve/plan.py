@@ -53,7 +53,7 @@ class MemoryPlan:
         engine_tokens = units + policy.chunk_size + LONGEST_ANSWER
         reader = reader_bytes(lm, policy)
         moving = _COPIES * stored
-        working = _working_bytes(lm, policy)
+        working = working_bytes(lm, policy)
         fixed, least_engine = readers * reader + moving + working, engine_tokens * token
         if total < fixed + least_engine:
             raise ValueError(
@@ -76,10 +76,6 @@ class MemoryPlan:
         """The caches of all readers."""
         return self.readers * self.reader
 
-    def more_to_work(self, lm: LongContextModel, policy: RetentionPolicy) -> int:
-        """Return what a chunk by another policy works with beyond what is set aside for one."""
-        return max(0, _working_bytes(lm, policy) - self.working)
-
     def table(self) -> str:
         rows = {
             f"{_times(self.readers, 'reader')} of {self.reader:,}": self.reading,
@@ -97,7 +93,8 @@ def reader_bytes(lm: LongContextModel, policy: RetentionPolicy, tokens: int | No
     return planned_bytes(lm.backbone, lm.scorer, policy, compute_dtype(lm.model).itemsize, tokens)
 
 
-def _working_bytes(lm: LongContextModel, policy: RetentionPolicy) -> int:
+def working_bytes(lm: LongContextModel, policy: RetentionPolicy) -> int:
+    """Return what a chunk works with that is read by a policy."""
     prepared = lm.new_cache().prepared
     heads = prepared if isinstance(prepared, RetainingHeads) else lm.scorer
     tokens = max(policy.chunk_size, policy.local_len)
