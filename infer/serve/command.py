@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from locret import LongContextModel
     from locret.infer.serve.plan import MemoryPlan
     from locret.infer.serve.state import ServerState
-    from locret.loading.weights import WeightPlan
 
 OPTION_CLASSES = (ModelOptions, ScorerOptions, PolicyFlags, ServeOptions)
 DESCRIPTION = "Serve contexts and answers over HTTP, as OpenAI's clients ask, in memory that is promised at the start."
@@ -51,9 +50,20 @@ def command(argv: Sequence[str] | None = None) -> int:
         if "MALLOC_ARENA_MAX" not in os.environ:  # else glibc keeps for each thread what that has freed, twice as much
             with suppress(OSError, TypeError, AttributeError):  # another C library
                 ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
-        lm, weights = _loaded(model, scorer, policy, options, chosen, ending)
+        from locret.infer.reading import ready
         from locret.infer.serve.plan import MemoryPlan
+        from locret.loading.weights import DISK
 
+        numbers = {one.name: getattr(policy, one.name) for one in fields(policy)}
+        placed = PlacedModelOptions(**asdict(model))
+        backbone = ready(placed, scorer, PolicyOptions(**numbers), chosen & numbers.keys(), GenerationOptions())
+        weights = backbone.run.weights
+        if weights.places.keys() <= {DISK}:
+            raise ValueError(
+                f"--device-map {model.device_map} leaves all weights on disk, where no engine answers; --device-map "
+                "auto keeps what fits in memory"
+            )
+        lm = ending.enter_context(backbone.loaded(options.template))
         plan = MemoryPlan.of(lm, options.kv_memory, readers=options.readers)
         if listening is not None:
             _serve(_state(lm, options.name or model.model, plan, options, ending), listening, options)
@@ -79,29 +89,6 @@ def _listening(options: ServeOptions) -> socket.socket:
     if hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux: who does not read an answer for so long is cut off
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, math.ceil(1000 * options.timeout))
     return listening
-
-
-def _loaded(
-    model: ModelOptions,
-    scorer: ScorerOptions,
-    policy: PolicyFlags,
-    options: ServeOptions,
-    chosen: set[str],
-    ending: ExitStack,
-) -> tuple[LongContextModel, WeightPlan]:
-    """Load what the options name, for as long as the server runs; return it with the plan of its weights."""
-    from locret.infer.reading import ready
-    from locret.loading.weights import DISK
-
-    numbers = {one.name: getattr(policy, one.name) for one in fields(policy)}
-    placed = PlacedModelOptions(**asdict(model))
-    plan = ready(placed, scorer, PolicyOptions(**numbers), chosen & numbers.keys(), GenerationOptions())
-    if plan.run.weights.places.keys() <= {DISK}:
-        raise ValueError(
-            f"--device-map {model.device_map} leaves all weights on disk, where no engine answers; --device-map auto "
-            "keeps what fits in memory"
-        )
-    return ending.enter_context(plan.loaded(options.template)), plan.run.weights
 
 
 def _state(lm: LongContextModel, name: str, plan: MemoryPlan, options: ServeOptions, ending: ExitStack) -> ServerState:
