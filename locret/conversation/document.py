@@ -293,10 +293,10 @@ class Document:
     def __post_init__(self) -> None:
         self.name = self.name.encode("utf-8", "replace").decode()  # the name of a file may be bytes that are no text
 
-    def words(self, tokenizer: PreTrainedTokenizerBase, bar: ReadingBar, *, plain: bool, raw: bool) -> Iterator[str]:
-        """Yield its text as it is to be tokenised, and count it: trimmed unless `plain`, `as_text` unless `raw`."""
+    def words(self, tokenizer: Any, *, plain: bool = False, raw: bool = False) -> Iterator[str]:
+        """Yield its text as it is to be tokenised: trimmed unless `plain`, and `as_text` unless `raw`."""
         assert self.pieces is not None
-        pieces: Iterator[str] = filter(None, bar.pieces(self.pieces))
+        pieces: Iterator[str] = filter(None, self.pieces)
         pieces = pieces if plain else trimmed(pieces)
         pieces = pieces if raw else all_as_text(tokenizer, pieces)
         if (first := next(pieces, None)) is None:
@@ -305,12 +305,8 @@ class Document:
 
     def count(self, tokenizer: Any) -> None:
         """Tokenise it all, so that its size is known in tokens; 8 bytes each are held."""
-        assert self.pieces is not None
-        pieces = all_as_text(tokenizer, trimmed(self.pieces))
         stream = TokenStream(tokenizer)
-        found = [one for block in stream.add(pieces) for one in block] + stream.finish()
-        if not found:
-            raise ValueError(f"{self.name} is empty; give a text to read")
+        found = [one for block in stream.add(self.words(tokenizer)) for one in block] + stream.finish()
         self.pieces, self.ids, self.size, self.unit = None, [found], len(found), "tokens"
 
 

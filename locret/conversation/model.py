@@ -379,8 +379,9 @@ class LongContextModel:
             assert document.ids is not None
             yield from self._given(opening, document.ids, stream)
         else:
-            how = {"plain": transcript.template == "none", "raw": transcript.raw}
-            yield from stream.add(chain([opening], document.words(self.tokenizer, bar, **how)))
+            plain, counted = transcript.template == "none", replace(document, pieces=bar.pieces(document.pieces))
+            words = counted.words(self.tokenizer, plain=plain, raw=transcript.raw)
+            yield from stream.add(chain([opening], words))
             if hold:
                 yield from stream.hold()
 
