@@ -98,7 +98,9 @@ def find(spec: MethodSpec, where: str, known: Collection[str]) -> Method:
                 f'{where} "{spec.name}" is a modifier; write it behind a method, such as {LOCRET}+{spec.name}'
             )
         refuse_unknown("method", spec.name, known, where)
-    return modified(_of_scorer(spec), spec, where)
+    scorer = scorers.make(spec)
+    about, positions = _ABOUT.get(spec.name) or _said_of(scorer), None if spec.name in _ABOUT else scorer.positions
+    return modified(Method(spec.name, about, scorer, positions=positions), spec, where)
 
 
 def check_heard(own: Mapping[str, Any], methods: Collection[Method]) -> None:
@@ -147,8 +149,11 @@ def modified(method: Method, spec: MethodSpec, where: str) -> Method:
 
 def _of_lookup(spec: MethodSpec, where: str) -> Method:
     by = str(MethodSpec(spec.name, spec.options))
-    if spec.name == INFLLM:
-        return _infllm(by)
+    if spec.name == INFLLM:  # a tier of its own; all its numbers follow from the budget
+        RetentionPolicy(budget=EVERY_UNIT, recall_by=by)  # refuses options that are unfit
+        about = "the best blocks of old tokens beside a window and the first tokens (InfLLM)"
+        sets = _FIELDS - {"budget"}
+        return Method(INFLLM, about, scorers.get("streaming"), adapt=lambda _: {"recall_by": by}, sets=sets)
     lookup = lookups.get(by)
     usual = lookup.as_method()
     if usual is None:
@@ -163,22 +168,10 @@ def _of_lookup(spec: MethodSpec, where: str) -> Method:
         filled = replace(lookup, tokens=policy.budget) if open_ else lookup  # type: ignore[type-var, call-arg]
         return {**(filled.as_method() or {}), "recall_by": by}
 
-    about = (type(lookup).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
-    scorer = scorers.get("streaming", sinks=0)
     sets = _FIELDS - {*WITHOUT_EVICTION, "chunk_size"}
-    return Method(spec.name, about[:1].lower() + about[1:], scorer, adapt=adapt, sets=sets)
+    return Method(spec.name, _said_of(lookup), scorers.get("streaming", sinks=0), adapt=adapt, sets=sets)
 
 
-def _infllm(by: str) -> Method:
-    """Return the method that recalls blocks from a tier of its own; all its numbers follow from the budget."""
-    RetentionPolicy(budget=EVERY_UNIT, recall_by=by)  # refuses options that are unfit
-    about = "the best blocks of old tokens beside a window and the first tokens (InfLLM)"
-    return Method(INFLLM, about, scorers.get("streaming"), adapt=lambda _: {"recall_by": by}, sets=_FIELDS - {"budget"})
-
-
-def _of_scorer(spec: MethodSpec) -> Method:
-    scorer = scorers.make(spec)
-    about = _ABOUT.get(spec.name) or (type(scorer).__doc__ or spec.name).strip().splitlines()[0].rstrip(".")
-    return Method(
-        spec.name, about[:1].lower() + about[1:], scorer, positions=None if spec.name in _ABOUT else scorer.positions
-    )
+def _said_of(one: Any) -> str:
+    about = (type(one).__doc__ or type(one).__name__).strip().splitlines()[0].rstrip(".")
+    return about[:1].lower() + about[1:]
