@@ -14,7 +14,7 @@ from torch import Tensor
 
 from locret.base.files import write_text, written_whole
 from locret.base.plugins import install
-from locret.conversation.protect import KeptTurn, as_table
+from locret.conversation.protect import KeptTurn
 from locret.conversation.turns import Transcript
 from locret.pictures import Retention, as_lines
 
@@ -38,7 +38,11 @@ def as_text(retention: Retention, turns: Sequence[KeptTurn] | None) -> str:
     """Return what was kept, as people read it at a terminal; `turns` says what stayed of each message."""
     lines = ["kept by each layer, from the beginning of the text to its end", *as_lines(retention)]
     if turns is not None:
-        lines += ["", "units per KV head that stayed of each message", as_table(turns)]
+        lines += ["", "units per KV head that stayed of each message"]
+        lines += [f"{'':>4}{'message':<11}{'tokens':>10}{'units':>9}{'least':>7}  protected"]
+        for nth, one in enumerate(turns):
+            numbers = f"{one.tokens:>10,}{one.units:>9,.1f}{one.least:>7,}"
+            lines.append(f"{nth:>3} {one.role:<11}{numbers}  {one.protected or '-'}")
     return "\n".join(lines)
 
 

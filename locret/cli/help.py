@@ -19,26 +19,6 @@ def text(
 ) -> str:
     """Return what `--help` prints: the usual options, or all of them."""
     shown = {name: one for name, one in options.items() if everything or is_usual(one)}
-    left_out = len(options) - len(shown)
-    more = f"\n--help all lists {left_out} more options.\n" if left_out else ""
-    return _parser(shown, prog, description, classes).format_help() + more
-
-
-def is_usual(option: Option) -> bool:
-    """Return whether the short help shows an option: the class that declares its field says so, or says nothing."""
-    declaring = next(cls for cls in option.owner.__mro__ if option.name in cls.__dict__.get("__annotations__", {}))
-    usual = declaring.__dict__.get("usual")
-    return usual is None or option.name in usual or option.default is MISSING
-
-
-class _Formatter(argparse.HelpFormatter):
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
-
-
-def _parser(
-    options: Mapping[str, Option], prog: str, description: str, classes: Sequence[type]
-) -> argparse.ArgumentParser:
     usage = f"{prog} [--config RECIPE] [--OPTION VALUE ...]"
     parser = argparse.ArgumentParser(prog, usage, description, add_help=False, formatter_class=_Formatter)
     general = parser.add_argument_group("recipe and help")
@@ -51,10 +31,24 @@ def _parser(
     for cls in classes:
         title = (cls.__doc__ or "").strip().splitlines()[0].rstrip(".")
         group = parser.add_argument_group(title[:1].lower() + title[1:])
-        for option in options.values():
+        for option in shown.values():
             if option.owner is cls:
-                _add(group, option, options)
-    return parser
+                _add(group, option, shown)
+    left_out = len(options) - len(shown)
+    more = f"\n--help all lists {left_out} more options.\n" if left_out else ""
+    return parser.format_help() + more
+
+
+def is_usual(option: Option) -> bool:
+    """Return whether the short help shows an option: the class that declares its field says so, or says nothing."""
+    declaring = next(cls for cls in option.owner.__mro__ if option.name in cls.__dict__.get("__annotations__", {}))
+    usual = declaring.__dict__.get("usual")
+    return usual is None or option.name in usual or option.default is MISSING
+
+
+class _Formatter(argparse.HelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def _add(group: Any, option: Option, options: Mapping[str, Option]) -> None:

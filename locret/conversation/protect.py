@@ -201,15 +201,6 @@ def _protection(tokens: range, spans: Sequence[Span], seen: int) -> str | None:
     return f"{shares[0].share:g}" if shares else "part" if count else None
 
 
-def as_table(kept: Sequence[KeptTurn]) -> str:
-    """Return a report for people: a line per turn."""
-    lines = [f"{'':>4}{'message':<11}{'tokens':>10}{'units':>9}{'least':>7}  protected"]
-    for nth, one in enumerate(kept):
-        numbers = f"{one.tokens:>10,}{one.units:>9,.1f}{one.least:>7,}"
-        lines.append(f"{nth:>3} {one.role:<11}{numbers}  {one.protected or '-'}")
-    return "\n".join(lines)
-
-
 @dataclass(frozen=True)
 class Protection:
     """What of a conversation is protected, and where its turns are."""
