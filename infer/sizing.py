@@ -26,7 +26,6 @@ from locret.policy.budget import full_bytes, largest_budget, parse_bytes, units_
 from locret.policy.policy import usual_budget
 from locret.policy.resolve import resolve_options
 from locret.scorers import Scorer
-from locret.scorers.chosen import EVERY_UNIT
 from locret.scorers.retaining_heads import as_scorer
 
 SHARE = 0.9
@@ -119,12 +118,6 @@ def drafted(
         rule = "bounds the cache, which grows with the prompt where eviction waits for its end; give keep"
         raise Refusal("kv_memory", flags.kv_memory, rule)
     return policy
-
-
-def counts(flags: PolicyOptions, draft: RetentionPolicy) -> bool:
-    """Return whether the prompt must be tokenised as a whole before it is read, because the plan depends on it."""
-    by_length = draft.plans_by_length or draft.budget == EVERY_UNIT
-    return flags.keep is not None or flags.kv_memory == AUTO or by_length
 
 
 def settled(flags: PolicyOptions, draft: RetentionPolicy, run: PlannedRun, *, named: bool) -> RetentionPolicy:

@@ -228,7 +228,14 @@ def merged(line: CommandLine, classes: Sequence[type]) -> dict[str, Given]:
     """Return what the recipes say, in their order, and the flags in place of it."""
     found: dict[str, Given] = {}
     for recipe in line.recipes:
-        found |= _of_recipe(recipe, line.options)
+        own: dict[str, Given] = {}
+        for key, value in recipes.read(recipe).items():
+            one = Given(value, str(key), recipe)
+            name, _ = known(str(key).replace("-", "_"), one.name, line.options)
+            if name in own:
+                raise ValueError(f"{one.name} sets the same as {own[name].setting}; drop one of them")
+            own[name] = one
+        found |= own
     given = [name for name, one in line.flags.items() if one.value != "null"]
     for group in (group for cls in classes for group in getattr(cls, "exclusive", ())):
         for name in group:
@@ -243,17 +250,6 @@ def merged(line: CommandLine, classes: Sequence[type]) -> dict[str, Given]:
         for inner in [other for other in found if other.startswith(name + ".")]:
             del found[inner]
     return found | line.flags
-
-
-def _of_recipe(recipe: str, options: Mapping[str, Option]) -> dict[str, Given]:
-    found: dict[str, Given] = {}
-    for key, value in recipes.read(recipe).items():
-        one = Given(value, str(key), recipe)
-        name, _ = known(str(key).replace("-", "_"), one.name, options)
-        if name in found:
-            raise ValueError(f"{one.name} sets the same as {found[name].setting}; drop one of them")
-        found[name] = one
-    return found
 
 
 def values_of(options: Mapping[str, Option], given: Mapping[str, Given]) -> dict[str, Any]:
