@@ -325,28 +325,23 @@ def written(
     if not messages or not all(isinstance(one, Mapping) and "role" in one for one in messages):
         raise ValueError("messages are no conversation; give a list of {'role': ..., 'content': ...}")
 
+    def begun(tools: Any = None) -> str:
+        if template == "chat":
+            how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
+            return str(tokenizer.apply_chat_template(list(messages), tools=tools or None, **how))
+        return render(tokenizer, [Message(one["role"], str(one.get("content") or "")) for one in messages], template)
+
     if tools and template != "chat":
         raise ValueError(f"tools have no effect with template={template}; leave them out, or use the chat template")
     try:
         if not raw:
             messages, tools = _as_text(tokenizer, list(messages)), _as_text(tokenizer, tools)
-        whole = _begun(tokenizer, template, messages, tools)
-        without = _begun(tokenizer, template, messages) if tools else None
+        whole, without = begun(tools), begun() if tools else None
     except Exception as error:  # whatever a stranger's template does
         raise ValueError(f"the tokenizer's chat template refuses these messages ({error}); change them") from error
     if whole == without:
         raise ValueError("tools have no effect, for this tokenizer's chat template does not write them; leave them out")
     return [*Transcript(tokenizer, template).special, *TokenStream(tokenizer).rest(whole)]
-
-
-def _begun(
-    tokenizer: PreTrainedTokenizerBase, template: str, messages: Sequence[Mapping[str, Any]], tools: Any = None
-) -> str:
-    """Return what a template writes of a conversation, up to where the assistant answers."""
-    if template == "chat":
-        how: dict[str, Any] = {"tokenize": False, "add_generation_prompt": True}
-        return str(tokenizer.apply_chat_template(list(messages), tools=tools or None, **how))
-    return render(tokenizer, [Message(one["role"], str(one.get("content") or "")) for one in messages], template)
 
 
 def _as_text(tokenizer: PreTrainedTokenizerBase, value: Any) -> Any:
