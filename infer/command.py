@@ -165,11 +165,12 @@ def _read_and_ask(
             "answers": answer_each(about, asked, prompt, generation, json=output.json, full=full),
         }
     chat = about.chat(cache) if hasattr(about, "chat") else about
-    result = answered(chat, question, generation, json=output.json, read_tokens=read, read_seconds=seconds)
+    result = answered(chat, question, generation, json=output.json, read_seconds=seconds)
     record = asdict(result)
     if output.compare_full:
-        whole, times = _read_in_full(options, plan, lm, read)
-        record["full"] = _answer_in_full(whole.chat(whole.cache), question, generation, json=output.json, **times)
+        whole, took = _read_in_full(options, plan, lm, read)
+        chat = whole.chat(whole.cache)
+        record["full"] = _answer_in_full(chat, question, generation, json=output.json, read_seconds=took)
     if not output.json and not output.quiet:
         sys.stderr.write(_summary(result))
     return record
@@ -217,7 +218,7 @@ def answer_each(
 
 def _read_in_full(
     options: Options, plan: Ready, lm: LongContextModel, tokens: int, copies: int = 1
-) -> tuple[Context, dict[str, Any]]:
+) -> tuple[Context, float]:
     """Read the text once more with every unit kept; return it and how long that took."""
     from locret import LongContextModel
     from locret.conversation.chat import input_device, now
@@ -235,7 +236,7 @@ def _read_in_full(
         raise Refusal("compare_full", True, f"{rule}; leave it out")
     start = now(device := input_device(lm.model))
     context = whole.read_into(whole.new_cache(), opened(prompt), system=prompt.system, progress=shown)
-    return context, {"read_tokens": context.cache.seen, "read_seconds": now(device) - start}
+    return context, now(device) - start
 
 
 def _answer_in_full(

@@ -334,7 +334,6 @@ class Chat(Reading):
         settings: dict[str, Any],
         *,
         write: Callable[[str], object] | None = None,
-        read_tokens: int = 0,
         read_seconds: float = 0.0,
     ) -> Measured:
         """Say something and return the answer with what it took.
@@ -343,8 +342,7 @@ class Chat(Reading):
             text: The user's turn; None: the document is all of it.
             settings: What `LongContextModel.settings` returned.
             write: Takes the answer as it is written.
-            read_tokens: Tokens of the text that were read for this answer alone.
-            read_seconds: How long that took.
+            read_seconds: How long the text was read, where that was for this answer alone; its tokens count then.
         """
         cache, model, most = self.cache, unwrap(self.lm.model), settings["max_new_tokens"]
         device = input_device(model)
@@ -368,7 +366,7 @@ class Chat(Reading):
             moved_bytes=every[-1].moved,  # a copy goes on counting
             prefill_seconds=seconds,
             decode_seconds=end - middle,
-            prefill_tokens_per_second=(read_tokens + prompt_tokens - before) / seconds,
+            prefill_tokens_per_second=(prompt_tokens - (0 if read_seconds else before)) / seconds,
             decode_tokens_per_second=len(new) / (end - middle),
             finished=len(new) < most or new[-1] in self.lm.end_ids,
         )

@@ -269,14 +269,13 @@ def saved_talk(path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary:
     made = notes.get("tokenizer")
     if made is not None and all(made != vocabulary_fingerprint(tokenizer, filled=filled) for filled in (False, True)):
         raise ValueError(f"{path} was made with another tokenizer, to which its text is other tokens; use that one")
-    check_template(tokenizer, notes["template"])
+    turns = tuple(Message(role, content) for role, content in notes["turns"])
+    transcript = Transcript(tokenizer, notes["template"], notes["system"], turns)
     if notes.get("between_turns", ours := turns_fingerprint(tokenizer, notes["template"])) != ours:
         raise ValueError(
             f"{path} was read with a chat template that writes other marks between turns than this tokenizer's; "
             "give the tokenizer that one (chat_template), or read the text again"
         )
-    turns = tuple(Message(role, content) for role, content in notes["turns"])
-    transcript = Transcript(tokenizer, notes["template"], notes["system"], turns)
     stream = TokenStream(tokenizer, context=notes["context"], pending=notes["pending"])
     return Talk(stream, transcript, notes["name"], protection, tuple(notes["unread"]))
 
