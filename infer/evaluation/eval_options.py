@@ -29,7 +29,6 @@ LONGEST, MOST_SAMPLES, MOST_QUESTIONS = 1 << 27, 1_000_000, 10_000
 
 ALL_METHODS = "full,locret,random,streaming"
 Numbers = int | str | list[int | str]
-Shares = float | str | list[float]
 Names = str | list[str]
 Value = TypeVar("Value")
 
@@ -150,7 +149,7 @@ class BudgetOptions(PolicyFlags, usual=("budget", "budget_share")):
     budget: Numbers | None = None  # type: ignore[assignment]
     """Cache units kept per KV head and layer after a chunk, such as 256,128; the same for every method. If
     neither given nor recommended by heads, at most an eighth of the shortest prompt that is made here."""
-    budget_share: Shares | None = None
+    budget_share: float | str | list[float] | None = None
     """Instead of --budget: shares of every prompt's tokens, such as 0.1,0.2. Stabilizers are then at most a quarter of
     what a prompt gets."""
 

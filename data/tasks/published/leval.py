@@ -27,10 +27,6 @@ from locret.data.tasks.published.base import PublishedTask, first, over, prompts
 from locret.data.tasks.rows import Row
 from locret.data.tasks.task import Sample
 
-SCORED = ("exam", "f1", "rouge")
-"""Rows with another `evaluation` are for judges; the automatic scores leave them out."""
-MAX_NEW_TOKENS = 512
-LIMIT = 128_000 - MAX_NEW_TOKENS
 _PROMPTS = prompts_of("leval")
 """System turns, and by a token that tells a family of models how the official runs open and close its turns."""
 _BARE = ("gsm100", "codeU", "topic_retrieval_longchat")
@@ -133,7 +129,7 @@ class LEvalTask(PublishedTask):
 
     def read(self, row: Row) -> list[Sample]:
         """Return a sample for each question of a row; none for a row that only judges score."""
-        if row.text("evaluation") not in SCORED:
+        if row.text("evaluation") not in ("exam", "f1", "rouge"):
             return []
         document, questions, answers = row.text("input"), row.texts("instructions"), row.texts("outputs")
         if len(questions) != len(answers):
@@ -221,8 +217,8 @@ TASKS: tuple[LEvalTask, ...] = tuple(
         source="L-Eval, arXiv 2307.11088; protocol of arXiv 2410.01805",
         metric=metric,
         scored=scored,
-        max_new_tokens=MAX_NEW_TOKENS,
-        limit=LIMIT,
+        max_new_tokens=512,
+        limit=128_000 - 512,
         truncation="words",
         cut_start=name == "codeU",
         file=f"LEval-data/{'Closed' if (exam := metric.startswith(_EXACT)) else 'Open'}-ended-tasks/{name}.jsonl",
