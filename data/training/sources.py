@@ -155,21 +155,16 @@ def _load_local(path: Path, dataset: str, split: str) -> Rows:
             raise ValueError(f"its ending is not known; convert it to {', '.join(ENDINGS)}")
         if path.suffix == ".parquet":
             return datasets.load_dataset("parquet", data_files=escape(str(path)), split=split)
-        rows = _json_rows(path)
+        content = path.read_bytes()
+        # The elements of the one list of a file, else what its lines hold.
+        is_list = path.suffix == ".json" and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"["
+        rows = json.loads(content) if is_list else [_parsed(one) for one in content.splitlines() if one.strip()]
+        if not rows:
+            raise ValueError("it is empty; it needs at least one row")
         first, *others = datasets.ReadInstruction.from_spec(split).to_absolute({"train": len(rows)})
         if others:
             raise ValueError(f"--split {split} joins parts; name one, such as train[:100]")
         return rows[first.from_ : first.to]
-
-
-def _json_rows(path: Path) -> Sequence[Any]:
-    """Return the elements of the one list of a file, else what its lines hold."""
-    content = path.read_bytes()
-    is_list = path.suffix == ".json" and content.removeprefix(BOM_UTF8).lstrip()[:1] == b"["
-    rows: list[Any] = json.loads(content) if is_list else [_parsed(one) for one in content.splitlines() if one.strip()]
-    if not rows:
-        raise ValueError("it is empty; it needs at least one row")
-    return rows
 
 
 def _parsed(line: bytes) -> Any:

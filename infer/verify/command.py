@@ -19,6 +19,8 @@ from locret.infer.verify import LEAST_TOKENS
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import PolicyFlags
 
+Names = str | list[str]
+
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
@@ -28,7 +30,7 @@ class VerifyOptions:
     """Tokens of the text, such as 256 for a quick look; by default 1,024, and no more than the backbone's positions."""
     seed: int = 0
     """Seed of the token ids, and of rounding noise."""
-    only: str | list[str] | None = None
+    only: Names | None = None
     """Checks to run, such as full-budget,eviction; by default all (see --list)."""
     list: bool = False
     """Print the checks, and leave."""

@@ -131,26 +131,7 @@ def parse(method: str, where: str = "method") -> MethodSpec:
         raise ValueError(f"{where} {shown(method)} is not a text; write it like snapkv:kernel=7")
     if not method.isprintable():
         raise ValueError(f"{where} {shown(method)} has characters that are not printed; write it like snapkv:kernel=7")
-    return _parsed(method.strip(), where)
-
-
-def split(methods: str | Sequence[str]) -> list[str]:
-    """Return the methods of `a,b:c=1,d=2` or of a list, without repeats; empty parts are left out.
-
-    A part with an equals sign before any colon is an option of the method before it.
-    """
-    found: list[str] = []
-    for part in methods.split(",") if isinstance(methods, str) else methods:
-        text = part.strip()
-        if "=" in text.partition(":")[0] and found:
-            # In a list, or after a modifier, an option cannot be meant for anything else either.
-            found[-1] = f"{found[-1]},{text}"
-        elif text:
-            found.append(text)
-    return list(dict.fromkeys(found))
-
-
-def _parsed(text: str, where: str) -> MethodSpec:
+    text = method.strip()
     path = _FILE.match(text)
     start = path.end() if path else 0
     head, *modifiers = _PLUS.split(text[start:])
@@ -169,6 +150,22 @@ def _parsed(text: str, where: str) -> MethodSpec:
             by[changed] = modifier.name
         found.append(modifier)
     return MethodSpec(name, _options(given, where), tuple(found))
+
+
+def split(methods: str | Sequence[str]) -> list[str]:
+    """Return the methods of `a,b:c=1,d=2` or of a list, without repeats; empty parts are left out.
+
+    A part with an equals sign before any colon is an option of the method before it.
+    """
+    found: list[str] = []
+    for part in methods.split(",") if isinstance(methods, str) else methods:
+        text = part.strip()
+        if "=" in text.partition(":")[0] and found:
+            # In a list, or after a modifier, an option cannot be meant for anything else either.
+            found[-1] = f"{found[-1]},{text}"
+        elif text:
+            found.append(text)
+    return list(dict.fromkeys(found))
 
 
 def _named(text: str, start: int = 0) -> tuple[str, str]:
