@@ -19,12 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["Loss", "StepResult", "answer_labels", "prompt_scores", "retention_loss", "top_overlap", "train_step"]
 
 _HOMES = {
-    "Loss": "locret.train.training_options",
-    "StepResult": "locret.train.step",
-    "answer_labels": "locret.labels.labels",
-    "prompt_scores": "locret.labels.labels",
-    "retention_loss": "locret.train.loss",
-    "top_overlap": "locret.train.loss",
-    "train_step": "locret.train.step",
+    **dict.fromkeys(("answer_labels", "prompt_scores"), "locret.labels.labels"),
+    **dict.fromkeys(("retention_loss", "top_overlap"), "locret.train.loss"),
+    **dict.fromkeys(("StepResult", "train_step"), "locret.train.step"),
 }
-__getattr__ = on_demand(__name__, _HOMES)
+__getattr__ = on_demand(__name__, {**_HOMES, "Loss": "locret.train.training_options"})

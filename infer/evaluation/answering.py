@@ -126,13 +126,20 @@ def answers_on_forks(prompts: Sequence[Prompt], run: Run) -> Iterator[dict[str, 
 
 def _read(prompt: Prompt, run: Run, new_tokens: int) -> tuple[Any, dict[str, Any]]:
     """Return the cache of a prompt that has been read, and what is measured of that, by the names of a record."""
-    ids_1N, cache, meter = prompt.ids_1N, cache_of(prompt, run), _UnitMeter()
+    ids_1N, cache = prompt.ids_1N, cache_of(prompt, run)
     kept = peak = ids_1N.shape[1]
+    most = before = seen = 0
+
+    def note(cache: RetentionCache) -> None:  # a layer attends to a chunk and to all that was kept before it evicts
+        nonlocal most, before, seen
+        most = max(most, before + cache.seen - seen)
+        before, seen = max((layer.fill for layer in cache.governed), default=0), cache.seen
+
     start = now(ids_1N.device)
     if isinstance(cache, RetentionCache):
-        prefill(prompt.setup.model, ids_1N, cache, new_tokens=new_tokens, on_chunk=meter)
+        prefill(prompt.setup.model, ids_1N, cache, new_tokens=new_tokens, on_chunk=note)
         kept = round(fmean(layer.fill for layer in cache.governed))
-        peak = max(meter.peak, peak if cache.policy.when == "prompt_end" else 0)
+        peak = max(most, peak if cache.policy.when == "prompt_end" else 0)
     else:
         model: Any = unwrap(prompt.setup.model)
         model(input_ids=ids_1N, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -205,17 +212,6 @@ def written(model: Any, cache: Any, ids_1N: Tensor, settings: dict[str, Any]) ->
     if gathering_root(model) is not None:
         given["synced_gpus"] = False  # `in_step` keeps the processes together
     return unwrap(model).generate(ids_1N, **given)[0, ids_1N.shape[1] :].tolist()  # type: ignore[operator]
-
-
-class _UnitMeter:
-    """Follows a read chunk by chunk: a layer attends to a chunk and to all that was kept before it evicts."""
-
-    def __init__(self) -> None:
-        self.peak = self._held = self._seen = 0
-
-    def __call__(self, cache: RetentionCache) -> None:
-        self.peak = max(self.peak, self._held + cache.seen - self._seen)
-        self._held, self._seen = max((layer.fill for layer in cache.governed), default=0), cache.seen
 
 
 def settings_of(prompt: Prompt) -> dict[str, Any]:
