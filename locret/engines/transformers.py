@@ -109,16 +109,8 @@ class Stored:
 
 
 @dataclass(eq=False)
-class _Held:
-    """A context, and the rows that its units are in."""
-
-    shared: Shared
-    users: int = 0
-
-
-@dataclass(eq=False)
 class _Request:
-    held: _Held | None
+    shared: Shared | None
     rows: Tensor
     """Its own."""
     pending: list[int]
@@ -183,7 +175,7 @@ class PagedContexts:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._rows: Rows | None = None
-        self._held: OrderedDict[bytes, _Held] = OrderedDict()
+        self._held: OrderedDict[bytes, Shared] = OrderedDict()
         self._running: list[_Request] = []
 
     # -- the life of the engine --------------------------------------------------------------------------------------
@@ -268,10 +260,10 @@ class PagedContexts:
         with self._loaded(prefix, more) as loaded, self._lock:
             if loaded is not None:
                 self._check_prefix(loaded)
-            held = self._take_in(loaded, digest, units, more)
+            shared = self._take_in(loaded, digest, units, more)
             assert self._rows is not None
             rows, processors = self._rows.index(self._rows.take(more)), _processors(sampling)
-            request = _Request(held, rows, ids, max_new_tokens, ends, sampling, on_token, processors)
+            request = _Request(shared, rows, ids, max_new_tokens, ends, sampling, on_token, processors)
             self._running.append(request)
             self._lock.notify_all()
             hand_back_cores()
@@ -380,38 +372,36 @@ class PagedContexts:
 
     # -- what is whose: all under the lock -----------------------------------------------------------------------------
 
-    def _room(self, digest: bytes, units: int, more: int) -> tuple[_Held | None, list[bytes]]:
+    def _room(self, digest: bytes, units: int, more: int) -> tuple[Shared | None, list[bytes]]:
         """Return a context if it is held, and which have to go so that its units and `more` rows have room."""
         if not self.running or self._rows is None:
             raise NotRunning("the engine does not run; call start, or use it as a context manager")
         held, leaving = self._held.get(digest), list[bytes]()
-        lacking = more + (units if held is None else 0) - len(self._rows.free)
+        lacking, asked = more + (units if held is None else 0) - len(self._rows.free), {r.shared for r in self._running}
         for key, one in self._held.items():  # those that were asked least recently first
-            if lacking > 0 and not one.users and one is not held:
+            if lacking > 0 and one not in asked and one is not held:
                 leaving.append(key)
-                lacking -= len(one.shared.rows)
+                lacking -= len(one.rows)
         if lacking > 0:
             raise NoRoom("running answers use all memory; ask again when one of them has ended")
         return held, leaving
 
-    def _take_in(self, prefix: Prefix | None, digest: bytes, units: int, more: int) -> _Held | None:
+    def _take_in(self, prefix: Prefix | None, digest: bytes, units: int, more: int) -> Shared | None:
         """Hold a context of so many units, if there is one, and let `more` rows be free then."""
         held, leaving = self._room(digest, units, more)
         if held is None and prefix is None and units:
             raise NoRoom("the context has just made room for others; ask again")
         assert self._rows is not None
         for key in leaving:
-            self._rows.free += self._held.pop(key).shared.rows.tolist()
+            self._rows.free += self._held.pop(key).rows.tolist()
         if not units:
             return None
         if held is None:
             assert prefix is not None
             # No pass that runs looks at them; if this fails, they are still free.
-            shared = self._rows.write(self._rows.free[-units:], prefix)
+            held = self._held[digest] = self._rows.write(self._rows.free[-units:], prefix)
             self._rows.take(units)
-            held = self._held[digest] = _Held(shared)
         self._held.move_to_end(digest)
-        held.users += 1
         return held
 
     def _cancel(self, request: _Request) -> None:
@@ -424,8 +414,6 @@ class PagedContexts:
         for request in [one for one in self._running if one.over]:
             self._running.remove(request)
             self._rows.free += request.rows.tolist()
-            if request.held is not None:
-                request.held.users -= 1
 
     # -- the engine's thread -------------------------------------------------------------------------------------------
 
@@ -462,8 +450,8 @@ class PagedContexts:
         """Feed the next tokens of requests, and tell what they write."""
         feeds = []
         for request, count in served:
-            shared, last = None if request.held is None else request.held.shared, count == len(request.pending)
-            feeds.append(Feed(request.pending[:count], request.rows[: request.done + count], shared, last))
+            rows, last = request.rows[: request.done + count], count == len(request.pending)
+            feeds.append(Feed(request.pending[:count], rows, request.shared, last))
         if not feeds:
             return
         assert self._rows is not None

@@ -148,8 +148,8 @@ def test_kv_heads_of_different_sizes_are_answered_as_by_generate(
     with engine_of(model, 4000) as engine:
         engine.generate_batch([(uneven[0].prefix, ids(5, 1))], max_new_tokens=1)
         (held,) = engine._held.values()
-        beside = [one for one in vars(held.shared).values() if isinstance(one, torch.Tensor)]
-        assert sum(one.nbytes for one in beside) == 8 * len(held.shared.rows), "more is held than units, and their rows"
+        beside = [one for one in vars(held).values() if isinstance(one, torch.Tensor)]
+        assert sum(one.nbytes for one in beside) == 8 * len(held.rows), "more is held than units, and their rows"
     with pytest.raises(ValueError, match="80 positions, more than the 65 that an answer"):
         engine_of(model, 115).generate_batch([(uneven[0].prefix, ids(40, 1))], max_new_tokens=40)
 
