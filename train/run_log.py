@@ -15,33 +15,27 @@ from tqdm import tqdm
 from locret.train.run_folder import LOG
 
 if TYPE_CHECKING:
-    from accelerate import Accelerator
+    from locret.train.trainer import Trainer
 
 
 class RunLog:
     """Writes one record per logged step. On other processes than the main one it does nothing.
 
     Args:
-        folder: The run's output folder.
-        first_step: Steps done before; later records of an interrupted run are dropped from its log.
-        steps: Steps in all.
-        layers: Backbone layers that have a head, to name their curves.
-        accelerator: Has the trackers that draw curves.
+        trainer: What is trained, after the steps done before; later records of an interrupted run are dropped.
 
     Raises:
         ValueError: If the log of an earlier run is damaged.
         OSError: If the folder cannot be written.
     """
 
-    def __init__(
-        self, folder: Path, first_step: int, steps: int, layers: tuple[int, ...], accelerator: Accelerator
-    ) -> None:
-        self.first_step, self.steps, self.layers, self._accelerator = first_step, steps, layers, accelerator
-        self.started = time.perf_counter()
-        self.enabled = accelerator.is_main_process
+    def __init__(self, trainer: Trainer) -> None:
+        self.first_step, self.steps, self.layers = trainer.step, trainer.training.optimizer.steps, trainer.heads.layers
+        accelerator = self._accelerator = trainer.accelerator
+        self.started, self.enabled, folder = time.perf_counter(), accelerator.is_main_process, trainer.folder
         if not self.enabled:
             return
-        file = folder / LOG
+        file, first_step = folder / LOG, self.first_step
         file.write_text("".join(records_until(file, first_step)), encoding="utf-8")
         self._file = file.open("a", encoding="utf-8")
         wandb = {"dir": str(folder), "group": folder.name, "name": f"{folder.name}@{first_step}"}

@@ -93,7 +93,7 @@ class Trainer:
         steps = self.training.optimizer.steps
         with (
             interrupts.noted(*interrupts.SIGNALS) as received,
-            closing(RunLog(self.folder, self.step, steps, self.heads.layers, self.accelerator)) as log,
+            closing(RunLog(self)) as log,
         ):
             if not self.step and self.held_out:
                 before = self._evaluate()
