@@ -13,10 +13,11 @@ from collections.abc import Iterable
 from dataclasses import fields, replace
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 import torch
+from accelerate import Accelerator, PartialState
 
 from locret.backbone.adapters import describe, unwrap
 from locret.backbone.passes import in_step
@@ -35,9 +36,6 @@ from locret.train.run_log import records_until
 from locret.train.trainer import Trainer
 from locret.train.training_options import Options, RunOptions, plain
 from locret.train.validation import comparison, hold_out, probe, steps_between, verdict
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator, PartialState
 
 logger = logging.getLogger(__name__)
 

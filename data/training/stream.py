@@ -13,19 +13,16 @@ from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from locret.conversation.document import encode, leading_special_ids
 from locret.conversation.turns import check_template, render
 from locret.data.training.rows import Row, detect_schema, read_row
 from locret.data.training.sources import BadRow, Rows, columns_of, load_rows, record_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
 
 __all__ = ["TrainingExample", "TrainingStream", "load_rows"]
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+from transformers import PreTrainedTokenizerBase
 
 from locret.conversation.chat import check_question
 from locret.conversation.turns import saved_talk
 from locret.engines.prefix import Prefix
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 class SavedPrompts:
