@@ -27,9 +27,9 @@ from locret.distributed.ranks import Ranks
 from locret.heads.config import HeadsConfig, usual_width
 from locret.heads.fingerprint import weight_fingerprint
 from locret.heads.heads import RetainingHeads
-from locret.loading import load_config, load_model, load_tokenizer, resolve_dtype
+from locret.loading import device_of_source, load_config, load_model, load_tokenizer, resolve_dtype
 from locret.loading.options import WeightOptions
-from locret.loading.weights import device_map_of, label_of, main_device, plan_weights, sketch_of
+from locret.loading.weights import label_of, plan_weights, sketch_of
 from locret.train import checkpointing, resumed, run_folder
 from locret.train.run_folder import label_notes, training_notes
 from locret.train.run_log import records_until
@@ -69,8 +69,7 @@ class TrainingRun:
         """
         self.config = load_config(self.backbone)
         self.shape = describe(self.config)
-        asked = device_map_of(self.backbone)
-        self.device = (None if asked is None else main_device(asked)) or device
+        self.device = device_of_source(self.backbone, device)
         self.dtype = resolve_dtype(self.backbone.dtype, self.config, self.device)
         sketch = sketch_of(self.config, self.dtype)
         describe(sketch)  # whose modules must be where heads look for them

@@ -224,10 +224,8 @@ class TrainingStream(Iterator[TrainingExample]):
 
     def _next_valid(self) -> TrainingExample:
         while True:
-            index = next(self._ahead, None)
-            if index is None:
+            while (index := next(self._ahead, None)) is None:
                 self._start_epoch()
-                continue
             self._cursor += 1
             if index in self._held_out:
                 continue

@@ -213,19 +213,15 @@ def _sampling(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments of `generate`, all of them, so that the backbone's own settings are not filled in."""
     for name in _LONGEST:
         arguments.pop(name, None)
-    temperature = arguments.pop("temperature", None)
-    sample = bool(arguments.pop("do_sample", bool(temperature)))
+    asked = {name: arguments.pop(name, None) for name in ("temperature", "top_p", "top_k")}
+    sample = bool(arguments.pop("do_sample", bool(asked["temperature"])))
     chosen = {"do_sample": sample, **GREEDY}
-    own = {"top_p": arguments.pop("top_p", None), "top_k": arguments.pop("top_k", None)}
     if unknown := sorted(arguments):
         raise ValueError(
             f"--gen_kwargs: {unknown[0]} is not supported by the model locret; use until, max_gen_toks, do_sample, "
             "temperature, top_p and top_k"
         )
-    if not sample:
-        return chosen
-    given = {name: value for name, value in (("temperature", temperature), *own.items()) if value}
-    return {**chosen, "top_k": 0, **given}
+    return {**chosen, "top_k": 0, **{name: one for name, one in asked.items() if one}} if sample else chosen
 
 
 def _surprisal_while_reading(model: Any, ids_1N: Tensor, cache: RetentionCache) -> float:

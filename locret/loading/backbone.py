@@ -50,11 +50,11 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def device_of_source(options: BackboneSource) -> torch.device:
-    """Return where a backbone begins to compute: what its device map says, else what `--device` means here."""
+def device_of_source(options: BackboneSource, device: torch.device | None = None) -> torch.device:
+    """Return where a backbone begins to compute: what its device map says, else `device`, or what `--device` means."""
     asked = weights.device_map_of(options)
     mapped = None if asked is None else weights.main_device(asked)
-    return mapped or resolve_device(str(getattr(options, "device", "auto")))
+    return mapped or device or resolve_device(str(getattr(options, "device", "auto")))
 
 
 def resolve_dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
