@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from torch import Tensor
@@ -38,8 +38,6 @@ from locret.token_ids import ids_of
 GROWTH = 4
 WINDOW = 1 << 17
 """Characters that are tokenised at a time."""
-LONGEST_PENDING = GROWTH * WINDOW
-"""Characters that may wait for what follows them."""
 TRIES = 24
 """Cuts tried of each kind, and starts of the text before a cut: enough to fall on each phase of a digit group."""
 HELD = 64
@@ -168,6 +166,8 @@ def leading_special_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 class TokenStream:
     """A text that is tokenised as it comes in; the tokens are those of the whole text."""
 
+    LONGEST_PENDING: ClassVar[int] = GROWTH * WINDOW
+    """Characters that may wait for what follows them."""
     tokenizer: PreTrainedTokenizerBase
     """Any tokenizer; no offsets are needed."""
     window: int = WINDOW

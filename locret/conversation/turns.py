@@ -28,15 +28,7 @@ from transformers import PreTrainedTokenizerBase
 from locret.base.fields import Refusal
 from locret.base.warned import warn_user
 from locret.cache.cache_file import CONTEXT_WRITERS, read_notes
-from locret.conversation.document import (
-    LONGEST_PENDING,
-    TokenStream,
-    as_text,
-    encode,
-    is_text,
-    leading_special_ids,
-    shared,
-)
+from locret.conversation.document import TokenStream, as_text, encode, is_text, leading_special_ids, shared
 from locret.conversation.protect import SYSTEM, TEMPLATES, Protection, protection_from
 
 ORIGINAL_SYSTEM = (
@@ -290,7 +282,7 @@ def checked_notes(notes: Any, path: str | Path, vocabulary: int) -> Protection:
         roles = ["user", "assistant"] * (len(turns) // 2)
         if (
             all(map(is_text, texts))
-            and max(len(context), len(pending)) <= LONGEST_PENDING
+            and max(len(context), len(pending)) <= TokenStream.LONGEST_PENDING
             and [role for role, _ in turns] == roles
             and all(type(one) is int and 0 <= one < vocabulary for one in notes["unread"])
         ):
