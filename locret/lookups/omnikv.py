@@ -104,7 +104,6 @@ class OmniKVLookup(Lookup):
         return self._recalled(self.tokens) if isinstance(self.tokens, int) else None
 
     def resident(self, nth: int, layers: int) -> bool:
-        """Return whether the layer is dense."""
         filters = self.filters(layers)
         named, dense = "-".join(map(str, filters)), dense_layers(filters, layers)
         if filters[-1] >= layers:

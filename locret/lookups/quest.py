@@ -50,17 +50,14 @@ class QuestLookup(Lookup):
     """Whether the last page is always one of those chosen, as Quest's kernels have it."""
 
     def resident(self, nth: int, layers: int) -> bool:
-        """Return whether the layer is dense."""
         if self.dense >= layers:
             self.refuse(f"dense={self.dense} leaves no layer of {layers} to choose pages in; lower dense")
         return nth < self.dense
 
     def as_method(self) -> dict[str, Any]:
-        """See `Lookup`."""
         return {**WHOLE, "recall": self.tokens or 1024}
 
     def index(self, keys: Keys, positions: Tensor) -> _Pages:
-        """Return the bounds of all pages."""
         units = keys.shape[2]
         first = (positions[:, 0] < 0).sum(-1).tolist()
         counts = [-(-(units - start) // self.page) for start in first]

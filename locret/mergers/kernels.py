@@ -41,7 +41,6 @@ class KernelsConfig(HeadsConfig):
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every weight by name."""
         return {
             f"kernels.{layer}.{name}": shape
             for layer in self.layers

@@ -81,7 +81,6 @@ class LoCoMerger(Chosen):
     """Folder or Hub repository of trained merging kernels (locret kernels trains them)."""
 
     def check_file(self) -> None:
-        """Refuse kernels that cannot be read, before a backbone is loaded."""
         self._load()
 
     def prepare(self, model: nn.Module) -> MergingKernels:

@@ -47,11 +47,9 @@ class ExpectedAttentionScorer(RevisingScorer):
 
     @property
     def lookback(self) -> int:
-        """Queries needed."""
         return self.queries
 
     def prepare(self, model: nn.Module) -> Rotary:
-        """Return the backbone's rotary embedding."""
         return Rotary(find_decoder(model), unrotated_layers(model, describe(model)))
 
     def score(self, chunk: Chunk) -> Tensor:

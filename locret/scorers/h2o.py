@@ -37,7 +37,6 @@ class H2OScorer(RevisingScorer):
     """Count the queries of all chunks (the paper), not only those of the last one (LoCoCo, arXiv 2406.05317)."""
 
     def recent(self, budget: int) -> int:
-        """Return the recent half of the budget."""
         return int(budget * self.recent_share)
 
     def score(self, chunk: Chunk) -> Tensor:

@@ -62,7 +62,6 @@ class NACLScorer(RevisingScorer):
 
     @property
     def lookback(self) -> int:
-        """Most proxies."""
         return self.most_proxies
 
     def recent(self, budget: int) -> int:

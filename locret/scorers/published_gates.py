@@ -63,11 +63,9 @@ class PublishedGateScorer(FeatureScorer):
     """First tokens of the text that always stay."""
 
     def recent(self, budget: int) -> int:
-        """Return the window."""
         return min(self.their_window, budget // _SHARE) if self.window is None else self.window
 
     def check_budget(self, budget: int) -> None:
-        """Refuse a window and sinks that leave nothing of a budget."""
         if self.recent(budget) + self.sinks >= budget:
             raise ValueError(
                 f"scorer {self.name}: window={self.recent(budget)} and sinks={self.sinks} leave nothing of budget="
@@ -142,7 +140,6 @@ class DMSScorer(PublishedGateScorer):
     read = staticmethod(published.read_dms)
 
     def check_backbone(self, config: Any) -> None:
-        """See `PublishedGateScorer`."""
         if self._numbers["separate"]:
             super().check_backbone(config)
         else:
@@ -159,7 +156,6 @@ class DMSScorer(PublishedGateScorer):
 
     @property
     def their_window(self) -> int:  # type: ignore[override]
-        """As the model's config says."""
         return int(self._numbers["window"])
 
     def _neuron(self, model_or_config: Any) -> _Neuron:
@@ -177,13 +173,11 @@ class DMSScorer(PublishedGateScorer):
         return _Neuron(numbers["scale"], numbers["offset"], numbers["per_layer"], places)
 
     def identity(self, prepared: Any) -> dict[str, Any]:
-        """Return what tells these decisions from others."""
         if isinstance(prepared, RetainingHeads):
             return super().identity(prepared)
         return {"neuron": vars(prepared), "window": self.window, "sinks": self.sinks}
 
     def feature_source(self, prepared: Any) -> str:
-        """Return what the decision is made of."""
         return PROJECTIONS if isinstance(prepared, _Neuron) else super().feature_source(prepared)
 
     def score_features(self, prepared: Any, layer_idx: int, features_BLF: Tensor) -> Tensor:

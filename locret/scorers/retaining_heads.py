@@ -41,7 +41,6 @@ class RetainingHeadScorer(FeatureScorer):
 
     @property
     def head_shares(self) -> tuple[float, ...] | None:
-        """Those of the policy that the heads recommend."""
         return recommended_shares(self._config)
 
     def prepare(self, model: nn.Module) -> RetainingHeads:
@@ -51,25 +50,19 @@ class RetainingHeadScorer(FeatureScorer):
         return sharded(heads, ranks_of(model)).follow(model)
 
     def identity(self, prepared: RetainingHeads) -> dict[str, Any]:
-        """Return a fingerprint of the heads' weights."""
         return {"weights": prepared.fingerprint()}
 
     def relative(self, prepared: RetainingHeads) -> bool:
         """Yes, unless a regression taught labels that compare across heads: a ranking leaves each head's level open."""
         label, training = prepared.config.label or {}, prepared.config.training or {}
-        return leaves_levels_open(label.get("kind"), training.get("objective"))
+        kind = KINDS.get(str(label.get("kind")))
+        return kind is None or not kind.comparable or training.get("objective") != "regression"
 
 
 def recommended_shares(config: HeadsConfig) -> tuple[float, ...] | None:
     """Return the shares of the KV heads in the policy that heads recommend; None: none."""
     found = (config.policy or {}).get("head_shares")
     return None if found is None else tuple(found)
-
-
-def leaves_levels_open(label_kind: str | None, objective: str | None) -> bool:
-    """Return whether heads that learn such labels with such an objective do not compare across heads."""
-    kind = KINDS.get(str(label_kind))
-    return kind is None or not kind.comparable or objective != "regression"
 
 
 def as_scorer(scorer: RetainingHeads | Scorer) -> Scorer:

@@ -54,7 +54,6 @@ class SageKVScorer(RevisingScorer):
             )
 
     def recent(self, budget: int) -> int:
-        """Return the recent part of the budget."""
         return int(budget * self.recent_share)
 
     def sink_tokens(self, budget: int, recent: int) -> int:

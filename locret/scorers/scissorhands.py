@@ -39,7 +39,6 @@ class ScissorhandsScorer(RevisingScorer):
 
     @property
     def lookback(self) -> int:
-        """The history."""
         return self.history
 
     def score(self, chunk: Chunk) -> Tensor:

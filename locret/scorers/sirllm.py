@@ -53,11 +53,9 @@ class SirLLMScorer(TokenScorer):
 
     @property
     def fade(self) -> float:
-        """The decay."""
         return self.decay
 
     def prepare(self, model: nn.Module) -> None:
-        """Check that there is a language-model head."""
         base: Any = unwrap(model)
         if base.get_output_embeddings() is None:
             raise ValueError(

@@ -62,11 +62,9 @@ class SnapKVScorer(RevisingScorer):
 
     @property
     def lookback(self) -> int:
-        """The window."""
         return self.window
 
     def recent(self, budget: int) -> int:
-        """Return the window's own units."""
         return self.window if self.queries == "window" else 0
 
     def score(self, chunk: Chunk) -> Tensor:

@@ -33,7 +33,6 @@ class StreamingScorer(Scorer):
     budget of 30 %)."""
 
     def sink_tokens(self, budget: int, recent: int) -> int:
-        """Return the sinks."""
         return max(self.sinks, int(self.sink_share * budget))
 
     def score(self, chunk: Chunk) -> Tensor:

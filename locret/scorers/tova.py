@@ -33,7 +33,6 @@ class TOVAScorer(RevisingScorer):
     tokens come before this."""
 
     def prepare(self, model: nn.Module) -> HeadRanks | None:
-        """Return the processes that share the heads."""
         return ranks_of(model)
 
     def score(self, chunk: Chunk) -> Tensor:
