@@ -56,13 +56,8 @@ def weight_fingerprint(model: nn.Module) -> str | None:
         those that a device map leaves elsewhere), quantised, in float16, which rounds otherwise, or sharded, unless
         `keep_samples` took them before.
     """
-    digest = hashlib.sha256()
-    for one in _active_samples(model):
-        if one is None or not one.plain or one.values.dtype not in _EXACT:
-            return None
-        values = one.values.to(torch.bfloat16).view(torch.int16)
-        digest.update(f"{one.name} {one.shape} {values.tolist()}\n".encode())
-    return digest.hexdigest()
+    found = any_fingerprint(model)
+    return None if found is None or ":" in found else found
 
 
 def any_fingerprint(model: nn.Module) -> str | None:
@@ -71,16 +66,15 @@ def any_fingerprint(model: nn.Module) -> str | None:
     Returns:
         The digits, for the second kind with the form and a colon before them; None if weights are not there to be read.
     """
-    if exact := weight_fingerprint(model):
-        return exact
-    digest, forms = hashlib.sha256(), set()
-    for one in _active_samples(model):
+    samples, digest, forms = list(_active_samples(model)), hashlib.sha256(), set()
+    exact = all(one and one.plain and one.values.dtype in _EXACT for one in samples)
+    for one in samples:
         if one is None:
             return None
         forms.add(str(one.values.dtype).removeprefix("torch."))
-        values = one.values.contiguous().view(torch.uint8)
+        values = one.values.to(torch.bfloat16).view(torch.int16) if exact else one.values.contiguous().view(torch.uint8)
         digest.update(f"{one.name} {one.shape} {values.tolist()}\n".encode())
-    return f"{' '.join(sorted(forms))}:{digest.hexdigest()}"
+    return digest.hexdigest() if exact else f"{' '.join(sorted(forms))}:{digest.hexdigest()}"
 
 
 def other_weights(one: str | None, another: str | None) -> bool | None:
