@@ -47,12 +47,6 @@ def describe(model_or_config: Any) -> Backbone:
     return backbone if ranks is None else on_rank(backbone, ranks.size)
 
 
-def describe_whole(model_or_config: Any) -> Backbone:
-    """Describe a backbone with the heads of all processes; see `describe`."""
-    model = model_or_config if isinstance(model_or_config, nn.Module) else None
-    return _describe_config(config_of(model_or_config), model)
-
-
 def config_of(model_or_config: Any) -> Any:
     """Return the transformers config of a backbone, or the config that is given."""
     return unwrap(model_or_config).config if isinstance(model_or_config, nn.Module) else model_or_config
@@ -267,7 +261,9 @@ def latents(model: nn.Module, modules: list[nn.Module] | None = None) -> dict[in
     return {index: Latent.of(module) for index, module in enumerate(modules) if is_latent(module)}
 
 
-def _describe_config(config: Any, model: nn.Module | None = None) -> Backbone:
+def describe_whole(model_or_config: Any) -> Backbone:
+    """Describe a backbone with the heads of all processes; see `describe`."""
+    config, model = config_of(model_or_config), model_or_config if isinstance(model_or_config, nn.Module) else None
     model_type = getattr(config, "model_type", "unknown")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(

@@ -38,14 +38,12 @@ def check_over_ranks(cache: RetentionCache) -> None:
         )
 
 
-def runs_over_heads(name: str, tensor: Tensor) -> bool:
-    """Return whether dimension 1 of a tensor of a cache's state counts KV heads, or query heads."""
-    return name.startswith("layers.") and (tensor.ndim >= 3 or name.endswith("exact"))
-
-
 def state_of(tensors: Mapping[str, Tensor], ranks: HeadRanks | None, *, whole: bool) -> dict[str, Tensor]:
     """Return a cache's state with the heads of all processes, which all call this; or of such a one this one's part."""
     if ranks is None:
         return dict(tensors)
-    part = ranks.gather if whole else ranks.own
-    return {n: part(one, 1).contiguous() if runs_over_heads(n, one) else one for n, one in tensors.items()}
+    part, state = ranks.gather if whole else ranks.own, dict(tensors)
+    for name, one in tensors.items():
+        if name.startswith("layers.") and (one.ndim >= 3 or name.endswith("exact")):  # dimension 1 counts heads
+            state[name] = part(one, 1).contiguous()
+    return state
