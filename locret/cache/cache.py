@@ -26,7 +26,7 @@ from locret.backbone.shape import BOTH, RECURRENT
 from locret.cache.export import to_dynamic_cache
 from locret.cache.layer import RetentionLayer
 from locret.cache.layers import find_store, make_layer
-from locret.cache.limits import Account, CacheMemory, Limits, check_pair, check_slots, with_shares
+from locret.cache.limits import CacheMemory, Limits, check_pair, check_slots, with_shares
 from locret.cache.over_ranks import check_over_ranks
 from locret.cache.protected import check_held
 from locret.cache.states import States
@@ -118,7 +118,7 @@ class RetentionCache(Whole):
         self.workspace, self.limits = Workspace(), Limits(self.policy, scorer, backbone)
         self.copies_memory: CacheMemory | None = None
         """Of the copy that held the beams, or the other answers, of the answer written last; None for one alone."""
-        self._account = Account(backbone, self.limits, compute_dtype(model).itemsize)
+        self._slots = self._second_slots = [0] * len(backbone.layers)
         super().__init__(layers=[make_layer(self, index) for index in range(backbone.num_layers)])
         number = int(getattr(self.decoder.config, "number_of_conv_states", 1))
         self.carriers = {i: States(number) for i, kind in enumerate(backbone.kinds) if kind in (RECURRENT, BOTH)}
@@ -175,16 +175,21 @@ class RetentionCache(Whole):
 
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of all buffers, the shared workspace included."""
-        layers, rows, begun = self.governed, self.rows or 1, self.seen > 0
+        layers, limits, most = self.governed, self.limits, self.policy.host_budget
         hosts = [layer.tier for layer in layers if layer.tier is not None]
-        self._account.note(layers)
+        self._note_slots()
+        slots, second = self._slots, self._second_slots
+        if not self.policy.needs_length:
+            slots = slots if any(slots) else list(limits.plan(None).peak)
+            second = [most] * len(layers) if isinstance(most, int) and not self.seen else second
+        of = compute_dtype(self.model).itemsize, self.rows or 1
         fills = [layer.fill for layer in layers] or [0]
         return CacheMemory(
-            self._account.first(rows, begun),
+            limits.fast_bytes(self.backbone, slots, second, *of),
             self.nbytes,
             max(self._peak, self.nbytes),
             round(sum(fills) / len(fills)) if self.policy.head_budgets == "shares" else max(fills),
-            self._account.second(rows, begun),
+            limits.far_bytes(self.backbone, second, *of),
             sum(host.away_nbytes for host in hosts),
             host_units=max((host.fill for host in hosts if not host.resident), default=0),
             moved=sum(host.moved for host in hosts),
@@ -364,7 +369,12 @@ class RetentionCache(Whole):
         for layer, capacity in zip(self.governed, host, strict=False):
             if layer.tier is not None:
                 layer.tier.reserve(capacity)
-        self._account.note(self.governed)
+        self._note_slots()
+
+    def _note_slots(self) -> None:
+        self._slots = list(map(max, self._slots, [layer.capacity for layer in self.governed]))
+        second = [0 if layer.tier is None else layer.tier.capacity for layer in self.governed]
+        self._second_slots = list(map(max, self._second_slots, second))
 
     def fresh(self) -> RetentionCache:
         """Return an empty cache for the same model, scorer and policy."""

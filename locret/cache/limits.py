@@ -10,7 +10,6 @@ import torch
 
 from locret import lookups, mergers, prefill_attention, scorers
 from locret.backbone.shape import Backbone
-from locret.cache.layer import RetentionLayer
 from locret.cache.protected import Protected, promised
 from locret.cache.rounding import forms_of
 from locret.policy.budget import cache_bytes, host_bytes
@@ -152,12 +151,14 @@ def _tokens(schedule: Schedule) -> int:
 class Limits:
     """Says what stays in the `nth` full-attention layer."""
 
+    schedule: Schedule
+    """The plan of the read that has begun."""
+
     def __init__(self, policy: RetentionPolicy, scorer: Scorer, backbone: Backbone) -> None:
         layers = len(backbone.layers)
         self.policy, self.scorer, self.layers = policy, scorer, layers
         self.tiers = _tiers(policy, [shape.num_kv_heads for shape in backbone.full_shapes], backbone.max_positions)
         """Most units of each KV head in the second tier of each layer."""
-        self.schedule: Schedule | None = None
         answering = self._recent(policy.decode_budget or 1)
         self._answering = decode_budgets(policy, layers, answering)
         self.lookahead = lookahead(policy, 0 if policy.host_grows else max(map(max, self.tiers)))
@@ -313,32 +314,32 @@ class Limits:
     @property
     def unbounded(self) -> bool:
         """Whether nobody knows how large the cache will be before this read ends."""
-        return self.policy.when == "prompt_end" and self._plan.endless
+        return self.policy.when == "prompt_end" and self.schedule.endless
 
     @property
     def chunk_size(self) -> int:
         """Tokens of the chunk to come."""
-        steps = self._plan.steps
+        steps = self.schedule.steps
         return steps[min(self._step + 1, len(steps) - 1)].tokens if steps else self.policy.chunk_size
 
     @property
     def wants_ratios(self) -> bool:
         """Whether the chunk to come needs to know what each layer retained at the one before."""
-        return self._plan.shared and self._step >= 1
+        return self.schedule.shared and self._step >= 1
 
     def next_chunk(self, final: bool, ratios: Sequence[float] | None = None) -> None:
         """Move on to the next chunk; `ratios` are what each layer retained of its memory at the last one."""
         self._step += 1
         self._final = final
-        self._budgets = self._plan.step(self._step).budgets
+        self._budgets = self.schedule.step(self._step).budgets
         if ratios is not None:
-            self._budgets = adaptive_sizes(self._budgets, ratios, self._plan.budgets)
+            self._budgets = adaptive_sizes(self._budgets, ratios, self.schedule.budgets)
 
     # -- what stays -------------------------------------------------------------------------------------------------
 
     def before_reading(self, nth: int) -> Stay:
         """Return what of an earlier text and its answer stays when another text comes."""
-        units = self._plan.budgets[nth]
+        units = self.schedule.budgets[nth]
         return self._with_own(nth, units, protected(self.policy, units))
 
     def after_chunk(self, nth: int) -> Stay:
@@ -349,7 +350,7 @@ class Limits:
     def at_prompt_end(self, nth: int) -> Stay:
         """Return what stays when everything is selected at the prompt's end, the local tokens included."""
         local = self.policy.local_len
-        return self._with_own(nth, self._plan.budgets[nth] + local, local)
+        return self._with_own(nth, self.schedule.budgets[nth] + local, local)
 
     def answering(self, nth: int, new: int) -> Stay:
         """Return what stays when `new` generated tokens find no room."""
@@ -360,11 +361,6 @@ class Limits:
     def most_answering(self, nth: int) -> int | None:
         """Return the units that a layer may hold while an answer is written; None: no limit."""
         return None if self._answering is None else self._answering[nth]
-
-    @property
-    def _plan(self) -> Schedule:
-        assert self.schedule is not None
-        return self.schedule
 
     def _recent(self, budget: int) -> int:
         return min(budget, self.scorer.recent(budget))
@@ -394,38 +390,3 @@ class CacheMemory:
     def to_dict(self) -> dict[str, int]:
         """Return the numbers as plain data."""
         return asdict(self)
-
-
-class Account:
-    """What a cache is planned to take: it follows from the slots that its layers have had, or will have."""
-
-    def __init__(self, backbone: Backbone, limits: Limits, element_size: int) -> None:
-        self.backbone, self.limits, self.element_size = backbone, limits, element_size
-        self.policy = limits.policy
-        self.slots = [0] * len(backbone.layers)
-        """Most slots that each full-attention layer has had."""
-        self.second_slots = [0] * len(backbone.layers)
-        """The same of its second tier."""
-
-    def note(self, layers: Sequence[RetentionLayer]) -> None:
-        """Take note of the slots that layers have now."""
-        self.slots = list(map(max, self.slots, [layer.capacity for layer in layers]))
-        second = [0 if layer.tier is None else layer.tier.capacity for layer in layers]
-        self.second_slots = list(map(max, self.second_slots, second))
-
-    def first(self, rows: int, begun: bool) -> int:
-        """Return the planned bytes of the backbone's memory; `begun` says whether anything was read."""
-        slots = self.slots
-        if not any(slots) and not self.policy.needs_length:
-            slots = list(self.limits.plan(None).peak)
-        return self.limits.fast_bytes(self.backbone, slots, self._second(begun), self.element_size, rows)
-
-    def second(self, rows: int, begun: bool) -> int:
-        """Return the planned bytes of second tiers that do not lie in the backbone's memory."""
-        return self.limits.far_bytes(self.backbone, self._second(begun), self.element_size, rows)
-
-    def _second(self, begun: bool) -> list[int]:
-        most = self.policy.host_budget
-        if not begun and isinstance(most, int) and not self.policy.needs_length:
-            return [most] * len(self.second_slots)
-        return self.second_slots

@@ -152,14 +152,11 @@ class Reader(Observer):
         layer = self.layers[nth]
         if layer_idx in cache.latents:  # transformers holds the latent first
             keys, values = cache.latents[layer_idx].halves(values), keys
-        if layer.raw:
-            raw_keys = self.projections[layer_idx].key()
+        if layer.raw or (self._evicting and (layer.compact or layer.folding is not None)):
+            own = self.projections[layer_idx].key()
             if self._evicting:
-                cache.rotation.compare(layer_idx, layer.store.rotary, cache.next_position, raw_keys, keys)
-        elif self._evicting and (layer.compact or layer.folding is not None):
-            raw_keys = self.projections[layer_idx].key()
-            cache.rotation.compare(layer_idx, layer.store.rotary, cache.next_position, raw_keys, keys)
-            raw_keys = raw_keys if layer.compact else None
+                cache.rotation.compare(layer_idx, layer.store.rotary, cache.next_position, own, keys)
+            raw_keys = own if layer.compact else None
         elif self.answering:
             most = self.limits.most_answering(nth)
             if most is not None and layer.fill + keys.shape[-2] > most:

@@ -17,7 +17,7 @@ from transformers import Cache
 from locret.backbone.adapters import attention_modules, compute_dtype, device_of, input_device
 from locret.cache.digest import shortened
 from locret.cache.layer import HOST, RetentionLayer
-from locret.cache.limits import Account, Limits
+from locret.cache.limits import Limits
 from locret.cache.sliding import SlidingLayer
 from locret.cache.states import STATES, States
 from locret.cache.units import Units, Workspace
@@ -84,7 +84,10 @@ class Whole(Cache):
     """Whether a scorer may have returned NaN or infinity; looked at where the cache is used next."""
     watch: Any = None
     """What looks at the attention of the answer in progress, if anybody wants to know."""
-    _account: Account
+    _slots: list[int]
+    """Most slots that each full-attention layer has had."""
+    _second_slots: list[int]
+    """The same of its second tier."""
     _interrupted = False
     _peak = 0
 
@@ -261,7 +264,7 @@ class Whole(Cache):
     def take_rows(self, rows: Tensor | None = None) -> Self:
         """Return some rows, or all, as a cache of their own."""
         twin = copy.copy(self)
-        twin.reader, twin.watch, twin.workspace, twin._account = None, None, Workspace(), copy.copy(self._account)
+        twin.reader, twin.watch, twin.workspace = None, None, Workspace()
         twin.layers, twin.carriers = [], {}
         for index, layer in enumerate(self.layers):  # one after the other: only one layer is held twice as a whole
             twin.layers.append(layer.copy(twin.workspace))
