@@ -16,6 +16,7 @@ from locret.conversation.document import GROWTH, TokenStream, leading_special_id
 
 WORDS = ["the", "key", "1234567", "größer", "日本語の文", "e\u0301a", "🙂🙃", "x.y", "don't", "--", "…", "A" * 9]
 SPACES = [" ", " ", " ", "\n", "\n\n", "  ", "\t", " \n "]
+ANY = st.characters(codec="utf-8", exclude_characters="\ufdd0")  # which keeps words of a text apart
 SPECIAL = ["<unk>", "<s>", "<|end of turn|>"]
 WINDOW, MARGIN = 256, 64
 
@@ -77,7 +78,7 @@ def streamed(tokenizer, pieces, **arguments):
 
 
 texts = st.lists(
-    st.one_of(st.sampled_from(WORDS + SPACES + SPECIAL), st.text(max_size=12)), min_size=150, max_size=400
+    st.one_of(st.sampled_from(WORDS + SPACES + SPECIAL), st.text(ANY, max_size=12)), min_size=150, max_size=400
 ).map("".join)
 
 
