@@ -6,6 +6,7 @@ With nothing evicted full attention, with eviction the slow oracle's choices and
 from __future__ import annotations
 
 import math
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -113,12 +114,10 @@ def test_beams_carry_their_states_with_them() -> None:
 def test_labels_are_those_of_the_backbones_own_attention(family: str) -> None:
     model, ids = build(family), torch.cat([prompt(40), prompt(6, seed=2)], dim=1)
     layers, modules, found = describe(model).layers, attention_modules(model), []
-    handles = [modules[index].register_forward_hook(lambda *call: found.append(call[2][1])) for index in layers]
-    try:
+    with ExitStack() as hooks:
+        for index in layers:
+            hooks.enter_context(modules[index].register_forward_hook(lambda *call: found.append(call[2][1])))
         model(ids, use_cache=False, output_attentions=True)
-    finally:
-        for handle in handles:
-            handle.remove()
     expected = [weights[0, :, 40:, :40].unflatten(0, (2, 2)).amax((1, 2)) for weights in found]
     labels = answer_labels(model, ids[:, :40], ids[:, 40:], kind="log_attention")
     torch.testing.assert_close(labels, torch.stack(expected).log(), atol=1e-4, rtol=1e-4)

@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -185,15 +185,12 @@ def lending_slowly(model: Any, seen: list[Tensor]) -> Iterator[None]:
         return sdpa_attention_forward(module, query, *args, **kwargs)
 
     AttentionInterface.register("dms-slow", attend)
-    hooks = [layer.self_attn.q_norm.register_forward_hook(blank) for layer in model.model.layers]
-    before = model.config._attn_implementation
-    model.set_attn_implementation("dms-slow")
-    try:
+    with ExitStack() as undone:
+        undone.callback(model.set_attn_implementation, model.config._attn_implementation)
+        for layer in model.model.layers:
+            undone.enter_context(layer.self_attn.q_norm.register_forward_hook(blank))
+        model.set_attn_implementation("dms-slow")
         yield
-    finally:
-        model.set_attn_implementation(before)
-        for hook in hooks:
-            hook.remove()
 
 
 @pytest.mark.parametrize("tokens", [40, 4])  # as many as query heads is where layouts look alike

@@ -42,15 +42,9 @@ def test_the_split_equals_the_oracle(relative: bool) -> None:
         coarse = [-torch.inf, torch.inf, *(number / 2 for number in range(-3, 4))]
         scores = [[draw.gauss(0, 2) if relative else draw.choice(coarse) for _ in range(n)] for n in counts]
         protected, floor = draw.randint(0, budget + 3), draw.randint(0, budget)
-        kept, numbers = select_over_heads(
-            torch.tensor([score for own in scores for score in own], dtype=torch.float32),
-            torch.tensor([position for own in positions for position in own], dtype=torch.int32),
-            counts,
-            budget,
-            protected,
-            floor,
-            relative,
-        )
+        kinds = ((scores, torch.float32), (positions, torch.int32))
+        flat = [torch.tensor([number for own in heads for number in own], dtype=kind) for heads, kind in kinds]
+        kept, numbers = select_over_heads(*flat, counts, budget, protected, floor, relative)
         expected = reference.select_over_heads(scores, positions, budget, protected, floor, relative)
         starts = [sum(counts[:head]) for head in range(kv_heads)]
         assert kept.tolist() == [start + slot for start, slots in zip(starts, expected, strict=True) for slot in slots]
@@ -78,7 +72,9 @@ def test_a_scorer_that_selects_equally_many_units_for_every_head_is_refused(mode
 
 
 @pytest.mark.parametrize("tier", [{}, {"host_budget": 26, "recall": 4}, {"host_budget": "all", "recall": 99}])
-def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(model: Any, tier: dict[str, Any]) -> None:
+def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(
+    model: Any, tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With room for every distance, logits are those of original positions; without any, those of ranks."""
 
     def read(**changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,12 +92,8 @@ def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(mo
     torch.testing.assert_close(spaced, original, atol=2e-4, rtol=0)
     for far in (ranks, read(spacing=3)[0]):
         assert not torch.allclose(far, original, atol=1e-2)
-    before = model.config.max_position_embeddings
-    model.config.max_position_embeddings = 11
-    try:
-        torch.testing.assert_close(read(spacing=1000)[0], read()[0])
-    finally:
-        model.config.max_position_embeddings = before
+    monkeypatch.setattr(model.config, "max_position_embeddings", 11)
+    torch.testing.assert_close(read(spacing=1000)[0], read()[0])
     for change in ({"positions": "original"}, {"head_budgets": "uniform"}):
         shares = {"head_budgets": "shares", "head_shares": (1.0,), "spacing": 4, **change}
         assert policy(**shares).idle()["spacing"] == "head-budgets shares"

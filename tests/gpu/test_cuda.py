@@ -106,13 +106,9 @@ def test_the_host_never_waits_for_the_device_after_the_first_chunk(model: torch.
     heads = RetainingHeads.for_model(model, hidden_dim=64, seed=0)
     policy = RetentionPolicy(budget=256, chunk_size=128, stabilizers=64, local_len=32, positions=positions)
     ids = prompt(1000).to("cuda")
+    cache = RetentionCache(model, heads, policy)
     try:
-        prefill(
-            model,
-            ids,
-            RetentionCache(model, heads, policy),
-            on_chunk=lambda _cache: torch.cuda.set_sync_debug_mode("error"),
-        )
+        prefill(model, ids, cache, on_chunk=lambda _cache: torch.cuda.set_sync_debug_mode("error"))
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
