@@ -53,6 +53,7 @@ MODIFIERS: Mapping[str, Change] = {
     "compact": Change({"positions": "compact"}),
     "original": Change({"positions": "original"}),
     "spaced": Change({"spacing": 16}, ("spacing",)),
+    "diverse": Change({"diversity": 0.15}, ("diversity",)),
     "recall": Change({"recall": 8, "host_budget": 1024}, ("recall", "recall_by", "host_budget"), of="recall_by"),
     **{
         name: Change({"prefill_attention": name}, of="prefill_attention")

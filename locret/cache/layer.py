@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
@@ -14,6 +15,7 @@ from typing_extensions import Self
 from locret.backbone.attention import View
 from locret.backbone.chunk import Projections
 from locret.cache.blocks import Blocks
+from locret.cache.diverse import Diverse
 from locret.cache.host import HostTier
 from locret.cache.merging import Folding
 from locret.cache.ragged import RaggedStore
@@ -40,9 +42,11 @@ class RetentionLayer(CacheLayerMixin):
         compact: bool,
         host: HostTier | None = None,
         folding: Folding | None = None,
+        diversity: float = 0.0,
     ) -> None:
         # Not the base's __init__: it would set keys and values, which only the store has.
         self.store, self.selector, self.compact, self.host, self.folding = store, selector, compact, host, folding
+        self.diversity = diversity
         self.rotated = False
         """Whether keys are rotated to their slots, as answers need them; compact positions only."""
 
@@ -106,18 +110,18 @@ class RetentionLayer(CacheLayerMixin):
         """Keep the best units, as many as `stay` says; `base` is the position after the newest one."""
         if self.store.fill <= stay.budget:
             return
-        kept = self.selector.select(self.store, stay)
-        if self.host is None and self.folding is None:
-            self.store.keep(kept, turned=self.rotated)
-            return
-        settled = self.rotated
-        self.unsettle(base, None)
+        settled, units = self.rotated, cast(Any, self.store)
+        if self.diversity or self.host is not None or self.folding is not None:
+            self.unsettle(base, None)
+        if self.diversity:
+            units = Diverse(units, self.diversity)
+        kept = self.selector.select(units, stay)
         if self.host is not None:
             self.host.take_in(kept)
         if self.folding is not None:
             self.folding.fold(self.store, kept, stay, by_text=not self.compact)
-        self.store.keep(kept, turned=False)
-        if settled:
+        self.store.keep(kept, turned=self.rotated)
+        if settled and not self.rotated:
             self.settle(base, None)
 
     def settle(self, base: int, seen: int | None) -> None:

@@ -80,10 +80,11 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
             f'store {kind.name} holds "{kind.holds}" units, but head_budgets="{policy.head_budgets}" selects '
             f'"{selector.store}" ones; change head_budgets, or take another store'
         )
-    if policy.has_host and not issubclass(kind, DenseStore | RaggedStore):
+    if (policy.has_host or policy.diversity) and not issubclass(kind, DenseStore | RaggedStore):
         raise ValueError(
-            f"store {kind.name} has no second tier, but host_budget={policy.host_budget} and recall_by="
-            f"{policy.recall_by}; leave those out, or derive the store from one of ours"
+            f"store {kind.name} has no second tier and does not say where its keys are, but host_budget="
+            f"{policy.host_budget}, recall_by={policy.recall_by} and diversity={policy.diversity}; leave those out, or "
+            "derive the store from one of ours"
         )
     check_backbone(policy, backbone, index)
     if policy.recalls_blocks:
@@ -116,7 +117,7 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
             far.most = most
         tier = HostTier(far, own, lookup, mean_units(most), policy.recall, beside, limits.windows[nth])
     folding = None if cache.merger is None else Folding(cache.merger, cache.merging, index)
-    return RetentionLayer(own, selector, policy.positions == "compact", tier, folding)
+    return RetentionLayer(own, selector, policy.positions == "compact", tier, folding, policy.diversity)
 
 
 def _selector(cache: RetentionCache, nth: int) -> Selector:

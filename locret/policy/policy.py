@@ -69,6 +69,9 @@ class RetentionPolicy(OptionClass, usual=("budget",)):
     spacing: int = 1
     """With compact positions and head_budgets="shares": how far apart the positions of two kept neighbours may be, at
     most; as far as they are in the text, where the backbone's positions have room for that. 1: their ranks."""
+    diversity: float = 0.0
+    """How much it counts that a unit's key, before rotation, differs from the others of its KV head (KeyDiff): this
+    part of what a unit is worth, both standardised over the head's units; the rest is its score. 0: the score alone."""
     decode_budget: int | None = None
     """Units per KV head that a cache may hold while it generates; none: it grows by one for each token."""
     decode_interval: int = None  # type: ignore[assignment]
@@ -290,7 +293,7 @@ RANGES: Mapping[str, Any] = {
         ("budget", "chunk_size", "local_len", "decode_interval", "pyramid_beta", "min_chunk", "spacing"), Range(1)
     ),
     **dict.fromkeys(("stabilizers", "recall", "exact_recent", "exact_layers"), Range(0)),
-    "head_floor": SHARE,
+    **dict.fromkeys(("head_floor", "diversity"), SHARE),
     "host_budget": Range(1),
     "positions": ("compact", "original"),
     "when": ("chunk", "prompt_end"),
@@ -301,6 +304,9 @@ RANGES: Mapping[str, Any] = {
     **dict.fromkeys(("key_bits", "value_bits"), BITS),
 }
 """What each number may be by itself."""
+
+_DIVERSE = ("compact", "uniform"), ("compact", "shares")
+"""Positions and budgets of KV heads that diversity goes with."""
 
 _CLASHES: tuple[tuple[Callable[[RetentionPolicy], bool], str], ...] = (
     (
@@ -318,6 +324,17 @@ _CLASHES: tuple[tuple[Callable[[RetentionPolicy], bool], str], ...] = (
         lambda own: own.head_budgets == "shares" and (own.when != "chunk" or own.decode_budget is not None),
         'when="{when}" and decode_budget={decode_budget} keep the newest units of every KV head, for which '
         'head_budgets="shares" leaves some no room; leave both out, or use head_budgets="uniform"',
+    ),
+    (
+        lambda own: bool(own.diversity) and (own.positions, own.head_budgets) not in _DIVERSE,
+        'diversity={diversity} compares the keys of each KV head before rotation, which positions="{positions}" with '
+        'head_budgets="{head_budgets}" does not; leave diversity out, or use compact positions and head_budgets '
+        "uniform or shares",
+    ),
+    (
+        lambda own: bool(own.diversity) and not own.exact_bits,
+        "diversity={diversity} compares keys that are held as they are, but key_bits={key_bits} and value_bits="
+        "{value_bits}; use 16 bits, or leave diversity out",
     ),
     (
         lambda own: own.memory != "fixed" and own.when == "prompt_end",
@@ -397,6 +414,7 @@ _OF_BLOCKS: Mapping[str, tuple[Any, ...]] = {
     "head_budgets": ("uniform",),
     "memory": ("fixed",),
     "decode_budget": (None,),
+    "diversity": (0.0,),
     "prefill_attention": ("dense",),
     "merge": (NO_MERGER,),
 }

@@ -13,6 +13,7 @@ from locret.policy.policy import FOLLOWING, RANGES, USUAL, RetentionPolicy, Want
 
 SHARES = ("head_budgets", "head_shares", "layer_shares", "spacing")
 """What is recommended of the sizes of KV heads."""
+ALONE = "units stay by their scores alone: diversity, which the heads recommend, does not go with what else was chosen"
 EQUAL = "all KV heads get as many units: shares, which hold more of a text, do not go with what else was chosen"
 
 
@@ -36,8 +37,8 @@ def resolve(
     """Return the policy: what the user chose, else what is recommended, else the defaults.
 
     Recommended numbers belong to the recommended budget. Below it, those that follow from a budget (see
-    `RetentionPolicy`) are at most what the smaller one allows. Recommended shares of KV heads yield to a choice that
-    they cannot stand beside, such as fewer bits.
+    `RetentionPolicy`) are at most what the smaller one allows. Recommended diversity and shares of KV heads yield to a
+    choice that they cannot stand beside, such as fewer bits.
 
     Args:
         own: Numbers that the user chose, or that follow from what the user chose; None where one is left open
@@ -49,6 +50,10 @@ def resolve(
     try:
         return _resolved(own, recommended, wanted)
     except ValueError:
+        if recommended.get("diversity") and own.get("diversity") is None and "diversity" not in named:
+            policy = resolve(own, {**recommended, "diversity": 0.0}, wanted, named)
+            warn_user(ALONE)
+            return policy
         if recommended.get("head_budgets") != "shares" or own.get("head_budgets") or "head_budgets" in named:
             raise
     policy = _resolved(own, {name: value for name, value in recommended.items() if name not in SHARES}, wanted)

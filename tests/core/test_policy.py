@@ -33,6 +33,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_floor": 1.5}, "head_floor=1.5 is not a share; it must lie between 0 and 1"),
     ({"head_floor": float("nan")}, "head_floor=nan is not a finite number; give one such as 0.2"),
     ({"head_floor": 10**400}, "is not a finite number; give one such as 0.2"),
+    ({"diversity": 0.2, "positions": "original"}, 'before rotation, which positions="original" with head_budgets="un'),
+    ({"diversity": 0.2, "key_bits": 4}, "diversity=0.2 compares keys that are held as they are"),
     ({"when": None}, "when=None is not a text; give one such as 'chunk'"),
     ({"decremental": 1}, "decremental=1 is not true or false; give one such as False"),
     (
@@ -158,6 +160,8 @@ SMALL = {"budget": 256, "chunk_size": 1024, "stabilizers": 100, "local_len": 32}
             MEASURED,
             {"head_budgets": "uniform", "spacing": 1},
         ),
+        ({"positions": "original"}, {**MEASURED, "diversity": 0.1}, {**MEASURED, "diversity": 0.0}),
+        ({"key_bits": 4, "diversity": None}, {"diversity": 0.1}, {"diversity": 0.0, "key_bits": 4}),
         ({"key_bits": 4}, {**MEASURED, "head_shares": [0.5, 1.5]}, {"head_budgets": "uniform", "head_shares": None}),
     ],
 )
@@ -289,9 +293,7 @@ def test_a_plan_says_what_every_step_keeps() -> None:
 
 def test_decode_budgets_of_a_pyramid_leave_every_layer_room_for_an_eviction() -> None:
     rules = policy(layer_budgets="pyramid", decode_budget=40, decode_interval=8)
-    budgets = decode_budgets(rules, 4)
-    assert budgets == pyramid_budgets(40, 4, None, window=14)
-    assert budgets is not None
+    assert decode_budgets(rules, 4) == (budgets := pyramid_budgets(40, 4, None, window=14))
     assert min(budgets) > 6 + 8
     assert decode_budgets(policy(decode_budget=40, decode_interval=8), 4) == (40,) * 4
     assert decode_budgets(policy(), 4) is None
@@ -308,12 +310,6 @@ def test_growing_memory_holds_the_first_tokens_from_its_first_step(stabilizers: 
     prefill(cache.model, prompt(300), cache, on_chunk=look)
     assert firsts
     assert all(one == [0, 1, 2, 3] for one in firsts)
-
-
-def test_ties_go_to_the_newer_slot() -> None:
-    kept = select_kept(torch.tensor([[[1.0, 0.0, 1.0, 1.0, -0.0]]]), 2)
-    assert kept.tolist() == [[[2, 3]]]
-    assert select_kept(torch.tensor([[[0.0, -0.0, 0.0]]]), 1).tolist() == [[[2]]]
 
 
 def test_protection_beats_infinite_scores_and_nan_loses_to_everything() -> None:

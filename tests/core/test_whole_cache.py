@@ -67,6 +67,7 @@ PARTS: dict[str, dict[str, Any]] = {
     "adaptive heads": {"head_budgets": "adaptive"},
     "head shares": {"head_budgets": "shares", "stabilizers": 0},
     "spaced head shares": {"head_budgets": "shares", "stabilizers": 0, "spacing": 5},
+    "diverse": {"diversity": 0.3},
     "linear": {"memory": "linear"},
     "square_sqrt": {"memory": "square_sqrt"},
     "adaptive memory": {"memory": "adaptive"},
@@ -273,13 +274,14 @@ def test_every_chunk_keeps_as_many_units_as_are_planned_in_the_order_of_the_text
 
 # -- what is kept, and what is said -----------------------------------------------------------------------------------
 
-OF_THE_ORACLE = ("positions", "pyramid", "linear", "square_sqrt", "decremental", "adaptive heads")
+OF_THE_ORACLE = ("positions", "pyramid", "linear", "square_sqrt", "decremental", "adaptive heads", "diverse")
 TIERS = ("tier", "tier of everything")
 INV_FREQ = 10000.0 ** -(torch.arange(0, 8, 2).double() / 8)
 
 
 @examples(12)
 @example(run=Run("llama", HEADS, ("adaptive heads",), (20, 11, 4, 5), 70))
+@example(run=Run("llama", HEADS, ("diverse",), (20, 11, 4, 5), 70))
 @given(run=runs(families=("llama", "llama-mqa", "qwen3", "llama-mha"), names=(HEADS,), parts=OF_THE_ORACLE))
 @torch.no_grad()
 def test_what_is_kept_and_said_is_what_the_slow_oracle_keeps_and_says(run: Run) -> None:
@@ -299,7 +301,7 @@ def test_what_is_kept_and_said_is_what_the_slow_oracle_keeps_and_says(run: Run) 
     original = rules.positions == "original"
     slow = (cache.model, scorer_of(HEADS, run.family), ids[0], INV_FREQ, 1.0, run.numbers, original, steps, split)
     with double():
-        history, expected = reference.read_prompt(*slow)
+        history, expected = reference.read_prompt(*slow, rules.diversity)
     assert kept == history
     torch.testing.assert_close(logits[0].double(), expected, atol=2e-5, rtol=0)
 
@@ -307,12 +309,14 @@ def test_what_is_kept_and_said_is_what_the_slow_oracle_keeps_and_says(run: Run) 
 @examples(12)
 @example(run=Run("llama", HEADS, (), (20, 11, 4, 5), 70), tier="tier", second=20)
 @example(run=Run("llama", HEADS, ("adaptive heads",), (20, 11, 4, 5), 70), tier="tier", second=20)
-@example(run=Run("llama", HEADS, ("head shares",), (20, 11, 0, 5), 90), tier="tier", second=30)
+@example(run=Run("llama", HEADS, ("diverse", "head shares"), (20, 11, 0, 5), 90), tier="tier", second=30)
 @example(
     run=Run("llama", HEADS, ("head shares", "positions"), (12, 11, 0, 5), 70), tier="tier of everything", second=20
 )
 @given(
-    run=runs(families=("llama", "llama-mqa", "qwen3"), names=(HEADS,), parts=("positions", "adaptive heads")),
+    run=runs(
+        families=("llama", "llama-mqa", "qwen3"), names=(HEADS,), parts=("positions", "adaptive heads", "diverse")
+    ),
     tier=st.sampled_from(TIERS),
     second=st.integers(1, 40),
 )
@@ -348,6 +352,7 @@ def test_both_tiers_hold_and_recall_what_the_slow_oracle_does(run: Run, tier: st
             ([own if isinstance(rules.host_budget, int) else (None,) * len(own) for own in tiers], rules.recall),
             original_positions=rules.positions == "original",
             split=split,
+            diversity=rules.diversity,
         )
     for layer, units in zip(cache.governed, held, strict=True):
         its = layer.host.store.held("positions")[0] if layer.host.fill else [torch.empty(0)] * len(units)

@@ -54,6 +54,7 @@ def answer_with_recall(
     *,
     original_positions: bool = False,
     split: tuple[float, bool] | Callable[[int, list[int]], list[int]] | None = None,
+    diversity: float = 0.0,
 ) -> tuple[list[list[list[int]]], Tensor]:
     """Read prompts as `read_prompt` does, but let their local tokens and the answers recall what was evicted.
 
@@ -71,6 +72,7 @@ def answer_with_recall(
         tier: Host budget of each layer's KV heads (None: all), and units recalled.
         original_positions: Rotate by place in the text instead of rank.
         split: See `read_prompt`; or what says how many units the KV heads of a layer keep of how many.
+        diversity: See `read_prompt`.
 
     Returns:
         Per layer and KV head the positions that the second tier holds; and (1 + A, vocabulary) logits of the last
@@ -87,7 +89,7 @@ def answer_with_recall(
     def evict(index: int, guard: int) -> None:
         held = fast[index]
         own = split(index, [len(pool) for pool in held]) if callable(split) else split
-        fast[index] = _evict(held, budget, guard, own)
+        fast[index] = _evict(held, budget, guard, own, diversity)
         for head, (before, after) in enumerate(zip(held, fast[index], strict=True)):
             stayed = {unit[0] for unit in after}
             gone = [unit for unit in before if unit[0] not in stayed]

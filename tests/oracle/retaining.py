@@ -116,6 +116,7 @@ def read_prompt(
     original_positions: bool = False,
     steps: list[tuple[int, list[int], list[int]]] | None = None,
     head_split: tuple[float, bool] | None = None,
+    diversity: float = 0.0,
 ) -> tuple[list[list[list[list[int]]]], Tensor]:
     """Read a prompt token by token and layer by layer, as the original implementation does, with nothing fused.
 
@@ -130,6 +131,7 @@ def read_prompt(
         steps: Per chunk its tokens, and per layer the budget and the protected units; those of `numbers` if None.
         head_split: Where the heads of a layer compete, the share of the budget that each keeps at least, and whether
             heads are compared by the softmax of their scores.
+        diversity: How much the order of the keys counts beside that of the scores.
 
     Returns:
         Per chunk, layer and KV head the kept text positions; and (vocabulary,) logits of the last token.
@@ -157,17 +159,21 @@ def read_prompt(
             hidden_TE = hidden_TE + _attention(layer, hidden_TE, pools[index], start, rope, heads[index])
             hidden_TE = hidden_TE + layer.mlp(layer.post_attention_layernorm(hidden_TE))
             if start < length:
-                pools[index] = _evict(pools[index], budgets[index], guards[index], head_split)
+                pools[index] = _evict(pools[index], budgets[index], guards[index], head_split, diversity)
         if start < length:
             history.append([[[unit[0] for unit in pool] for pool in layer_pools] for layer_pools in pools])
     return history, model.lm_head(model.model.norm(hidden_TE[-1]))
 
 
 def _evict(
-    pools: list[list[Any]], budget: int, guard: int, head_split: tuple[float, bool] | list[int] | None
+    pools: list[list[Any]],
+    budget: int,
+    guard: int,
+    head_split: tuple[float, bool] | list[int] | None,
+    diversity: float = 0.0,
 ) -> list[list[Any]]:
     """Return what stays of one layer's units, head by head, so many of each, or over all heads together."""
-    scores = [[unit[3] for unit in pool] for pool in pools]
+    scores = [diverse(pool, diversity) if diversity else [unit[3] for unit in pool] for pool in pools]
     if head_split is None:
         kept = [
             select_kept(scores[head], budget, set(range(max(len(pool) - guard, 0), len(pool))))
@@ -180,6 +186,17 @@ def _evict(
         floor, relative = head_split
         kept = select_over_heads(scores, positions, budget, guard, int(floor * budget), relative)
     return [[pool[slot] for slot in slots] for pool, slots in zip(pools, kept, strict=True)]
+
+
+def diverse(pool: list[Any], diversity: float) -> list[float]:
+    """Return what units are worth by their scores and by how unlike the average their keys are, both standardised."""
+    if not pool:
+        return []
+    directions = torch.stack([key / key.norm() for _, key, _, _ in pool])
+    average = directions.mean(0)
+    scores, unlike = torch.tensor([unit[3] for unit in pool]), -(directions @ average) / average.norm()
+    first, second = ((one - one.mean()) / one.std(correction=0).clamp_min(1e-6) for one in (scores, unlike))
+    return ((1 - diversity) * first + diversity * second).tolist()
 
 
 def split_projections(attention: Any, hidden_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
