@@ -131,40 +131,27 @@ def layer_labels(
     kind = kinds.get(kind)
     labelled = prompt if labelled is None else min(labelled, prompt)
     labels_KT = chunk.key.new_full((chunk.key.shape[1], labelled), -torch.inf, dtype=torch.float32)
+    held, heads = chunk.key.shape[2] - chunk.query.shape[2], chunk.query.shape[1]
+    most = min(_BLOCK_ELEMENTS, chunk.query.numel()) if block_elements is None else block_elements
     # Float32 even under autocast: labels rounded to bfloat16 tie, and the log-sum-exp is a difference of large numbers.
     with torch.autocast(chunk.query.device.type, enabled=False):
         keys_KDS = chunk.key[0].float().mT
         start, end = max(0, prompt - include_last_prompt_token), chunk.key.shape[2]
-        _raise_by_blocks(chunk, keys_KDS, labels_KT, start, end, kind, block_elements)
+        rows = max(1, most // max(1, heads * (end if kind.whole_rows else labelled)))
+        for first in range(start, end, rows):
+            last = min(first + rows, end)
+            queries_NRD = chunk.query[0, :, first - held : last - held].float()
+            logits_KQS = _logits(queries_NRD, keys_KDS[:, :, : last if kind.whole_rows else labelled], chunk)
+            if kind.whole_rows:  # only the block's own tokens can be in the future of some of its queries
+                future_RR = torch.ones(last - first, last - first, dtype=torch.bool, device=keys_KDS.device).triu(1)
+                group = logits_KQS.shape[1] // (last - first)
+                logits_KQS[:, :, first:].masked_fill_(future_RR.repeat(group, 1), -torch.inf)
+                if chunk.learned_sinks is not None:  # what else the prompt's tokens weigh against
+                    sinks_KG = chunk.learned_sinks.float().view(len(logits_KQS), -1)
+                    column_KQ = sinks_KG.repeat_interleave(last - first, dim=1)
+                    logits_KQS = torch.cat([logits_KQS, column_KQ[..., None]], dim=-1)
+            torch.maximum(labels_KT, kind.block(logits_KQS, labelled), out=labels_KT)
     return labels_KT
-
-
-def _raise_by_blocks(
-    chunk: Attended,
-    keys_KDS: Tensor,
-    labels_KT: Tensor,
-    start: int,
-    end: int,
-    kind: LabelKind,
-    block_elements: int | None,
-) -> None:
-    """Raise labels, in place, to the largest that queries `start` to `end` - 1 give, a block of queries at a time."""
-    labelled, held = labels_KT.shape[1], chunk.key.shape[2] - chunk.query.shape[2]
-    most = min(_BLOCK_ELEMENTS, chunk.query.numel()) if block_elements is None else block_elements
-    rows = max(1, most // max(1, chunk.query.shape[1] * (end if kind.whole_rows else labelled)))
-    for first in range(start, end, rows):
-        last = min(first + rows, end)
-        queries_NRD = chunk.query[0, :, first - held : last - held].float()
-        logits_KQS = _logits(queries_NRD, keys_KDS[:, :, : last if kind.whole_rows else labelled], chunk)
-        if kind.whole_rows:  # only the block's own tokens can be in the future of some of its queries
-            future_RR = torch.ones(last - first, last - first, dtype=torch.bool, device=keys_KDS.device).triu(1)
-            group = logits_KQS.shape[1] // (last - first)
-            logits_KQS[:, :, first:].masked_fill_(future_RR.repeat(group, 1), -torch.inf)
-            if chunk.learned_sinks is not None:  # what else the prompt's tokens weigh against
-                sinks_KG = chunk.learned_sinks.float().view(len(logits_KQS), -1)
-                column_KQ = sinks_KG.repeat_interleave(last - first, dim=1)
-                logits_KQS = torch.cat([logits_KQS, column_KQ[..., None]], dim=-1)
-        torch.maximum(labels_KT, kind.block(logits_KQS, labelled), out=labels_KT)
 
 
 def _logits(queries_NRD: Tensor, keys_KDS: Tensor, chunk: Attended) -> Tensor:
