@@ -13,9 +13,10 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields, replace
 from itertools import pairwise
 from math import prod
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import nn
 from typing_extensions import Self
 
 from locret._version import __version__
@@ -25,7 +26,6 @@ from locret.backbone.shape import Backbone, LayerShape
 from locret.base.fields import Range, check_fields, check_ranges, checked_values, shown
 from locret.base.nearest import check_retired
 from locret.heads import gates
-from locret.heads.gates import Gate
 from locret.heads.head import RetainingHead
 from locret.policy.policy import RetentionPolicy, without_retired
 
@@ -55,6 +55,9 @@ def usual_width(model_or_config: Any) -> int:
 @dataclass(frozen=True, kw_only=True)
 class HeadsConfig:
     """Everything about retaining heads except their weights."""
+
+    part: ClassVar[str] = "heads"
+    """What the names of weights begin with."""
 
     base_model: str | None = None
     """Hub id of the backbone; None for one that came from a local folder."""
@@ -161,12 +164,12 @@ class HeadsConfig:
         """Return the width of the input of a layer's head."""
         return self.shape(layer).feature_dim if self.gate is None else int(self.gate["hidden_size"])
 
-    def make(self, layer: int, generator: torch.Generator | None = None) -> RetainingHead | Gate:
+    def make(self, layer: int, generator: torch.Generator | None = None) -> nn.Module:
         """Return a layer's head with fresh weights."""
         shape = self.shape(layer)
         if self.gate is not None:
             numbers = {name: value for name, value in self.gate.items() if name not in ("name", "hidden_size")}
-            return gates.get(self.gate["name"])(shape, self.gate["hidden_size"], self.hidden_dim, numbers)
+            return gates.get(self.gate["name"])(shape, self.gate["hidden_size"], self.hidden_dim, **numbers)
         return RetainingHead(
             shape.feature_dim,
             self.hidden_dim,
@@ -187,7 +190,7 @@ class HeadsConfig:
         """Shape of every weight by name, without making any."""
         with torch.device("meta"):
             made = {layer: self.make(layer).named_parameters() for layer in self.layers}
-        return {f"heads.{layer}.{name}": tuple(one.shape) for layer, named in made.items() for name, one in named}
+        return {f"{self.part}.{layer}.{name}": tuple(one.shape) for layer, named in made.items() for name, one in named}
 
     @property
     def num_weights(self) -> int:

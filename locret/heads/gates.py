@@ -43,13 +43,9 @@ class Gate(Float32, ABC):
     numbers: ClassVar[Mapping[str, Any]] = {}
     """Further numbers with what they are unless they are given; their types are these values'."""
 
-    def __init__(self, shape: LayerShape, hidden_size: int, width: int, numbers: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.build(shape, hidden_size, width, **numbers)
-
     @abstractmethod
-    def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
-        """Make the parameters."""
+    def __init__(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
+        super().__init__()
 
     @abstractmethod
     def _scores(self, states: Tensor) -> Tensor:
@@ -69,8 +65,9 @@ class KVzapLinear(Gate):
 
     name = "kvzap-linear"
 
-    def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
+    def __init__(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
         """Make (K, E) and (K,)."""
+        super().__init__(shape, hidden_size, width)
         self.out = nn.Linear(hidden_size, shape.num_kv_heads)
 
     def _scores(self, states: Tensor) -> Tensor:
@@ -83,8 +80,9 @@ class KVzapMLP(Gate):
     name = "kvzap-mlp"
     width = 512
 
-    def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
+    def __init__(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
         """Make (R, E), (R,), (K, R) and (K,)."""
+        super().__init__(shape, hidden_size, width)
         self.inner, self.out = nn.Linear(hidden_size, width), nn.Linear(width, shape.num_kv_heads)
 
     def _scores(self, states: Tensor) -> Tensor:
@@ -102,8 +100,9 @@ class FastKVzip(Gate):
     width = 16
     numbers: ClassVar[Mapping[str, Any]] = {"sinks": 16, "epsilon": 1e-6}
 
-    def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
+    def __init__(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
         """Make projections, norms, sink keys (K, 1, M, R) and biases (K, 1, G)."""
+        super().__init__(shape, hidden_size, width)
         kv_heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
         self.epsilon = numbers["epsilon"]
         self.q_proj = nn.Linear(hidden_size, kv_heads * group * width)
@@ -137,8 +136,9 @@ class DMSAlpha(Gate):
         "scale": 100.0, "offset": 5.0, "window": 512, "epsilon": 1e-6, "bias": False, "per_layer": False,
     }  # fmt: skip
 
-    def build(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
+    def __init__(self, shape: LayerShape, hidden_size: int, width: int, **numbers: Any) -> None:
         """Make (E,), (K, E) and, with a bias, (K,)."""
+        super().__init__(shape, hidden_size, width)
         self.scale, self.offset, self.epsilon = (float(numbers[name]) for name in ("scale", "offset", "epsilon"))
         self.per_layer = bool(numbers["per_layer"])
         self.norm = nn.Parameter(torch.ones(hidden_size))

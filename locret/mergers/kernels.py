@@ -26,6 +26,7 @@ class KernelsConfig(HeadsConfig):
     `hidden_dim` is the number of slots that a KV head merges into.
     """
 
+    part = "kernels"
     kernel_size: int
     """Units that a convolution sees at once, an odd number (the paper's 21)."""
 
@@ -39,17 +40,8 @@ class KernelsConfig(HeadsConfig):
         """Merged units of every KV head."""
         return self.hidden_dim
 
-    @property
-    def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        return {
-            f"kernels.{layer}.{name}": shape
-            for layer in self.layers
-            for name, shape in (
-                ("weight", (self.slots, self.shape(layer).unit_dim, self.kernel_size)),
-                ("bias", (self.slots,)),
-                ("alpha", (1,)),
-            )
-        }
+    def make(self, layer: int, generator: torch.Generator | None = None) -> MergingKernel:
+        return MergingKernel(self.slots, self.shape(layer).unit_dim, self.kernel_size, generator)
 
 
 class MergingKernel(nn.Module):
@@ -88,11 +80,7 @@ class MergingKernels(nn.Module):
     def __init__(self, config: KernelsConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
         self.config = config
-        made = {
-            str(layer): MergingKernel(config.slots, config.shape(layer).unit_dim, config.kernel_size, generator)
-            for layer in config.layers
-        }
-        self.kernels = nn.ModuleDict(made)
+        self.kernels = nn.ModuleDict({str(layer): config.make(layer, generator) for layer in config.layers})
 
     @classmethod
     def for_model(
