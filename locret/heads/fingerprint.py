@@ -66,7 +66,8 @@ def any_fingerprint(model: nn.Module) -> str | None:
     Returns:
         The digits, for the second kind with the form and a colon before them; None if weights are not there to be read.
     """
-    samples, digest, forms = list(_active_samples(model)), hashlib.sha256(), set()
+    digest, forms, without = hashlib.sha256(), set(), inactive_adapters(model)
+    samples = [one for one in _samples(model) if one is None or without.isdisjoint(pairwise(one.name.split(".")))]
     exact = all(one and one.plain and one.values.dtype in _EXACT for one in samples)
     for one in samples:
         if one is None:
@@ -104,16 +105,7 @@ def _whole(weight: Any) -> Iterator[Tensor]:
         yield weight.full_tensor() if hasattr(weight, "full_tensor") else weight.data
 
 
-def _active_samples(model: nn.Module) -> Iterator[_Sample | None]:
-    """Yield what counts but for adapters that are not in force."""
-    without = inactive_adapters(model)
-    for one in _samples_of(model):
-        parts = one.name.split(".") if one else []
-        if not any(pair in without for pair in pairwise(parts)):
-            yield one
-
-
-def _samples_of(model: nn.Module) -> Iterator[_Sample | None]:
+def _samples(model: nn.Module) -> Iterator[_Sample | None]:
     """Yield what counts, parameter by parameter; None for one that is not there to be read."""
     base = unwrap(model)
     if base not in _GATHERED and sharers_of(base) is not None:
