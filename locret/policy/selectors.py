@@ -4,7 +4,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
@@ -94,20 +95,29 @@ class PerHead:
         return KeptPerHead(select_kept(scores, stay.budget, pinned), scores.shape[-1])
 
 
-@dataclass(frozen=True)
-class OverHeads:
-    """The heads of a layer compete for its budget (Ada-KV)."""
-
+class _ByRow(ABC):
     store: ClassVar[str] = "ragged"
+
+    def select(self, units: Any, stay: Stay) -> KeptOverHeads:
+        """Choose in each row of a store, which gives scores and positions, (U,), and how many units each head has."""
+        rows = list(units.rows())
+        found = [self.of_row(*held, stay.of_row(row)) for row, held in enumerate(rows)]
+        counts = torch.stack([units_K.to("cpu") for _, units_K in found])
+        return KeptOverHeads(tuple(units_U for units_U, _ in found), counts, tuple(len(scores) for scores, *_ in rows))
+
+    @abstractmethod
+    def of_row(self, scores: Tensor, positions: Tensor, numbers: list[int], stay: Stay) -> tuple[Tensor, Tensor]:
+        """Return the ranks that stay of one row, and how many are in each head."""
+
+
+@dataclass(frozen=True)
+class OverHeads(_ByRow):
+    """The heads of a layer compete for its budget (Ada-KV)."""
 
     floor: float
     """Share of the budget that every head keeps."""
     relative: bool
     """See `select_over_heads`."""
-
-    def select(self, units: Any, stay: Stay) -> KeptOverHeads:
-        """Choose among the units of a store."""
-        return _by_row(self.of_row, units, stay)
 
     def of_row(self, scores: Tensor, positions: Tensor, numbers: list[int], stay: Stay) -> tuple[Tensor, Tensor]:
         """Return the ranks that stay of one row, and how many are in each head."""
@@ -119,7 +129,7 @@ class OverHeads:
 
 
 @dataclass(frozen=True)
-class ByShares:
+class ByShares(_ByRow):
     """Every KV head keeps its own best units, as many as its share of the layer's budget says.
 
     Finding what is asked is the work of a few heads (DuoAttention, arXiv 2410.10819); the others need little of a text.
@@ -128,16 +138,10 @@ class ByShares:
     score are at most a quarter of what a head keeps. Every head holds what is guaranteed, and a share of the rest.
     """
 
-    store: ClassVar[str] = "ragged"
-
     shares: tuple[float, ...]
     """Of each head of the layer, whose mean over the backbone is 1."""
     most: int = 1 << 62
     """Units that a head holds at most, as long as the others have a use for more: positions that a backbone has."""
-
-    def select(self, units: Any, stay: Stay) -> KeptOverHeads:
-        """Choose among the units of a store."""
-        return _by_row(self.of_row, units, stay)
 
     def of_row(self, scores: Tensor, positions: Tensor, numbers: list[int], stay: Stay) -> tuple[Tensor, Tensor]:
         """Return the ranks that stay of one row, and how many are in each head."""
@@ -173,14 +177,6 @@ def _sampled(scores_11S: Tensor, positions_11S: Tensor) -> Tensor:
 def _keys(order_BKS: Tensor) -> Tensor:
     """Return keys of slots, no two alike: in the order of their scores, and of equal ones the newer is larger."""
     return torch.add(counting(order_BKS.shape[-1], order_BKS.device), order_BKS, alpha=1 << 32)
-
-
-def _by_row(of_row: Callable[..., tuple[Tensor, Tensor]], units: Any, stay: Stay) -> KeptOverHeads:
-    """Choose in each row, of which `units` give scores and positions, (U,), and how many units each head has."""
-    rows = list(units.rows())
-    found = [of_row(*held, stay.of_row(row)) for row, held in enumerate(rows)]
-    counts = torch.stack([units_K.to("cpu") for _, units_K in found])
-    return KeptOverHeads(tuple(units_U for units_U, _ in found), counts, tuple(len(scores) for scores, *_ in rows))
 
 
 def staying(scores_BKS: Tensor, positions_BKS: Tensor, stay: Stay) -> Tensor:
