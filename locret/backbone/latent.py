@@ -73,17 +73,16 @@ class Latent:
 
     def raw_query(self, query: Tensor) -> Tensor:
         """Return (B, N, L, R + C) queries for un-rotated ones (B, N, L, P + R)."""
-        return self._absorbed(query, _halves(query[..., -self.rotated :]) if self.swapped else None)
+        return self._absorbed(query, halved=self.swapped)
 
     def query(self, query: Tensor) -> Tensor:
         """Return (B, N, L, R + C) queries of what the backbone attends with, (B, N, L, P + R), post-rotary."""
-        return self._absorbed(query, self.halves(query[..., -self.rotated :]))
+        return self._absorbed(query, halved=self.paired)
 
-    def _absorbed(self, query: Tensor, rotated: Tensor | None) -> Tensor:
-        plain = query[..., : -self.rotated]
-        rotated = query[..., -self.rotated :] if rotated is None else rotated
+    def _absorbed(self, query: Tensor, *, halved: bool) -> Tensor:
+        plain, rotated = query[..., : -self.rotated], query[..., -self.rotated :]
         up = self._up(query)[:, : plain.shape[-1]]
-        return torch.cat([rotated, plain @ up], dim=-1)
+        return torch.cat([_halves(rotated) if halved else rotated, plain @ up], dim=-1)
 
     def output(self, latents: Tensor) -> Tensor:
         """Return the (B, N, L, V) output of heads that have read (B, N, L, C) latents."""

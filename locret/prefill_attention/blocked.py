@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -74,7 +73,9 @@ def by_gathering(
     value_SD: Tensor,
     chosen: Tensor,
     rows: int,
-    *how: Any,
+    scaling: float,
+    softcap: float | None,
+    *,
     sinks: Tensor | None = None,
 ) -> Tensor:
     """Return (G, L, D): each block of queries attends to a copy of its chosen slots alone."""
@@ -97,24 +98,13 @@ def by_gathering(
             late = units[count - int(chosen[head, nth, before:seen].sum()) :]
             corner = mask[: end - start, count - len(late) : count]
             corner.masked_fill_(late > own[:, None], -torch.inf)
-            own_sink = None if sinks is None else sinks[head]
-            seen_mask = mask[: end - start, :count]
-            out[head, start:end] = _attended(query_GLD[head, start:end], keys, values, seen_mask, own_sink, *how)
+            asking, seen_mask = query_GLD[head, start:end], mask[: end - start, :count]
+            if softcap is None and sinks is None:
+                plain = (states[None, None] for states in (asking, keys, values))
+                found = F.scaled_dot_product_attention(*plain, attn_mask=seen_mask[None, None], scale=scaling)[0, 0]
+            else:
+                logits = capped(asking @ keys.T * scaling, softcap) + seen_mask
+                found = attention_weights(logits, None if sinks is None else sinks[head]).to(asking.dtype) @ values
+            out[head, start:end] = found
             corner.zero_()
     return out
-
-
-def _attended(
-    query_LD: Tensor,
-    key_SD: Tensor,
-    value_SD: Tensor,
-    mask_LS: Tensor,
-    sink: Tensor | None,
-    scaling: float,
-    softcap: float | None,
-) -> Tensor:
-    if softcap is None and sink is None:
-        query, key, value = (states[None, None] for states in (query_LD, key_SD, value_SD))
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask_LS[None, None], scale=scaling)[0, 0]
-    logits = capped(query_LD @ key_SD.T * scaling, softcap) + mask_LS
-    return attention_weights(logits, sink).to(query_LD.dtype) @ value_SD
