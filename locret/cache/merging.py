@@ -8,11 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 from locret.backbone.attention import View
 from locret.cache.store import POSITIONS, SCORES, Part, Store
-from locret.mergers.loco import LoCoMerger, Merged, Units, take
+from locret.mergers.loco import LoCoMerger, Units, take
 from locret.policy.selectors import Kept, KeptOverHeads, KeptPerHead, Stay, staying
 
 
@@ -47,15 +45,12 @@ class Folding:
             keys = merged.keys
             if by_text:
                 keys = store.rotary.turn(keys, *store.rotary.at(merged.positions, keys))
-            _write(part, chosen.units, merged, keys)
-
-
-def _write(part: Part, kept: Tensor, merged: Merged, keys: Tensor) -> None:
-    for name, column in part.columns.items():
-        own = {SCORES: merged.scores, POSITIONS: merged.positions}.get(name)
-        column.scatter_(2, kept, (take(column, merged.source) if own is None else own).to(column.dtype))
-    for states, new in ((part.keys, keys), (part.values, merged.values)):
-        states.scatter_(2, kept[..., None].expand_as(new), new.to(states.dtype))
+            made = {SCORES: merged.scores, POSITIONS: merged.positions}
+            for name, column in part.columns.items():
+                new = made[name] if name in made else take(column, merged.source)
+                column.scatter_(2, chosen.units, new.to(column.dtype))
+            for states, new in ((part.keys, keys), (part.values, merged.values)):
+                states.scatter_(2, chosen.units[..., None].expand_as(new), new.to(states.dtype))
 
 
 def kept_parts(store: Store, view: View, kept: Kept) -> Iterator[tuple[Part, KeptPerHead]]:

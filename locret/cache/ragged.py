@@ -223,9 +223,7 @@ class RaggedStore(Store):
             moved_U = per_unit(ends) - source_U - (per_unit(counts) - rank_U)
             keys = self.keys.flatten(0, 1)
             keys.index_copy_(0, source_U, self._turned_on(keys[source_U], moved_U, shrunk))
-        self._move(source_U, per_unit(first_slots + self.starts) + rank_U)
-
-    def _move(self, source_U: Tensor, target_U: Tensor) -> None:
+        target_U = per_unit(first_slots + self.starts) + rank_U
         for buffer in self.buffers.values():
             if buffer.ndim == 2:
                 buffer.flatten()[target_U] = buffer.flatten()[source_U]

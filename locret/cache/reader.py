@@ -332,7 +332,11 @@ class Reader(Observer):
     def finished(self, hidden: Tensor) -> None:
         """Rate tokens, where that takes a whole pass, and count them."""
         self.cache.rotation.report()
-        self._end_lending()
+        for nth, stay, base in self._due:
+            self.layers[nth].evict(stay, base)
+        self._due, self._lent = [], {}
+        for index in self.cache.backbone.lenders - self._nth.keys():
+            self.cache.layers[index].view()
         if isinstance(self.scorer, TokenScorer):
             self._rate_tokens(self.scorer, hidden)
         self._report_unsound()
@@ -341,14 +345,6 @@ class Reader(Observer):
         if self.answering:
             self.cache.last_tokens = None
         self.torn = not self.answering
-
-    def _end_lending(self) -> None:
-        """Evict where later layers have attended to what goes."""
-        for nth, stay, base in self._due:
-            self.layers[nth].evict(stay, base)
-        self._due, self._lent = [], {}
-        for index in self.cache.backbone.lenders - self._nth.keys():
-            self.cache.layers[index].view()
 
     def _stay_now(self, nth: int) -> Stay | None:
         """Return what stays after this forward pass; None: everything."""

@@ -139,24 +139,22 @@ class MadeInfiniteBench(RowMaker, InfiniteBenchTask):
         least, published = (2, _PAIRS) if self.form == "kv_retrieval" else (1, _LINES)
 
         def row(rng: random.Random, index: int, size: int) -> dict[str, Any]:
-            return self._row(rng, index, size, spread(of.samples, index))
+            depth = spread(of.samples, index)
+            if self.form == "kv_retrieval":
+                pairs = {random_uuid(rng): random_uuid(rng) for _ in range(size)}
+                key = list(pairs)[round(depth * (size - 1))]
+                asked = f'\nKey: "{key}"\nThe value associated with the specified key is: '
+                context, answer = f"JSON data:\n{json.dumps(pairs)}", pairs[key]
+            else:
+                line, asked, answer = needle(self.form, rng)
+                lines = [NOISE_LINE] * size
+                lines.insert(round(depth * size), line)
+                context = "".join(f"{line} " for line in lines)
+            return {"id": index, "context": context, "input": asked, "answer": [answer], "options": [], "depth": depth}
 
         if of.tokens is None:
             return lambda index: row(self.stream(of, index), index, published)
         return self.filled(of, row, guess=max(least, of.tokens // 25), least=least)
-
-    def _row(self, rng: random.Random, index: int, size: int, depth: float) -> dict[str, Any]:
-        if self.form == "kv_retrieval":
-            pairs = {random_uuid(rng): random_uuid(rng) for _ in range(size)}
-            key = list(pairs)[round(depth * (size - 1))]
-            asked = f'\nKey: "{key}"\nThe value associated with the specified key is: '
-            context, answer = f"JSON data:\n{json.dumps(pairs)}", pairs[key]
-        else:
-            line, asked, answer = needle(self.form, rng)
-            lines = [NOISE_LINE] * size
-            lines.insert(round(depth * size), line)
-            context = "".join(f"{line} " for line in lines)
-        return {"id": index, "context": context, "input": asked, "answer": [answer], "options": [], "depth": depth}
 
 
 def _named(prediction: str, name: str) -> float:
