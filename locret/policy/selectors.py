@@ -101,7 +101,10 @@ class _ByRow(ABC):
     def select(self, units: Any, stay: Stay) -> KeptOverHeads:
         """Choose in each row of a store, which gives scores and positions, (U,), and how many units each head has."""
         rows = list(units.rows())
-        found = [self.of_row(*held, stay.of_row(row)) for row, held in enumerate(rows)]
+        found = [
+            self.of_row(scores, positions, numbers, stay.of_row(row))
+            for row, (scores, positions, numbers) in enumerate(rows)
+        ]
         counts = torch.stack([units_K.to("cpu") for _, units_K in found])
         return KeptOverHeads(tuple(units_U for units_U, _ in found), counts, tuple(len(scores) for scores, *_ in rows))
 

@@ -100,8 +100,9 @@ def by_gathering(
             corner.masked_fill_(late > own[:, None], -torch.inf)
             asking, seen_mask = query_GLD[head, start:end], mask[: end - start, :count]
             if softcap is None and sinks is None:
-                plain = (states[None, None] for states in (asking, keys, values))
-                found = F.scaled_dot_product_attention(*plain, attn_mask=seen_mask[None, None], scale=scaling)[0, 0]
+                query, key, value = (states[None, None] for states in (asking, keys, values))
+                attended = F.scaled_dot_product_attention(query, key, value, seen_mask[None, None], scale=scaling)
+                found = attended[0, 0]
             else:
                 logits = capped(asking @ keys.T * scaling, softcap) + seen_mask
                 found = attention_weights(logits, None if sinks is None else sinks[head]).to(asking.dtype) @ values
