@@ -48,21 +48,20 @@ class PressScorer(Scorer):
         """The window and one token more, where there is a window."""
         return getattr(self, _WINDOW, _QUERIES - 1) + 1
 
-    def prepare(self, model: nn.Module) -> _Prepared:
-        """Make the press, beside the attention modules that it asks."""
+    def prepare(self, model: nn.Module) -> tuple[Any, list[nn.Module], Any]:
+        """Make the press, and find the attention modules that it asks, and the rotary embedding."""
         options = {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
         try:
             press = type(self).press(**options)
             getattr(press, "post_init_from_model", lambda _: None)(model)
         except Exception as error:  # whatever a stranger's code does
             raise ValueError(f"scorer {self.name} cannot be made ({_reason(error)}); check its options") from error
-        return _Prepared(press, model)
+        return press, attention_modules(model), rotary_module(find_decoder(model))
 
     def score(self, chunk: Chunk) -> Tensor:
         """Return scores (B, K, S), or (B, K, L) from a press that rates tokens by their hidden states alone."""
         batch, kv_heads, units = chunk.key.shape[:3]
-        new, prepared = chunk.new_tokens, chunk.prepared
-        press = prepared.press
+        new, (press, *asked) = chunk.new_tokens, chunk.prepared
         if getattr(press, _WINDOW, 0) >= new:
             if new == 1:
                 best = chunk.stored_scores.amax(-1, keepdim=True) + 1 if units > 1 else chunk.key.new_zeros(1)
@@ -71,7 +70,7 @@ class PressScorer(Scorer):
         if hasattr(press, _RATIO):
             setattr(press, _RATIO, max(0.0, 1 - (chunk.budget + 0.5) / units))
         try:
-            scores: Tensor = press.score(*prepared.arguments(chunk))
+            scores: Tensor = press.score(*_arguments(chunk, *asked))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever a stranger's code does
@@ -122,21 +121,13 @@ def press_scorer(press: type, name: str) -> type[Scorer]:
     )
 
 
-class _Prepared:
-    """A press, and the modules of one backbone as it sees them."""
-
-    def __init__(self, press: Any, model: nn.Module) -> None:
-        self.press = press
-        self.modules, self.rotary = attention_modules(model), rotary_module(find_decoder(model))
-
-    def arguments(self, chunk: Chunk) -> tuple[Any, ...]:
-        """Return what `score` is called with."""
-        hidden_BLE = chunk.projections.hidden
-        module: Any = _AsSeen(self.modules[chunk.layer_idx], self.rotary, chunk.next_position - chunk.new_tokens)
-        steps = torch.arange(chunk.new_tokens, device=chunk.key.device)
-        embeddings = () if self.rotary is None else module.rotary_emb(hidden_BLE, steps[None])
-        kwargs = {"position_embeddings": embeddings, "cache_position": steps, "hidden_states": hidden_BLE}
-        return module, hidden_BLE, chunk.key, chunk.value, None, kwargs
+def _arguments(chunk: Chunk, modules: list[nn.Module], rotary: nn.Module | None) -> tuple[Any, ...]:
+    hidden_BLE = chunk.projections.hidden
+    module: Any = _AsSeen(modules[chunk.layer_idx], rotary, chunk.next_position - chunk.new_tokens)
+    steps = torch.arange(chunk.new_tokens, device=chunk.key.device)
+    embeddings = () if rotary is None else module.rotary_emb(hidden_BLE, steps[None])
+    kwargs = {"position_embeddings": embeddings, "cache_position": steps, "hidden_states": hidden_BLE}
+    return module, hidden_BLE, chunk.key, chunk.value, None, kwargs
 
 
 class _AsSeen:
