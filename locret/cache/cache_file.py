@@ -186,7 +186,12 @@ def load_cache(
     state, _ = _header(path)
     with _named(path, state):
         cache = _empty(state, model, scorer, allow_other_scorer)
-        cache.load(state_of(_read_units(path, state, cache), cache.ranks, whole=False), state)
+        ours = {name: DTYPES.get(dtype, str(dtype)) for name, dtype in cache.scorer.columns.items()}
+        columns = state.get("columns", ours)
+        if lost := ours.keys() - columns.keys():
+            raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
+        units = _checked_units(path, state, cache.whole, cache.policy, columns)
+        cache.load(state_of(units, cache.ranks, whole=False), state)
     return cache
 
 
@@ -294,15 +299,6 @@ def _described(scorer: Mapping[str, Any]) -> str:
     ]
     name = f"{scorer['name'][:40]} ({', '.join(given)})" if given else scorer["name"][:40]
     return name if name.isprintable() else ascii(name)
-
-
-def _read_units(path: str | Path, state: Mapping[str, Any], cache: RetentionCache) -> dict[str, Tensor]:
-    """Read the tensors of a file that is to be loaded into a cache."""
-    ours = {name: DTYPES.get(dtype, str(dtype)) for name, dtype in cache.scorer.columns.items()}
-    columns = state.get("columns", ours)
-    if lost := ours.keys() - columns.keys():
-        raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
-    return _checked_units(path, state, cache.whole, cache.policy, columns)
 
 
 def _checked_units(

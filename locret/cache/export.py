@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 def to_dynamic_cache(cache: RetentionCache) -> DynamicCache:
     """Return what a cache holds as an ordinary prefix; see `RetentionCache.to_dynamic_cache`."""
-    cache.check_whole()
     if not cache.seen:
         raise ValueError("the cache has read nothing yet; call locret.prefill before exporting it")
     if cache.pad is not None:

@@ -277,19 +277,16 @@ class Limits:
 
         Besides units these are the queries that lookups look from, and copies of blocks.
         """
-        columns = column_bytes(self.scorer)
+        columns, copies, shapes = column_bytes(self.scorer), 0, backbone.full_shapes
         if self._blocks is not None:
             shape = backbone.check_alike(f"recall_by={self.policy.recall_by}")
             columns += shape.num_heads // shape.num_kv_heads * torch.float32.itemsize
             copies = len(slots) * self._blocks.copies_bytes(shape.num_kv_heads, shape.head_dim, size)
-            return cache_bytes(backbone, slots, size, rows, columns) + rows * copies
-        numbers = sum(
-            window * shape.num_heads * shape.head_dim
-            for window, shape in zip(self.windows, backbone.full_shapes, strict=True)
-        )
+        numbers = sum(window * one.num_heads * one.head_dim for window, one in zip(self.windows, shapes, strict=True))
         forms = forms_of(self.policy, self.layers)
         held = cache_bytes(backbone, slots, size, rows, columns, forms, still=self.still(slots))
-        return held + rows * numbers * size + self._tier_bytes(backbone, second, size, rows, resident=True)
+        near = self._tier_bytes(backbone, second, size, rows, resident=True)
+        return held + rows * (numbers * size + copies) + near
 
     def far_bytes(self, backbone: Backbone, second: Sequence[int], size: int, rows: int = 1) -> int:
         """Return the bytes of second tiers of so many slots per KV head, or blocks, that lie elsewhere."""
