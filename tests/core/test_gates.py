@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, scorers
 from locret.backbone.chunk import Attended
+from locret.backbone.instrument import attending_by
 from locret.labels.labels import observe
 
 WHOLE = RetentionPolicy(budget=200, chunk_size=200, positions="original")
@@ -185,12 +186,11 @@ def lending_slowly(model: Any, seen: list[Tensor]) -> Iterator[None]:
         return sdpa_attention_forward(module, query, *args, **kwargs)
 
     AttentionInterface.register("dms-slow", attend)
-    with ExitStack() as undone:
-        undone.callback(model.set_attn_implementation, model.config._attn_implementation)
-        for layer in model.model.layers:
-            undone.enter_context(layer.self_attn.q_norm.register_forward_hook(blank))
-        model.set_attn_implementation("dms-slow")
+    hooks = [layer.self_attn.q_norm.register_forward_hook(blank) for layer in model.model.layers]
+    with attending_by(model, "dms-slow"):
         yield
+    for hook in hooks:
+        hook.remove()
 
 
 @pytest.mark.parametrize("tokens", [40, 4])  # as many as query heads is where layouts look alike
