@@ -181,8 +181,9 @@ class Library:
             self._check_new(name)
             self._check_waiting()
             entry = Entry(name, self._index.path(name), source=called, created=time.time(), notes=notes or {})
-            self._index.named[name], entry.job = entry, Job(work)
-            entry.job.start()
+            entry.job = job = Job(work)
+            job.start()
+            self._index.named[name] = entry  # only now, for a system that makes no more threads raises
             return entry
 
     def _ended(self, entry: Entry, failed: tuple[int, str] | None) -> None:

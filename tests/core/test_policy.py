@@ -161,7 +161,6 @@ SMALL = {"budget": 256, "chunk_size": 1024, "stabilizers": 100, "local_len": 32}
             {"head_budgets": "uniform", "spacing": 1},
         ),
         ({"positions": "original"}, {**MEASURED, "diversity": 0.1}, {**MEASURED, "diversity": 0.0}),
-        ({"key_bits": 4, "diversity": None}, {"diversity": 0.1}, {"diversity": 0.0, "key_bits": 4}),
         ({"key_bits": 4}, {**MEASURED, "head_shares": [0.5, 1.5]}, {"head_budgets": "uniform", "head_shares": None}),
     ],
 )
@@ -189,9 +188,8 @@ COUNT = st.integers(1, 400)
 
 
 def policy(**changes: Any) -> RetentionPolicy:
-    return RetentionPolicy(
-        **{"budget": 24, "chunk_size": 10, "stabilizers": 0, "local_len": 6, "min_chunk": 4, **changes}
-    )
+    numbers = {"budget": 24, "chunk_size": 10, "stabilizers": 0, "local_len": 6, "min_chunk": 4}
+    return RetentionPolicy(**{**numbers, **changes})
 
 
 # -- the formulas -----------------------------------------------------------------------------------------------------
