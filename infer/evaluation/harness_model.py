@@ -24,7 +24,6 @@ from locret.cache.reader import answering
 from locret.conversation.chat import GREEDY
 from locret.conversation.head_shares import sharing
 from locret.generation import check_finite_logits
-from locret.infer.evaluation.answering import until
 from locret.infer.infer_options import ModelOptions
 from locret.infer.reading import ready_without_policy
 from locret.loading.options import ScorerOptions
@@ -135,7 +134,9 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         )
         new = out[0, ids.shape[1] :].tolist()
         text = str(self.tokenizer.decode(new, skip_special_tokens=True, clean_up_tokenization_spaces=False))
-        return until(text, stops)
+        for stop in stops:  # one after the other, as the harness's own models cut
+            text = text.split(stop)[0]
+        return text
 
     @torch.no_grad()
     def _loglikelihood_tokens(
