@@ -28,6 +28,7 @@ def score(task: str, said: str, targets: Any, classes: tuple[str, ...] = ()) -> 
 def test_short_answers_get_their_official_scores() -> None:
     for task, said, right, wanted, *classes in ANSWERS["tasks"]:
         assert score(task, said, right, *classes) == pytest.approx(wanted), (task, said)
+    assert all(pytest.raises(ValueError, score, f"infinitebench/{one}", "no", "x") for one in ("code_run", "math_find"))
 
 
 @pytest.mark.slow
@@ -43,12 +44,11 @@ def test_overlaps_by_hand() -> None:
 def test_code_similarity_takes_the_first_line_of_code_in_whole_percent() -> None:
     assert first_code_line("\n\n# note\n```\nx = 1\ny = 2") == "x = 1"
     assert first_code_line("x = 1 // 2") == ""
-    assert edit_similarity("x = 1", "x = 1") == 1.0
+    assert (edit_similarity("x = 1", "x = 1"), edit_similarity("", "x")) == (1.0, 0.0)
     # difflib matches "ab" of "abcd" and "ab": 2 * 2 / 6; three figures would be 0.667.
     assert edit_similarity("abcd", "ab") == 0.67
     # difflib starts from the longest block, "xyz"; insertions and deletions alone would match "abcd": 0.47.
     assert edit_similarity("xyzabcd", "a1b2c3dxyz") == 0.35
-    assert edit_similarity("", "x") == 0.0
 
 
 def test_leval_rouge_averages_before_the_geometric_mean() -> None:

@@ -53,9 +53,9 @@ def last_word_as_integer(prediction: str, target: str) -> float:
 
     Full stops, colons and quotation marks separate words, so 2.0 ends with the word 0.
     """
-    words = re.sub("[\n.`'\":]", " ", prediction).split()
+    words, value = re.sub("[\n.`'\":]", " ", prediction).split(), int(target)
     try:
-        return float(bool(words) and int(words[-1]) == int(target))
+        return float(bool(words) and int(words[-1]) == value)
     except ValueError:
         return 0.0
 
@@ -66,13 +66,13 @@ def first_number(prediction: str, target: str) -> float:
     For an integer the fraction is cut off, so 3.9 is 3, as in the Locret release; the official code stops with an error
     there and scores nothing. A minus sign is not part of a number, so -3 is 3.
     """
-    found = re.search(r"\d+\.\d+|\d+", prediction)
+    found, value = re.search(r"\d+\.\d+|\d+", prediction), float(target) if "." in target else int(target)
     if found is None:
         return 0.0
-    if "." in target:
-        return float(float(found[0]) == float(target))
+    if isinstance(value, float):
+        return float(float(found[0]) == value)
     # Digits alone are compared as integers: as floats, numbers above 2**53 would be rounded.
-    return float((int(float(found[0])) if "." in found[0] else int(found[0])) == int(target))
+    return float((int(float(found[0])) if "." in found[0] else int(found[0])) == value)
 
 
 def leading_values(prediction: str, values: Sequence[str]) -> float:
