@@ -387,7 +387,7 @@ def _prefix_of(
         store = QuantisedStore(rotary, Workspace(), columns, form=form)
     store.load({name: tensor for name, tensor in held.items() if not name.startswith(HOST)}, counters["fill"])
     if not counters["rotated"]:
-        store.rotate(base)
+        store.turn_keys(base)
     view = store.view(base)
     return turned_back(view.keys, rotary, positions_now(held[POSITIONS], others, base)), view.values.clone()
 

@@ -145,14 +145,14 @@ class RetentionLayer(CacheLayerMixin):
         """Rotate keys to their slots, of both tiers to their ranks among all units, or undo that."""
         self.store.upcoming = seen
         if self.host is None:
-            (self.store.unrotate if back else self.store.rotate)(base)
+            self.store.turn_keys(base, back=back)
             return
         ranks: tuple[UnitRanks | None, UnitRanks | None] = (
             self.host.ranks(again=back) if self.host.fill else (None, None)
         )
         self.host.store.lag_like(self.host.fast)
         for store, own in zip((self.host.fast, self.host.store), ranks, strict=True):
-            (store.unrotate if back else store.rotate)(base, own)
+            store.turn_keys(base, own, back=back)
 
     def copy(self, workspace: Workspace) -> Self:
         """Return an independent copy."""

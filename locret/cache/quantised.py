@@ -1,7 +1,7 @@
 """Units in 8, 4, 3 or 2 bits: rounded once, when they come, and never again.
 
 Eviction gathers codes and scales. Keys are held un-rotated and rotated when they are read, so that no code is ever
-rewritten: `rotate` and `unrotate` only remember. What queries attend to is one layer at a time, in the workspace.
+rewritten: `turn_keys` only remembers. What queries attend to is one layer at a time, in the workspace.
 """
 
 # B batch, K KV heads, L new tokens, S slots, C kept slots, W window of units held as they are, D head dim
@@ -185,7 +185,7 @@ class QuantisedStore(DenseStore):
         moved = buffer.flatten(0, 2).index_select(0, rows)
         buffer[:, :, : kept_BKC.shape[2]] = moved.view(*kept_BKC.shape, *buffer.shape[3:])
 
-    def _turn(self, base: int, ranks: UnitRanks | None, *, back: bool) -> None:
+    def turn_keys(self, base: int, ranks: UnitRanks | None = None, *, back: bool = False) -> None:
         """Remember where keys are, and where those begin that come next."""
         if back:
             self.tensors.pop("following", None)

@@ -233,7 +233,7 @@ class RaggedStore(Store):
             torch.index_select(buffer.flatten(0, 1), 0, source_U, out=scratch)
             buffer.flatten(0, 1).index_copy_(0, target_U, scratch)
 
-    def _turn(self, base: int, ranks: UnitRanks | None, *, back: bool) -> None:
+    def turn_keys(self, base: int, ranks: UnitRanks | None = None, *, back: bool = False) -> None:
         if not self.fill:
             return
         turn, longest = self.rotary.turn_back if back else self.rotary.turn, self.longest

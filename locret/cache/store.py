@@ -270,17 +270,9 @@ class Store(Slotted):
     def keep(self, kept: Kept, turned: bool) -> None:
         """Drop all units but these; `turned` if keys are rotated to their slots, and turn to their new ones."""
 
-    def rotate(self, base: int, ranks: UnitRanks | None = None) -> None:
-        """Rotate all keys in place, to the slots before position `base`; with `ranks`, to those instead."""
-        self._turn(base, ranks, back=False)
-
-    def unrotate(self, base: int, ranks: UnitRanks | None = None) -> None:
-        """Undo `rotate`."""
-        self._turn(base, ranks, back=True)
-
     @abstractmethod
-    def _turn(self, base: int, ranks: UnitRanks | None, *, back: bool) -> None:
-        """Rotate all keys, or turn them back."""
+    def turn_keys(self, base: int, ranks: UnitRanks | None = None, *, back: bool = False) -> None:
+        """Rotate all keys in place, to the slots before position `base`, with `ranks` to those; or turn them `back`."""
 
     def advance(self, by: int = 1) -> None:
         """Take note that somebody has filled the next slot of every head."""
@@ -386,7 +378,7 @@ class DenseStore(Store):
         torch.index_select(buffer.flatten(0, 2), 0, rows, out=scratch.flatten(0, 2))
         buffer[:, :, : shape[2]] = scratch
 
-    def _turn(self, base: int, ranks: UnitRanks | None, *, back: bool) -> None:
+    def turn_keys(self, base: int, ranks: UnitRanks | None = None, *, back: bool = False) -> None:
         if not self.fill:
             return
         turn, keys = self.rotary.turn_back if back else self.rotary.turn, self.keys[:, :, : self.fill]
