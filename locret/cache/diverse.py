@@ -23,9 +23,6 @@ from torch.nn.functional import normalize
 from locret.cache.ragged import RaggedStore
 from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore
 
-_LEAST = 1e-6
-"""Values that differ by less are alike."""
-
 
 @dataclass(frozen=True)
 class Diverse:
@@ -70,4 +67,4 @@ def _standard(values_S: Tensor, some_S: Tensor) -> Tensor:
     own = values_S.where(some_S, 0.0)
     count = some_S.sum().clamp_min(1)
     apart = (own - own.sum() / count).where(some_S, 0.0)
-    return apart / (apart.square().sum() / count).sqrt().clamp_min(_LEAST)
+    return apart / (apart.square().sum() / count).sqrt().clamp_min(1e-6)  # values that differ by less are alike

@@ -305,9 +305,6 @@ RANGES: Mapping[str, Any] = {
 }
 """What each number may be by itself."""
 
-_DIVERSE = ("compact", "uniform"), ("compact", "shares")
-"""Positions and budgets of KV heads that diversity goes with."""
-
 _CLASHES: tuple[tuple[Callable[[RetentionPolicy], bool], str], ...] = (
     (
         lambda own: own.when == "chunk" and own.stabilizers >= own.budget,
@@ -326,7 +323,7 @@ _CLASHES: tuple[tuple[Callable[[RetentionPolicy], bool], str], ...] = (
         'head_budgets="shares" leaves some no room; leave both out, or use head_budgets="uniform"',
     ),
     (
-        lambda own: bool(own.diversity) and (own.positions, own.head_budgets) not in _DIVERSE,
+        lambda own: bool(own.diversity) and (own.positions != "compact" or own.head_budgets == "adaptive"),
         'diversity={diversity} compares the keys of each KV head before rotation, which positions="{positions}" with '
         'head_budgets="{head_budgets}" does not; leave diversity out, or use compact positions and head_budgets '
         "uniform or shares",

@@ -34,7 +34,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"head_floor": float("nan")}, "head_floor=nan is not a finite number; give one such as 0.2"),
     ({"head_floor": 10**400}, "is not a finite number; give one such as 0.2"),
     ({"diversity": 0.2, "positions": "original"}, 'before rotation, which positions="original" with head_budgets="un'),
-    ({"diversity": 0.2, "key_bits": 4}, "diversity=0.2 compares keys that are held as they are"),
     ({"when": None}, "when=None is not a text; give one such as 'chunk'"),
     ({"decremental": 1}, "decremental=1 is not true or false; give one such as False"),
     (
