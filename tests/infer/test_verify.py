@@ -88,7 +88,7 @@ FAULTS = {
         *(locret.policy.selectors, "pinned_units", lambda found, *_: torch.zeros_like(found)), {"budget"}, after=True
     ),
     "rotation off by one": Fault(
-        *(DenseStore, "rotate", lambda own, store, base, *more: own(store, base + 1, *more)), {"eviction"}, EVERYTHING
+        *(DenseStore, "turn_keys", lambda own, to, base, *more: own(to, base + 1, *more)), {"eviction"}, EVERYTHING
     ),
     "budget ignored": Fault(
         *(Limits, "after_chunk", lambda stay, *_: Stay(10**6, stay.recent, stay.sinks)), *({"budget"}, {"bytes"}, True)
