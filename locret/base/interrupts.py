@@ -50,7 +50,7 @@ def _ignore() -> None:
 
 def code_of(error: KeyboardInterrupt) -> int:
     """Return the exit code of an interrupt: 130, or 143 for SIGTERM."""
-    return 128 + next(iter(error.args), signal.SIGINT)
+    return 128 + next((one for one in error.args if isinstance(one, int)), signal.SIGINT)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -186,11 +186,10 @@ def lending_slowly(model: Any, seen: list[Tensor]) -> Iterator[None]:
         return sdpa_attention_forward(module, query, *args, **kwargs)
 
     AttentionInterface.register("dms-slow", attend)
-    hooks = [layer.self_attn.q_norm.register_forward_hook(blank) for layer in model.model.layers]
-    with attending_by(model, "dms-slow"):
+    with attending_by(model, "dms-slow"), ExitStack() as hooks:
+        for layer in model.model.layers:
+            hooks.enter_context(layer.self_attn.q_norm.register_forward_hook(blank))
         yield
-    for hook in hooks:
-        hook.remove()
 
 
 @pytest.mark.parametrize("tokens", [40, 4])  # as many as query heads is where layouts look alike
