@@ -13,7 +13,10 @@ from locret.base.plugins import install
 from locret.conversation.protect import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
 from locret.infer.fetch import is_address
 from locret.loading.options import BackboneSource
+from locret.policy.budget import parse_bytes, share_of
 from locret.policy.resolve import PolicyFlags
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +79,13 @@ class PolicyOptions(PolicyFlags, usual=("keep", "kv_memory", "budget")):
     """Or the bytes that the whole cache may take, such as 2GiB, or auto for what is free next to the
     weights; the largest budget that fits is used, with auto at most that of the prompt, which is then counted first.
     What --host-budget keeps is not part of it, nor are the tokens of a question that is asked of what was read."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.keep is not None:
+            share_of(self.keep, "--keep: ")
+        if self.kv_memory not in (None, AUTO):
+            parse_bytes(str(self.kv_memory), "--kv-memory: ")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from locret.base.fields import Refusal
 from locret.cache.limits import Limits, check_named, check_pair, planned_bytes
 from locret.distributed.ranks import launched
 from locret.distributed.shard import part_of
-from locret.infer.infer_options import PolicyOptions
+from locret.infer.infer_options import AUTO, PolicyOptions
 from locret.loading.options import WeightOptions
 from locret.loading.weights import WeightPlan, plan_weights
 from locret.policy.budget import full_bytes, largest_budget, parse_bytes, units_of_share
@@ -30,7 +30,7 @@ from locret.scorers.retaining_heads import as_scorer
 
 SHARE = 0.9
 """Of what is free; the rest is for what nobody plans, such as an allocator's fragments."""
-AUTO, _ANY = "auto", 2**62
+_ANY = 2**62
 _GROUP = Path("/sys/fs/cgroup")
 
 
@@ -108,12 +108,8 @@ def drafted(
     flags: PolicyOptions, chosen: Collection[str], recommended: dict[str, Any], named: Collection[str] = ()
 ) -> RetentionPolicy:
     """Return the policy as far as it is known before the prompt is; `recommended` and `named` as for `resolve`."""
-    given = [name for name in ("budget", "kv_memory", "keep") if name in chosen]
-    if len(given) > 1:
-        raise Refusal(given[0], getattr(flags, given[0]), f"and {given[1]} exclude each other; drop one of them")
-    _memory(flags)
-    open_ = _share(flags, 1) is not None or flags.kv_memory is not None
-    policy = resolve_options(flags, chosen, recommended, _ANY if open_ else None, named=named)
+    fitted = flags.keep is not None or flags.kv_memory is not None
+    policy = resolve_options(flags, chosen, recommended, _ANY if fitted else None, named=named)
     if flags.kv_memory is not None and policy.when == "prompt_end":
         rule = "bounds the cache, which grows with the prompt where eviction waits for its end; give keep"
         raise Refusal("kv_memory", flags.kv_memory, rule)
@@ -124,23 +120,22 @@ def settled(flags: PolicyOptions, draft: RetentionPolicy, run: PlannedRun, *, na
     """Return the policy for a run, with its budget in units; `named` says whether somebody gave one."""
     if flags.kv_memory is not None:
         return draft.changed(budget=_fitting(flags, draft, run))
-    budget = _share(flags, run.prompt_tokens or 1)
-    if budget is None and not named:
-        budget = usual_budget(describe(run.config).max_positions)
-    return draft if budget is None else draft.changed(budget=budget)
+    if flags.keep is not None:
+        return draft.changed(budget=units_of_share(flags.keep, run.prompt_tokens or 1))
+    return draft if named else draft.changed(budget=usual_budget(describe(run.config).max_positions))
 
 
 def _fitting(flags: PolicyOptions, draft: RetentionPolicy, run: PlannedRun) -> int:
     """Return the largest budget that fits into `--kv-memory`."""
-    given, memory = flags.kv_memory, _memory(flags)
+    given = flags.kv_memory
     if not run.known(draft):
         rule = "bounds bytes that depend on the shares of KV heads, which are measured later; give keep or budget"
         raise Refusal("kv_memory", given, rule)
-    if memory is None:  # auto
-        if (free := free_bytes(run.device)) is None:
-            rule = f"cannot tell what is free on {run.device}; give an amount, such as 2GiB"
-            raise Refusal("kv_memory", AUTO, rule)
-        memory = int(SHARE * free)
+    free = free_bytes(run.device) if given == AUTO else 0
+    if free is None:
+        rule = f"cannot tell what is free on {run.device}; give an amount, such as 2GiB"
+        raise Refusal("kv_memory", AUTO, rule)
+    memory = int(SHARE * free) if given == AUTO else parse_bytes(str(given))
 
     def planned(budget: int) -> int:
         policy = draft.changed(budget=budget)
@@ -194,15 +189,6 @@ def plan_lines(run: PlannedRun, policy: RetentionPolicy) -> str:
         about = "" if run.known(policy) else "about "  # the workspace is as large as the largest layer
         lines.append(f"{run.prompt_tokens:,} tokens: {share}; {about}{cache} with workspace (everything: {full})\n")
     return "".join(lines)
-
-
-def _memory(flags: PolicyOptions) -> int | None:
-    """Return the bytes of `--kv-memory`; None where none are given, or what is free."""
-    return None if flags.kv_memory in (None, AUTO) else parse_bytes(str(flags.kv_memory), "--kv-memory: ")
-
-
-def _share(flags: PolicyOptions, tokens: int) -> int | None:
-    return None if flags.keep is None else units_of_share(flags.keep, tokens, "--keep: ")
 
 
 # -- what a machine has, and what a chunk needs -----------------------------------------------------------------------

@@ -19,6 +19,7 @@ from locret.base.nearest import check_retired, nearest
 from locret.cache.cache import RetentionCache
 from locret.cache.captured_step import capturing, obstacle
 from locret.cache.digest import digest_of
+from locret.cache.limits import CacheMemory
 from locret.cache.reader import answering
 from locret.cache.whole import ASSISTED
 from locret.chunked_prefill import Way, check_cache, checked, feed_held_back, read_prompt
@@ -111,7 +112,7 @@ def generate(
     options["logits_processor"] = LogitsProcessorList([FiniteLogits(base), *(options.get("logits_processor") or ())])
     with answering(model, cache) if as_written else capturing(model, cache, new_tokens):
         ids = base.generate(input_ids=tokens, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
-    given.copies_memory = cache.memory() if copies > 1 else None
+    given.copies_memory = cache.counted() if copies > 1 else CacheMemory()
     if full is None:
         if isinstance(ids, Tensor):
             ids = ids[:, 1:]

@@ -152,6 +152,7 @@ class BudgetOptions(PolicyFlags, usual=("budget", "budget_share")):
     budget_share: float | str | list[float] | None = None
     """Instead of --budget: shares of every prompt's tokens, such as 0.1,0.2. Stabilizers are then at most a quarter of
     what a prompt gets."""
+    exclusive: ClassVar = (("budget", "budget_share"),)
 
     def fitted(self, recommended: dict[str, Any], shortest: int) -> BudgetOptions:
         """Return the options with a budget that fits prompts of `shortest` tokens, where nobody gave one.
@@ -167,9 +168,6 @@ class BudgetOptions(PolicyFlags, usual=("budget", "budget_share")):
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name in chosen and f.name != "budget_share"}
         if self.budget is not None:
             own["budget"] = self.budget
-        if self.budget_share is not None and "budget" in own:
-            both = f"--budget {self.budget} and --budget-share {self.budget_share}"
-            raise ValueError(f"{both} exclude each other; drop one of them")
         if self.budget_share is not None:
             found = listed(self.budget_share, lambda text: float(share_of(text)), "--budget-share", "0.1,0.2")
             return [Allotment(own, recommended, share) for share in found]

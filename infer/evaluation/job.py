@@ -239,8 +239,6 @@ def _check_choices(
             why = "is a session, whose turns follow each other" if task.session else clash[1]
             raise ValueError(f"{clash[0]}, and {task.name} {why}; leave one out")
     suite = evaluation.chosen_suite()
-    if suite is not None and "tasks" in chosen:
-        raise ValueError(f"--suite {suite.name} and --tasks exclude each other; drop one of them")
     if suite is not None and suite.tokens is not None and "lengths" in chosen:
         raise ValueError(f"--suite {suite.name} reads {suite.tokens:,} tokens; drop --lengths, or choose another suite")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from locret.base import method_spec
 from locret.base.fields import Range, check_ranges
@@ -25,8 +25,8 @@ class BenchOptions(
 ):
     """What is measured, and how often."""
 
-    shape: str = "cpu-512"
-    """Backbone of random weights: cpu-512, tiny, llama-3.1-8b or phi-3-mini-128k."""
+    shape: Literal["cpu-512", "tiny", "llama-3.1-8b", "phi-3-mini-128k"] = "cpu-512"
+    """Backbone of random weights."""
     model: str | None = None
     """Instead of --shape: folder of a backbone, or its Hub id."""
     heads: str | None = None

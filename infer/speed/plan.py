@@ -121,8 +121,6 @@ class BenchPlan:
 
 
 def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
-    if options.model is not None and "shape" in chosen:
-        raise ValueError(f"--model {options.model} and --shape {options.shape} exclude each other; drop one of them")
     heads, source = chosen_heads(options.heads, options.model), None
     if options.model is not None:
         weights = {one.name: getattr(options, one.name) for one in fields(WeightOptions)}
@@ -219,8 +217,6 @@ class Shape:
 
 
 def shape_of(name: str) -> Shape:
-    if name not in _SHAPES:
-        raise ValueError(f"--shape {name} is unknown; choose one of {', '.join(_SHAPES)}")
     values = dict(_SHAPES[name])
     own = values.pop("config")
     config = AutoConfig.from_pretrained(shipped.find(own)) if isinstance(own, str) else AutoConfig.for_model(**own)

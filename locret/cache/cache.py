@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -116,8 +117,8 @@ class RetentionCache(Whole):
         self.rotary = Rotary(self.decoder, unrotated_layers(model, backbone))
         self.rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(self.decoder)
         self.workspace, self.limits = Workspace(), Limits(self.policy, scorer, backbone)
-        self.copies_memory: CacheMemory | None = None
-        """Of the copy that held the beams, or the other answers, of the answer written last; None for one alone."""
+        self.copies_memory = CacheMemory()
+        """What was counted of the copy that held the beams, or the other answers, of the answer written last."""
         self._slots = self._second_slots = [0] * len(backbone.layers)
         super().__init__(layers=[make_layer(self, index) for index in range(backbone.num_layers)])
         number = int(getattr(self.decoder.config, "number_of_conv_states", 1))
@@ -175,22 +176,26 @@ class RetentionCache(Whole):
 
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of all buffers, the shared workspace included."""
-        layers, limits, most = self.governed, self.limits, self.policy.host_budget
-        hosts = [layer.tier for layer in layers if layer.tier is not None]
+        limits, most = self.limits, self.policy.host_budget
         self._note_slots()
         slots, second = self._slots, self._second_slots
         if not self.policy.needs_length:
             slots = slots if any(slots) else list(limits.plan(None).peak)
-            second = [most] * len(layers) if isinstance(most, int) and not self.seen else second
+            second = [most] * len(slots) if isinstance(most, int) and not self.seen else second
         of = compute_dtype(self.model).itemsize, self.rows or 1
+        planned = limits.fast_bytes(self.backbone, slots, second, *of)
+        return replace(self.counted(), planned=planned, host_planned=limits.far_bytes(self.backbone, second, *of))
+
+    def counted(self) -> CacheMemory:
+        """Return what `memory` counts, with nothing planned."""
+        layers = self.governed
+        hosts = [layer.tier for layer in layers if layer.tier is not None]
         fills = [layer.fill for layer in layers] or [0]
         return CacheMemory(
-            limits.fast_bytes(self.backbone, slots, second, *of),
-            self.nbytes,
-            max(self._peak, self.nbytes),
-            round(sum(fills) / len(fills)) if self.policy.head_budgets == "shares" else max(fills),
-            limits.far_bytes(self.backbone, second, *of),
-            sum(host.away_nbytes for host in hosts),
+            actual=self.nbytes,
+            peak=max(self._peak, self.nbytes),
+            units=round(sum(fills) / len(fills)) if self.policy.head_budgets == "shares" else max(fills),
+            host=sum(host.away_nbytes for host in hosts),
             host_units=max((host.fill for host in hosts if not host.resident), default=0),
             moved=sum(host.moved for host in hosts),
         )

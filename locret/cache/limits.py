@@ -371,10 +371,10 @@ class Limits:
 class CacheMemory:
     """Bytes of a cache. What is planned follows from the policy alone; all else is counted from the tensors."""
 
-    planned: int
-    actual: int
-    peak: int
-    units: int
+    planned: int = 0
+    actual: int = 0
+    peak: int = 0
+    units: int = 0
     """Units held per KV head, on average: in the fullest layer, or over all layers where each head has its share."""
     host_planned: int = 0
     """Of the second tier, in host memory; without what `recall_by` makes of its keys to find units faster."""

@@ -3,9 +3,9 @@
 Of a flag that is given again the last one counts, as everywhere; of a flag that is a list and nothing else, all count.
 
 A dataclass field is the home of an option's default, and the string under the field its help text. What a class may
-say besides: `exclusive`, groups of its options of which one that is given as a flag replaces a recipe's; `usual`, those
-of its fields that the short help shows (all, if it says nothing); and in the metadata of a field `empty`, whether an
-empty text is a value.
+say besides: `exclusive`, groups of its options that exclude each other, of which a flag replaces a recipe's; `usual`,
+those of its fields that the short help shows (all, if it says nothing); and in the metadata of a field `empty`, whether
+an empty text is a value.
 """
 
 from __future__ import annotations
@@ -246,6 +246,9 @@ def merged(line: CommandLine, classes: Sequence[type]) -> dict[str, Given]:
                 if name in both and both[name].value in (None, "null"):
                     both.pop(name)
                     found.pop(name, None)
+        two = [str((found | line.flags)[name]) for name in group if name in found or name in line.flags][:2]
+        if len(two) == 2:
+            raise ValueError(f"{' and '.join(two)} exclude each other; drop one of them")
     for name in line.flags:
         for inner in [other for other in found if other.startswith(name + ".")]:
             del found[inner]

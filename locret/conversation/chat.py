@@ -353,17 +353,16 @@ class Chat(Reading):
         new = self.write_answer(settings, write)
         end, seconds = now(device), read_seconds + middle - start
         own, copies = cache.memory(), cache.copies_memory
-        every = [own] if copies is None else [own, copies]
         return Measured(
             answer=decode(self.lm.tokenizer, new),
             prompt_tokens=prompt_tokens,
             new_tokens=len(new),
             kept_units=kept_units,
-            planned_cache_bytes=sum(one.planned for one in every),
-            peak_cache_bytes=own.peak if copies is None else max(own.peak, own.actual + copies.actual),
+            planned_cache_bytes=own.planned + copies.actual,
+            peak_cache_bytes=max(own.peak, own.actual + copies.actual),
             full_cache_bytes=full_bytes(cache.backbone, prompt_tokens, model.dtype.itemsize),
-            host_bytes=sum(one.host for one in every),
-            moved_bytes=every[-1].moved,  # a copy goes on counting
+            host_bytes=own.host + copies.host,
+            moved_bytes=max(own.moved, copies.moved),  # a copy goes on counting
             prefill_seconds=seconds,
             decode_seconds=end - middle,
             prefill_tokens_per_second=(prompt_tokens - (0 if read_seconds else before)) / seconds,

@@ -229,10 +229,8 @@ class ScorerOptions(OptionClass, usual=("heads", "method")):
         for flag, value in (("--scorer", self.scorer), ("--method", self.method)):
             if value == "":
                 raise ValueError(f"{flag} is empty; name one, such as snapkv, or drop it")
-            trained = flag == "--method" and value is not None and self.spec is not None and self.spec.name == LOCRET
-            if self.heads and value and not trained:
-                raise ValueError(f"--heads {self.heads} and {flag} {value} exclude each other; drop one of them")
-        if self.method and self.scorer:
-            raise ValueError(f"--method {self.method} and --scorer {self.scorer} exclude each other; drop one of them")
+        if self.heads and self.spec is not None and self.spec.name != LOCRET:
+            both = f"--heads {self.heads} and --method {self.method}"
+            raise ValueError(f"{both} exclude each other; drop one of them")
         if self.allow_other_base and not self.heads:
             raise ValueError("--allow-other-base is about --heads, which are not given; add them, or drop it")

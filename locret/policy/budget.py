@@ -104,9 +104,9 @@ def share_of(share: float | str, where: str = "") -> Fraction:
     return part
 
 
-def units_of_share(share: float | str, tokens: int, where: str = "") -> int:
+def units_of_share(share: float | str, tokens: int) -> int:
     """Return the budget that is this share of a prompt, rounded down, at least 1 unit."""
-    return max(1, int(share_of(share, where) * tokens))
+    return max(1, int(share_of(share) * tokens))
 
 
 def largest_budget(planned_bytes: Callable[[int], int], memory: int, least: int, most: int) -> int | None:

@@ -126,7 +126,6 @@ def test_a_dry_run_prints_the_resolved_plan_and_its_bytes(
         ({"repeats": 0}, "repeats=0 is too small; it must be 1 or more"),
         ({"lengths": "100000000"}, "is read in 4,166,667 chunks of 24, but at most 262,144 are measured; give"),
         ({"budget": 10**15, "methods": "floor"}, "--methods floor at 150 tokens needs"),
-        ({"model": "/nowhere"}, "--model /nowhere and --shape tiny exclude each other; drop one of them"),
         ({"heads": "checkpoints/tiny-heads"}, "--heads checkpoints/tiny-heads: no method of --methods uses them"),
         ({"methods": "llamacpp"}, "--methods llamacpp reads a GGUF file on this machine, which --model is to name"),
     ],

@@ -212,7 +212,7 @@ REFUSED = {
     "--protect document=0.5 --protect document": "--protect document=0.5 adds nothing to document",
     "--recall-by exact:page=16": "--recall-by exact:page=16 changes nothing without --recall",
     "--host-budget 1000000000000 --recall 4": "bytes of host memory, but this machine has",
-    "--budget 64 --kv-memory 1MiB": "--budget 64 and kv_memory exclude each other; drop one",
+    "--budget 64 --kv-memory 1MiB": "--budget 64 and --kv-memory 1MiB exclude each other; drop one",
     "--kv-memory 4KiB": "--kv-memory 4KiB is too small, for even a budget of 1 takes ",
     "--scorer streaming --recall-by infllm --kv-memory 4KiB": "even a budget of 21 takes",
     "--kv-memory 1MiB --when prompt_end": "--kv-memory 1MiB bounds the cache",
