@@ -1,8 +1,10 @@
-"""Answering from a bounded cache: transformers' own `generate` does the decoding."""
+"""Answering from a bounded cache: transformers' own `generate` does the decoding, and knows our cache from here on."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from numbers import Integral
@@ -10,13 +12,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList
 from transformers.generation import GenerationMode
 
 from locret.backbone.adapters import input_device, unwrap
 from locret.backbone.passes import gathering_root, keeping_step
 from locret.base.nearest import check_retired, nearest
 from locret.cache.cache import RetentionCache
+from locret.cache.cache_file import load_cache as load_cache
 from locret.cache.captured_step import capturing, obstacle
 from locret.cache.digest import digest_of
 from locret.cache.limits import CacheMemory
@@ -233,3 +236,36 @@ def checked_options(base: Any, options: dict[str, Any]) -> GenerationConfig:
     if mode not in _MODES:
         raise ValueError(f"decoding by {mode.value} is not supported; use greedy decoding, sampling or beams")
     return config
+
+
+_PROMPT = ("input_ids", "attention_mask", "token_type_ids")
+
+
+def _route() -> None:
+    """Hand calls of `model.generate(..., past_key_values=cache)` and `pipeline(...)` with ours to `locret.generate`.
+
+    `generate` of transformers gives a prompt to the model as a whole, where its memory would grow with it. So the one
+    method that all models share looks at the cache first. It is wrapped once, when `locret` hands our cache out:
+    when one is made would be late, for Python looks the method up before a cache that is written inside the call.
+    """
+    theirs = GenerationMixin.generate
+
+    @functools.wraps(theirs)
+    def routed(self: Any, *args: Any, **named: Any) -> Any:
+        cache: Any = named.get("past_key_values")
+        # An answer that is in progress comes through here as well.
+        if not isinstance(cache, RetentionCache) or cache.reader is not None:
+            return theirs(self, *args, **named)
+        given = dict(inspect.signature(theirs).bind(self, *args, **named).arguments)
+        given |= given.pop("kwargs", {})
+        del given["self"], given["past_key_values"]
+        prompt = {name: given.pop(name) for name in _PROMPT if name in given}
+        if (inputs := given.pop("inputs", None)) is not None:
+            prompt["input_ids"] = inputs
+        options = {name: value for name, value in given.items() if value is not None}
+        return generate(self, prompt or None, cache=cache, **options)
+
+    GenerationMixin.generate = routed
+
+
+_route()

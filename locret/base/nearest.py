@@ -44,10 +44,9 @@ def _retired() -> dict[str, Any]:
 def check_retired(kind: str, name: str) -> None:
     """Refuse a name that an earlier release had; `kind` is what messages call such a choice, as "--suite"."""
     asked, retired = f"{kind} {name}", _retired()
-    if asked in retired["instead"]:
-        raise ValueError(f'{kind} "{name}" was retired: {retired["instead"][asked]}')
-    if any(asked == one or (one.endswith("/") and asked.startswith(one)) for one in retired["gone"]):
-        raise ValueError(f'{kind} "{name}" was retired; {_LAST} is the last that has it')
+    instead = f": {retired['instead'][asked]}" if asked in retired["instead"] else ""
+    if instead or any(asked == one or (one.endswith("/") and asked.startswith(one)) for one in retired["gone"]):
+        raise ValueError(f'{kind} "{name}" was retired{instead}; {_LAST} is the last that has it')
 
 
 def refuse_unknown(kind: str, name: str, known: Iterable[str], where: str = "") -> NoReturn:

@@ -5,18 +5,15 @@
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationMixin
+from transformers import DynamicCache
 
 from locret import mergers, prefill_attention
 from locret.backbone.adapters import compute_dtype, describe, describe_whole, find_decoder, latents, ranks_of, unwrap
@@ -419,37 +416,3 @@ class RetentionCache(Whole):
         """
         self._settled()
         return to_dynamic_cache(self)
-
-
-_PROMPT = ("input_ids", "attention_mask", "token_type_ids")
-
-
-def _route() -> None:
-    """Hand calls of `model.generate(..., past_key_values=cache)` and `pipeline(...)` with ours to `locret.generate`.
-
-    `generate` of transformers gives a prompt to the model as a whole, where its memory would grow with it. So the one
-    method that all models share looks at the cache first. It is wrapped once, when our cache is imported, and not when
-    one is made: Python looks the method up before it makes a cache that is written inside the call.
-    """
-    theirs = GenerationMixin.generate
-
-    @functools.wraps(theirs)
-    def generate(self: Any, *args: Any, **named: Any) -> Any:
-        cache: Any = named.get("past_key_values")
-        # An answer that is in progress comes through here as well.
-        if not isinstance(cache, RetentionCache) or cache.reader is not None:
-            return theirs(self, *args, **named)
-        given = dict(inspect.signature(theirs).bind(self, *args, **named).arguments)
-        given |= given.pop("kwargs", {})
-        del given["self"], given["past_key_values"]
-        prompt = {name: given.pop(name) for name in _PROMPT if name in given}
-        if (inputs := given.pop("inputs", None)) is not None:
-            prompt["input_ids"] = inputs
-        options = {name: value for name, value in given.items() if value is not None}
-        # Answering is above this room, which only hands a call on.
-        return import_module("locret.generation").generate(self, prompt or None, cache=cache, **options)
-
-    GenerationMixin.generate = generate
-
-
-_route()
