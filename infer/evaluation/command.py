@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from locret.base.files import locked
 from locret.base.method_spec import MODIFIERS
 from locret.base.nearest import check_retired
+from locret.cli import recipes
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.data import tasks
 from locret.data.tasks.published import suites
@@ -38,7 +39,10 @@ def command(argv: Sequence[str] | None = None) -> int:
             check_retired("--list", "--json")
         print(_listed(), end="")
         return 0
-    if "--suite=real" in arguments or ("--suite", "real") in pairwise(arguments):  # it has options of its own
+    given = [*pairwise(arguments), *(one.partition("=")[::2] for one in arguments if "=" in one)]
+    flags = [value for flag, value in given if flag == "--suite"]
+    if (flags or [recipes.read(path).get("suite") for flag, path in given if flag == "--config"])[-1:] == ["real"]:
+        # It has options of its own.
         from locret.infer.evaluation import real
 
         return real.command(arguments)

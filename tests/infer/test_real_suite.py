@@ -25,8 +25,8 @@ TINY = ["--model", "checkpoints/tiny", "--heads", "checkpoints/tiny-heads"]
 SMALL = ["--sets=sqlite_faq", "--tokens=128", "--pieces=1", "--questions=2", "--quiet", "--chunk-size=64"]
 
 
-def run(output: Path, *more: str) -> int:
-    return locret_eval.command(["--suite", "real", *TINY, *SMALL, "--output", str(output), *more])
+def run(output: Path, *more: str, suite: tuple[str, str] = ("--suite", "real")) -> int:
+    return locret_eval.command([*suite, *TINY, *SMALL, "--output", str(output), *more])
 
 
 def record(output: Path) -> list[dict[str, Any]]:
@@ -54,7 +54,8 @@ def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, cap
     assert "| streaming |" in (tmp_path / "run" / "table.md").read_text()
     # What is left of an interrupted cell is measured again.
     file.write_text(whole[:-20])
-    assert run(tmp_path / "run", "--methods", methods, "--keep", "25") == 0
+    (tmp_path / "real.yaml").write_text(f"suite: real\nmethods: {methods}\nkeep: '25'\n")
+    assert run(tmp_path / "run", suite=("--config", str(tmp_path / "real.yaml"))) == 0
     again = [{**one, "read_seconds": 0} for one in record(tmp_path / "run")]
     assert again == [{**one, "read_seconds": 0} for one in found]
     with pytest.raises(ValueError, match=r"another configuration \(other pieces\); choose another folder, or --over"):
