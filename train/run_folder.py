@@ -14,6 +14,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,8 +77,6 @@ def write_json(path: Path, values: Mapping[str, Any]) -> None:
 
 def run_record(config: Mapping[str, Any], chosen: set[str], processes: int, device: str) -> dict[str, Any]:
     """Return what is needed to repeat a run: command, resolved options, versions, commit and hardware."""
-    from importlib.metadata import version
-
     found = versions()
     commit = found.pop("commit", None)
     return {

@@ -40,7 +40,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         print(_listed(), end="")
         return 0
     given = [*pairwise(arguments), *(one.partition("=")[::2] for one in arguments if "=" in one)]
-    flags = [value for flag, value in given if flag == "--suite"]
+    flags: list[Any] = [value for flag, value in given if flag == "--suite"]
     if (flags or [recipes.read(path).get("suite") for flag, path in given if flag == "--config"])[-1:] == ["real"]:
         # It has options of its own.
         from locret.infer.evaluation import real

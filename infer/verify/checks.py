@@ -18,8 +18,8 @@ from locret.backbone.adapters import attention_modules, compute_dtype
 from locret.backbone.chunk import PROJECTIONS, Attended
 from locret.backbone.passes import run_decoder
 from locret.cache.limits import planned_bytes
-from locret.infer.verify import FAILED, OK, REFUSED, NotHere, Row
 from locret.infer.verify.replay import Block, recorded, replay
+from locret.infer.verify.report import FAILED, OK, REFUSED, NotHere, Row
 from locret.infer.verify.subject import FACTOR, NEW_TOKENS, Answer, Apart, Subject, apart, kept_by_head, scores_by_head
 from locret.labels.labels import observe
 from locret.lookups.base import Ask, logits_of

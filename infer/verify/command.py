@@ -15,9 +15,9 @@ from locret.base.nearest import check_retired
 from locret.cli.command import FAILURE, parse_options, print_json, run, warnings_as_lines
 from locret.infer.evaluation.eval_options import words
 from locret.infer.infer_options import ModelOptions, ReportOptions
-from locret.infer.verify import LEAST_TOKENS
+from locret.infer.verify.report import LEAST_TOKENS
 from locret.loading.options import ScorerOptions
-from locret.policy.resolve import PolicyFlags
+from locret.policy.resolve import PolicyFlags, resolve_options
 
 Names = str | list[str]
 
@@ -74,7 +74,6 @@ def _execute(instances: Sequence[Any], chosen: set[str]) -> int:
     from locret.infer import sizing
     from locret.infer.reading import ready_without_policy
     from locret.infer.verify import subject, suite
-    from locret.policy.resolve import resolve_options
 
     source, named, flags, options, output = instances
     asked, plan = words(options.only, "--only") if options.only else (), ready_without_policy(source, named)

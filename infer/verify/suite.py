@@ -15,8 +15,8 @@ from locret import RetainingHeads, RetentionCache, RetentionPolicy, prefill, sco
 from locret.backbone.adapters import compute_dtype, describe, input_device, unwrap
 from locret.base.nearest import refuse_unknown
 from locret.environment import versions
-from locret.infer.verify import FAILED, LEAST_TOKENS, SKIPPED, TOKENS, NotHere, Report, Row
 from locret.infer.verify.checks import CHECKS
+from locret.infer.verify.report import FAILED, LEAST_TOKENS, SKIPPED, TOKENS, NotHere, Report, Row
 from locret.infer.verify.subject import NEW_TOKENS, Subject, fitted
 from locret.policy.policy import policy_of
 from locret.scorers import FALLBACK, Scorer

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import time
 import warnings
@@ -166,8 +167,6 @@ def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
 
 def _stdout_is_gone(error: OSError) -> bool:
     """Return whether nobody reads what is printed any more; what is still to be printed is then dropped."""
-    import select
-
     if not isinstance(error, BrokenPipeError) or sys.stdout is None:
         return False
     with suppress(OSError, ValueError):

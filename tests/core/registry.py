@@ -23,7 +23,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import locret
 from locret import RetainingHeads, RetentionPolicy
 from locret.backbone.adapters import describe
-from locret.infer.verify import REFUSED, verify
+from locret.infer.verify import verify
+from locret.infer.verify.report import REFUSED
 
 PACKAGE = Path(locret.__file__).parent
 FAMILIES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
