@@ -162,7 +162,7 @@ def _of_lookup(spec: MethodSpec, where: str) -> Method:
             f"{LOCRET}+recall:recall_by={spec.name}"
         )
     # What the lookup's own options leave open follows from the budget.
-    open_ = getattr(lookup, "tokens", 0) is None and getattr(lookup, "memory", None) is None
+    open_ = getattr(lookup, "tokens", 0) is None
 
     def adapt(policy: RetentionPolicy) -> dict[str, Any]:
         filled = replace(lookup, tokens=policy.budget) if open_ else lookup  # type: ignore[type-var, call-arg]

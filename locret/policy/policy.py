@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from locret.base.fields import SHARE, OptionClass, Range, check_fields, check_ranges, checked_values, shown
+from locret.base.fields import SHARE, OptionClass, Range, Refusal, check_fields, check_ranges, checked_values, shown
 from locret.base.nearest import check_retired
 from locret.policy.growth import check_shares
 
@@ -151,15 +151,14 @@ class RetentionPolicy(OptionClass, usual=("budget",)):
             check_shares(self.head_shares)
         for clash, sentence in _CLASHES:
             if clash(self):
-                raise ValueError(sentence.format(**vars(self), most=self.budget - 1))
+                setting, _, rule = sentence.format(**vars(self), most=self.budget - 1).partition("=")
+                raise Refusal(setting, *rule.split(" ", 1))
         if self.recalls_blocks:
             self.blocks()
             for name, allowed in _OF_BLOCKS.items():
                 if (value := getattr(self, name)) not in allowed:
-                    raise ValueError(
-                        f"recall_by={self.recall_by} has a rule of its own for {name}, so {name}={value} contradicts "
-                        f"it; leave {name} out"
-                    )
+                    rule = f"has a rule of its own for {name}, so {name}={value} contradicts it; leave {name} out"
+                    raise Refusal("recall_by", self.recall_by, rule)
         if self.prefill_attention != "dense":
             from locret import prefill_attention  # needs torch, which help and completion should not load
 
@@ -400,7 +399,7 @@ _CLASHES: tuple[tuple[Callable[[RetentionPolicy], bool], str], ...] = (
         "decode_interval={decode_interval} at a time; raise decode_budget above their sum",
     ),
 )
-"""What excludes what, and why."""
+"""What excludes what, and why; a sentence begins with the setting that it is about."""
 
 _OF_BLOCKS: Mapping[str, tuple[Any, ...]] = {
     "host_budget": (None, EVERYTHING),
