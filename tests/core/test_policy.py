@@ -203,24 +203,17 @@ def test_pyramid_has_the_numbers_of_the_official_code() -> None:
 
 @settings(deadline=None)
 @given(cap=COUNT, window=st.integers(0, 399), tokens=st.integers(1, 3000), layers=st.integers(2, 80), beta=COUNT)
-def test_pyramid_falls_around_the_budget_and_equals_the_slow_version(
+def test_pyramid_equals_the_slow_version_and_keeps_the_budget_on_average(
     cap: int, window: int, tokens: int, layers: int, beta: int
 ) -> None:
     window = min(window, cap - 1)
     budgets = pyramid_budgets(cap, layers, tokens, window, beta)
     assert list(budgets) == [max(1, n) for n in reference.pyramid_budgets(cap, window, tokens, layers, beta)]
-    assert list(budgets) == sorted(budgets, reverse=True)
     assert 0 <= sum(budgets) / layers - cap <= layers / 2
-    assert min(budgets) >= window
-    if tokens < max(cap, 2 * (cap - window)):
-        assert set(budgets) == {cap}
-    else:
-        assert budgets[0] <= tokens
 
 
-@pytest.mark.parametrize("growth", ["linear", "sqrt", "square"])
-@settings(deadline=None)
-@given(steps=st.integers(2, 200), most=st.integers(1, 20000))
+@settings(deadline=None, max_examples=300)
+@given(growth=st.sampled_from(["linear", "sqrt", "square"]), steps=st.integers(2, 200), most=st.integers(1, 20000))
 def test_memory_grows_to_the_budget_and_equals_the_slow_version(growth: str, steps: int, most: int) -> None:
     sizes = memory_sizes(growth, steps, most)
     assert sizes[0] == max(1, most // steps)
@@ -260,6 +253,24 @@ def test_decremental_chunks_sum_to_the_text_and_keep_attention_constant_where_no
     assert [step.kept[0] for step in schedule.steps][-1] <= most
 
 
+# Smallest and largest chunk, and the length that chunk and memory have together, of 32 chunks of 1024 in the mean.
+@pytest.mark.parametrize(
+    ("growth", "sizes"), [("linear", (544, 1504, 1536)), ("square", (410, 1338, 1371)), ("sqrt", (693, 1668, 1700))]
+)
+def test_incremental_memory_and_decremental_chunks_have_the_numbers_of_the_papers_formulas(
+    growth: str, sizes: tuple[int, ...]
+) -> None:
+    rules = policy(budget=1024, chunk_size=1024, memory=growth, decremental=True, min_chunk=1)
+    steps = plan(rules, 1, 32768 + 6).steps
+    lengths = [step.tokens + before.kept[0] for step, before in zip(steps[1:], steps, strict=False)]
+    found = min(step.tokens for step in steps), steps[1].tokens, max(lengths)
+    assert found == pytest.approx(sizes, abs=1)
+    assert max(lengths) - min(lengths) <= 1
+    # m_0 + (m - m_0) i^2 / 9 in the lower half of the layers, m_0 + (m - m_0) sqrt(i / 3) in the upper, m_0 = 24 / 4.
+    layers = plan(policy(memory="square_sqrt"), 3, 46).steps
+    assert [step.budgets for step in layers] == [(6, 6, 6), (8, 16, 16), (14, 20, 20), (24, 24, 24)]
+
+
 def test_adaptive_layers_share_by_what_they_retained_up_to_the_cap() -> None:
     old = [{1, 2, 3, 4}, {1, 2, 3, 4}, {1, 2, 3, 4}]
     new = [{1, 2, 3, 4}, {3, 4, 5, 6}, {4, 5, 6, 7}]
@@ -278,6 +289,9 @@ def test_a_second_text_starts_from_what_is_held() -> None:
     assert {step.budgets[0] for step in schedule.steps} == {24}
     assert schedule.steps[0].budgets[1] == 12
     assert schedule.steps[-1].budgets == (24, 24)
+    # 43 tokens beside a full memory: no chunk is longer than 43 / 5, rounded up.
+    full = plan(policy(memory="linear", decremental=True), 2, 49, held=[24, 24])
+    assert [step.tokens for step in full.steps] == [8, 9, 9, 9, 8]
 
 
 def test_a_plan_says_what_every_step_keeps() -> None:
