@@ -88,6 +88,7 @@ def test_a_constant_answer_wins_what_the_preferred_move_allows(move: str, share:
     assert task.score(best * 2000, sample) == pytest.approx(share, abs=0.04)
     (short,) = tasks.get(f"sirllm/{move}", turns=2).items(entries([{"user_choice": letter} for letter in "ABC"]))
     assert (short.targets, task.score("BA", short)) == (("BC",), 0.5)
+    assert short.turns[1].startswith("USER: I chose [rock]. Analyze my preferences to maximize your winning rate and ")
 
 
 def test_essays_come_from_the_data_folder_and_are_repeated_where_they_are_too_short(tmp_path) -> None:
