@@ -51,7 +51,10 @@ def test_the_page_asks_no_other_host_and_puts_no_text_in_as_html() -> None:
     assert set(re.findall(r"https?://[^\s\"')]+", text)) == {"http://www.w3.org/2000/svg"}
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "DOMParser", "srcdoc"):
         assert way not in text
-    assert not re.search(r"<[^>]*\s(on\w+|style)=", (FOLDER / "index.html").read_text(encoding="utf-8"))
+    html = (FOLDER / "index.html").read_text(encoding="utf-8")
+    assert not re.search(r"<[^>]*\s(on\w+|style)=", html)
+    read = re.findall(r"<(?:link rel=.stylesheet.|script) (?:href|src)=.([\w./]+)", re.sub("(?s)<!--.*?-->", "", html))
+    assert read == ["page/page.css", "page/page.js"], "which are served above"
 
 
 # -- what the documentation says --------------------------------------------------------------------------------------
