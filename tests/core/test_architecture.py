@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.util import resolve_name
 from pathlib import Path
 
 import pytest
@@ -36,21 +37,42 @@ def module_of(path: Path) -> str:
 FILES = {module_of(path): path for folder in PACKAGES for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
-def imported(path: Path) -> Iterator[str]:
-    """Yield what a file imports, `train` and so on for `locret.train`; what only type checkers read is left out."""
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+def imported(path: Path, text: str | None = None) -> Iterator[str]:
+    """Yield what a file imports, also late or by a text, `train` for `locret.train`; not what only type checkers do."""
+    text, module = path.read_text() if text is None else text, module_of(path)
+    module = f"locret.{module}" if within(module, *PACKAGES[1:]) else module
+    package = module if path.stem == "__init__" else module.rpartition(".")[0]
+    waiting: list[ast.AST] = [ast.parse(text)]
     while waiting:
         node = waiting.pop()
-        if not (isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"):
-            waiting += ast.iter_child_nodes(node)
+        types_only = isinstance(node, ast.If) and last_name(node.test) == "TYPE_CHECKING"
+        waiting += node.orelse if types_only else ast.iter_child_nodes(node)
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            home = resolve_name("." * node.level + (node.module or ""), package)
+            names = [f"{home}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Call) and last_name(node.func) in ("import_module", "__import__"):
+            names = [resolve_name(str(one.value), package) for one in node.args[:1] if isinstance(one, ast.Constant)]
+        elif isinstance(node, ast.Constant) and "on_demand(" in text and str(node.value).startswith("locret."):
+            names = [str(node.value)]  # a home, wherever in the file the table of `on_demand` stands
         for name in names:
             inner = name.removeprefix("locret.")
             yield inner if within(inner, *PACKAGES[1:]) else name
+
+
+def last_name(node: ast.expr) -> str:
+    return str(getattr(node, "id", getattr(node, "attr", "")))
+
+
+def circles(imports: dict[str, set[str]]) -> set[tuple[str, ...]]:
+    """Return the modules that import one another, by whatever way round."""
+    reach = {module: set(others) for module, others in imports.items()}
+    for middle in reach:
+        for others in reach.values():
+            others |= reach[middle] if middle in others else set()
+    return {tuple(sorted(b for b in reach[a] if a in reach[b])) for a in reach if a in reach[a]}
 
 
 def within(name: str, *packages: str) -> bool:
@@ -86,12 +108,25 @@ def test_imports_point_down() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_modules_import_one_another() -> None:
+    def home(name: str) -> str:
+        return name if name in FILES or not name else home(name.rpartition(".")[0])
+
+    found = circles({module: {home(name) for name in imported(path)} & {*FILES} for module, path in FILES.items()})
+    assert not found, "\n".join(map(" <-> ".join, found))
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"a"}}) == {("a", "b", "c")}
+
+
 def test_an_import_that_points_up_is_seen() -> None:
+    text = """if TYPE_CHECKING: import a
+else: from ..generation import b
+def late(): __import__("locret.train"), importlib.import_module("locret.infer.c")
+from . import d; import locret.labels.f
+on_demand(__name__, {"name": "locret.heads.e"})"""
+    seen = {"locret.generation.b", "train", "infer.c", "locret.cache.d", "locret.heads.e", "locret.labels.f"}
+    assert set(imported(FILES["locret.cache.cache"], text)) == seen
     assert objection("locret.backbone.rotary", "locret.cache.cache.RetentionCache") == "backbone is below cache"
     assert objection("data.tasks", "infer.command.main") == "data is below infer, or beside it"
-    assert {"locret.policy.policy.RetentionPolicy", "locret.labels.kinds"} <= set(
-        imported(FILES["train.training_options"])
-    )
 
 
 def test_the_oracle_needs_only_torch() -> None:
