@@ -87,14 +87,15 @@ def kept(spec: str, how: Any = None) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("press", "ours", "positions"),
+    ("press", "ours", "positions", "least"),
     [
-        ("presses:NormPress", "key_norm", "original"),
-        ("presses:WindowPress", "snapkv:window=8,kernel=1", "compact"),
-        ("presses:WindowPress:window_size=3", "snapkv:window=3,kernel=1", "original"),
+        ("presses:NormPress", "key_norm", "original", 64),
+        ("presses:WindowPress", "snapkv:window=8,kernel=1", "compact", 9),
+        ("presses:WindowPress:window_size=3", "snapkv:window=3,kernel=1", "original", 4),
     ],
 )
-def test_a_press_keeps_what_the_same_scorer_keeps(press: str, ours: str, positions: str) -> None:
+def test_a_press_keeps_what_the_same_scorer_keeps(press: str, ours: str, positions: str, least: int) -> None:
+    assert scorers.get(press).lookback == least, "a pass is longer than the window, as presses assert"
     how = policy(positions=positions, stabilizers=0)
     assert all(torch.equal(theirs, own) for theirs, own in zip(kept(press, how), kept(ours, how), strict=True))
 
