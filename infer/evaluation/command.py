@@ -9,12 +9,14 @@ samples of a run: `torchrun --nproc-per-node 2 -m locret.infer.evaluation.comman
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from locret import shipped
 from locret.base.files import locked
 from locret.base.method_spec import MODIFIERS
 from locret.base.nearest import check_retired
@@ -41,8 +43,8 @@ def command(argv: Sequence[str] | None = None) -> int:
         return 0
     given = [*pairwise(arguments), *(one.partition("=")[::2] for one in arguments if "=" in one)]
     flags: list[Any] = [value for flag, value in given if flag == "--suite"]
-    if (flags or [recipes.read(path).get("suite") for flag, path in given if flag == "--config"])[-1:] == ["real"]:
-        # It has options of its own.
+    files = [path for flag, path in given if flag == "--config" and os.path.isfile(shipped.find(path))]  # no pipe
+    if (flags or [recipes.read(path).get("suite") for path in files])[-1:] == ["real"]:  # it has options of its own
         from locret.infer.evaluation import real
 
         return real.command(arguments)

@@ -230,7 +230,7 @@ class ScorerOptions(OptionClass, usual=("heads", "method")):
             if value == "":
                 raise ValueError(f"{flag} is empty; name one, such as snapkv, or drop it")
         if self.heads and self.spec is not None and self.spec.name != LOCRET:
-            both = f"--heads {self.heads} and --method {self.method}"
+            both = f"--heads {self.heads} and {'--scorer' if self.method is None else '--method'} {self.spec}"
             raise ValueError(f"{both} exclude each other; drop one of them")
         if self.allow_other_base and not self.heads:
             raise ValueError("--allow-other-base is about --heads, which are not given; add them, or drop it")

@@ -152,7 +152,8 @@ class RetentionPolicy(OptionClass, usual=("budget",)):
         for clash, sentence in _CLASHES:
             if clash(self):
                 setting, _, rule = sentence.format(**vars(self), most=self.budget - 1).partition("=")
-                raise Refusal(setting, *rule.split(" ", 1))
+                value, rule = rule.split(" ", 1)
+                raise Refusal(setting, value == "True" or value, rule)
         if self.recalls_blocks:
             self.blocks()
             for name, allowed in _OF_BLOCKS.items():
