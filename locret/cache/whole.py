@@ -191,7 +191,7 @@ class Whole(Cache):
         if self.reader is None:
             raise ValueError(
                 "a RetentionCache is filled by locret.prefill, locret.generate and the generate method of its model, "
-                "not by calling the model; where it was model.generate, import RetentionCache from locret in a line before"
+                "not by calling the model; where it was model.generate, import RetentionCache from locret before"
             )
         return self.reader
 

@@ -6,8 +6,7 @@ codes two to four times as fast as floats; elsewhere the weights become floats a
 are turned in groups by a Hadamard matrix, as are the weights' (QuaRot, arXiv 2404.00456): products stay the same, and
 the few features that are many times as large as the rest no longer set the scale. bitsandbytes does the like on CUDA;
 on a CPU its products, torchao's eager ones and optimum-quanto's were 2 to 20 times slower for one row. oneDNN's packed
-product of codes takes half of the time for one row of a large weight, but it writes with Qwen 0.5B only 9 % faster and
-reads no faster: rounding states costs what it saves, and packing takes longer than a short answer.
+product of codes wrote with Qwen 0.5B 9 % faster and read no faster: rounding and packing cost what it saves.
 """
 
 # N output features, K input features
