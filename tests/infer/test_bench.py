@@ -144,8 +144,7 @@ def test_the_command_measures_and_writes_a_whole_record(
     monkeypatch.setattr(Bench, "run", lambda self, *run: (seen.append((run[0].name, run[1])), real(self, *run))[1])
     flags = ["--shape", "tiny", "--lengths", "1,60", "--repeats", "2", *FLAGS, "--output", str(base)]
     assert command([*flags, "--json"]) == 0
-    out = capsys.readouterr().out
-    record = json.loads(out)
+    record = json.loads(capsys.readouterr().out)
     assert record == json.loads((tmp_path / "tiny-0.1.json").read_text())
     cases = [(name, length) for length in (1, 60) for name in ("full", "floor", "locret")]
     assert seen == cases * 3  # once to warm up
@@ -155,6 +154,7 @@ def test_the_command_measures_and_writes_a_whole_record(
     for line, sentence in (
         (flags, "there is .*tiny-0.1.json; choose another name, or give --overwrite"),
         (["--shape", "tiny", "--output", str(tmp_path)], "names no files in a folder that can be written"),
+        (["--shape", "tiny", "--model", "m"], "--shape tiny and --model m exclude each other; drop one of them"),
         ([], "a measurement takes minutes, so it is to be asked for; give --shape cpu-512"),
     ):
         with pytest.raises(ValueError, match=sentence):
