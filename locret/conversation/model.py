@@ -494,8 +494,7 @@ def _source(model: str, given: dict[str, Any]) -> _Backbone:
 
 def _recommended(policy: RetentionPolicy | None, budget: int | None, scorer: Any) -> RetentionPolicy | None:
     """Return what heads recommend, at another budget if one was given, where no policy was."""
-    given = policy is not None and budget is None
-    if given or not isinstance(scorer, RetainingHeads) or not scorer.config.policy:
+    if (policy and budget is None) or not isinstance(scorer, RetainingHeads) or not scorer.config.policy:
         return policy
     found = RetentionPolicy.from_dict(scorer.config.policy, "the heads' policy")
     return found if budget is None else resolve({"budget": budget}, found.to_dict())
