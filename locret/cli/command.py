@@ -185,8 +185,7 @@ def _one_line(message: object) -> str:
 
 def _complain(prog: str, error: object, code: int) -> int:
     if isinstance(error, Refusal):
-        value = "" if error.value is True else f" {error.value}"
-        error = f"{read.flag_of(error.setting)}{value} {error.rule}"
+        error = error.spelled(read.flag_of)
     line = _one_line(error) or type(error).__name__
     if len(line) > _LONGEST_MESSAGE:
         line = line[: _LONGEST_MESSAGE // 2] + " ... " + line[-_LONGEST_MESSAGE // 2 :]

@@ -153,13 +153,13 @@ class RetentionPolicy(OptionClass, usual=("budget",)):
             if clash(self):
                 setting, _, rule = sentence.format(**vars(self), most=self.budget - 1).partition("=")
                 value, rule = rule.split(" ", 1)
-                raise Refusal(setting, value == "True" or value, rule)
+                raise Refusal(setting, value == "True" or value, rule, self.__dataclass_fields__)
         if self.recalls_blocks:
             self.blocks()
             for name, allowed in _OF_BLOCKS.items():
                 if (value := getattr(self, name)) not in allowed:
                     rule = f"has a rule of its own for {name}, so {name}={value} contradicts it; leave {name} out"
-                    raise Refusal("recall_by", self.recall_by, rule)
+                    raise Refusal("recall_by", self.recall_by, rule, self.__dataclass_fields__)
         if self.prefill_attention != "dense":
             from locret import prefill_attention  # needs torch, which help and completion should not load
 
