@@ -24,7 +24,7 @@ from locret.cache.captured_step import capturing, obstacle
 from locret.cache.digest import digest_of
 from locret.cache.limits import CacheMemory
 from locret.cache.reader import answering
-from locret.cache.whole import ASSISTED
+from locret.cache.transformers_cache import ASSISTED
 from locret.chunked_prefill import Way, check_cache, checked, feed_held_back, read_prompt
 from locret.token_ids import Prompt
 
