@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from locret.backbone.adapters import input_device, unwrap
 from locret.backbone.passes import keeping_step, run_decoder
 from locret.cache.cache import RetentionCache
+from locret.cache.checks import check_usable
+from locret.cache.protected import check_inside
 from locret.cache.reader import Reader, answering, reading
 from locret.token_ids import Prompt, Stream, checked_prompt, vocabulary
 
@@ -79,7 +81,7 @@ def checked(
     """Return a prompt that the cache may read, or of which it has read the beginning (`again`)."""
     check_cache(cache)
     prompt = checked_prompt(model, input_ids, attention_mask, seen=cache.seen if again else 0)
-    cache.check_usable(model, len(prompt.ids) if isinstance(prompt.ids, Tensor) else 1)
+    check_usable(cache, model, len(prompt.ids) if isinstance(prompt.ids, Tensor) else 1)
     return prompt
 
 
@@ -103,7 +105,7 @@ class Way:
 
 def read_prompt(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Way) -> Tensor | None:
     """Do what `prefill` says; without logits where the last token is held back, or nothing was evicted for a turn."""
-    cache.check_inside(prompt.lengths())
+    check_inside(cache, prompt.lengths())
     ids, mask, device, known = prompt.ids, prompt.mask, input_device(model), vocabulary(model)
     stream = Stream(ids, device, known, cache.limits.lookahead)
     # Layers that share memory by what they retain do so for each row on its own.
@@ -118,7 +120,7 @@ def read_prompt(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Wa
         with reading(model, cache, stream.planned_length(), way.new_tokens) as reader:
             logits = _read_all(model, reader, stream, way)
     if stream.length is None:
-        cache.check_inside([0])
+        check_inside(cache, [0])
     return logits
 
 

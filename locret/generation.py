@@ -21,6 +21,7 @@ from locret.base.nearest import check_retired, nearest
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import load_cache as load_cache
 from locret.cache.captured_step import capturing, obstacle
+from locret.cache.checks import check_usable
 from locret.cache.digest import digest_of
 from locret.cache.limits import CacheMemory
 from locret.cache.reader import answering
@@ -84,7 +85,7 @@ def generate(
         options["synced_gpus"] = False
     full = None
     if input_ids is None:
-        cache.check_usable(model)
+        check_usable(cache, model)
         if attention_mask is not None:
             raise ValueError("attention_mask has no effect without input_ids; leave it out")
     else:

@@ -49,7 +49,7 @@ def merging_step(
     lesson = _Lesson(kernels=kernels)
     cache = RetentionCache(model, _Watching(heads=heads, lesson=lesson), policy)
     rotary = cache.governed[0].store.rotary
-    if rotary.adjacent or cache.unrotated():
+    if rotary.adjacent or cache.rotary.still:
         raise ValueError(
             f"{cache.backbone.model_type} does not rotate the halves of its keys against each other in every layer, "
             "which the training of merge kernels needs; use another backbone, or a merge that is not trained"

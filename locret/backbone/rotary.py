@@ -35,7 +35,8 @@ class Rotary:
     """
 
     def __init__(self, decoder: Any, still: frozenset[int] = frozenset()) -> None:
-        self._still = still
+        self.still = still
+        """The layers whose keys it leaves as they are."""
         self._module: Any = rotary_module(decoder)
         by_type = self._module is not None and "layer_type" in inspect.signature(self._module.forward).parameters
         self._extra = {"layer_type": FULL_ATTENTION} if by_type else {}
@@ -48,7 +49,7 @@ class Rotary:
 
     def of(self, layer: int) -> Rotary:
         """Return the rotation of one layer; of one that does not rotate, that of no module."""
-        return Rotary(nn.Module()) if layer in self._still else self
+        return Rotary(nn.Module()) if layer in self.still else self
 
     def table(self, start: int, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cos and sin, each (length, R) in the dtype and on the device of `like`, for consecutive positions.

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,25 +15,25 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from locret import mergers, prefill_attention
-from locret.backbone.adapters import compute_dtype, describe, describe_whole, find_decoder, latents, ranks_of, unwrap
+from locret.backbone.adapters import compute_dtype, describe, describe_whole, find_decoder, latents, ranks_of
 from locret.backbone.chunk import PROJECTIONS, feature_widths
 from locret.backbone.passes import unrotated_layers
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.backbone.shape import BOTH, RECURRENT
+from locret.cache.checks import check_reach
 from locret.cache.export import to_dynamic_cache
 from locret.cache.layer import RetentionLayer
 from locret.cache.layers import find_store, make_layer
 from locret.cache.limits import CacheMemory, Limits, check_pair, check_slots, with_shares
 from locret.cache.over_ranks import check_over_ranks
-from locret.cache.protected import check_held
+from locret.cache.protected import check_held, check_room, check_rows
 from locret.cache.states import States
 from locret.cache.store import POSITIONS, SCORES, Store
 from locret.cache.units import Workspace
 from locret.cache.whole import Whole
-from locret.heads.fingerprint import computation, different_computation
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import NO_MERGER, RetentionPolicy, policy_of, usual_budget
-from locret.policy.protection import Rows, Span, checked_rows
+from locret.policy.protection import Span, checked_rows
 from locret.prefill_attention.blocked import SparseAttention
 from locret.scorers import FALLBACK, FeatureScorer, RetainingHeadScorer, Scorer, get
 
@@ -112,7 +111,7 @@ class RetentionCache(Whole):
         self.latents = latents(model)
         """The layers with latent attention."""
         self.rotary = Rotary(self.decoder, unrotated_layers(model, backbone))
-        self.rotation, self._fixed_reach = RotationCheck(backbone.model_type), fixed_reach(self.decoder)
+        self.rotation, self.fixed_reach = RotationCheck(backbone.model_type), fixed_reach(self.decoder)
         self.workspace, self.limits = Workspace(), Limits(self.policy, scorer, backbone)
         self.copies_memory = CacheMemory()
         """What was counted of the copy that held the beams, or the other answers, of the answer written last."""
@@ -222,63 +221,12 @@ class RetentionCache(Whole):
         if self.reader is None or self.reader.answering:  # between the chunks of a read it may be said too
             self.check_whole()
         found = checked_rows(rows)
-        self.check_rows(found, self.rows)
-        self.check_room(found)
+        check_rows(found, self.rows)
+        check_room(self, found)
         check_held(self, found)
         self.protected = found
         if self.reader is not None:
             self.reader.limits.protect(found)
-
-    def check_usable(self, model: nn.Module, rows: int = 0) -> None:
-        """Refuse to go on with another model, in the middle of a read, or with another number of rows (0: as it is)."""
-        self.check_whole()
-        if rows:
-            if self.seen and rows != self.rows:
-                raise ValueError(
-                    f"input_ids has {rows} rows but the cache has read {self.rows}; give as many, or a new cache"
-                )
-            self.check_rows(self.protected, rows)
-        if find_decoder(model) is not self.decoder:
-            raise ValueError(
-                "the cache was made for another model than the one it is used with; make one with "
-                "RetentionCache(model, ...), or load it with load_cache(path, model, ...)"
-            )
-        now = computation(model)
-        if self.seen and (found := different_computation(self.computation or now, now)):
-            raise ValueError(
-                f"the cache was read by a model that computed something else ({found}); set it back, adapters too, or "
-                "read the text again"
-            )
-        self.computation = now
-        if model.training and getattr(unwrap(model), "is_gradient_checkpointing", False):
-            raise ValueError(
-                "the model is being trained with gradient checkpointing, which uses no cache; call model.eval()"
-            )
-
-    def check_inside(self, coming: Sequence[int]) -> None:
-        """Refuse protected spans of what the text does not have, with so many tokens to come in each row."""
-        pad = [0] * len(coming) if self.pad is None else self.pad.tolist()
-        for row, tokens in enumerate(coming if self.protected else ()):
-            total = self.seen - pad[row] + tokens
-            for span in self.protected[row if len(self.protected) > 1 else 0]:
-                if (span.start if span.end is None else span.end - 1) >= total:
-                    raise ValueError(
-                        f"{span.label} cannot be protected, for the text has {total:,} tokens; give positions within it"
-                    )
-
-    def check_room(self, protected: Rows) -> None:
-        """Refuse spans that the budget cannot hold once all of them have been read."""
-        limits = copy.copy(self.limits)
-        limits.protect(protected)
-        limits.check_protected(0 if self.merger is None else self.merger.slots(self.merging))
-
-    def check_rows(self, protected: Rows, rows: int) -> None:
-        """Refuse spans of another number of rows than there are, where that is known."""
-        if rows and len(protected) not in (0, 1, rows):
-            raise ValueError(
-                f"spans of {len(protected)} rows are protected, but there are {rows}; give spans once for all rows, or "
-                "for each of them"
-            )
 
     @property
     def turn_room(self) -> int:
@@ -292,26 +240,6 @@ class RetentionCache(Whole):
             if most is not None:
                 room = min(room, most - layer.fill)
         return max(room, 0)
-
-    def check_reach(self, units: int, tokens: int | None) -> None:
-        """Refuse positions beyond those that always have the same frequencies."""
-        if self._fixed_reach is None:
-            return
-        changes = f"{self.backbone.model_type} with dynamic NTK changes its rotary frequencies beyond "
-        if self.policy.positions == "compact" and not self.backbone.slides:
-            if units > self._fixed_reach:
-                raise ValueError(
-                    f"{changes}{self._fixed_reach} positions, but budget={self.policy.budget}, chunk_size="
-                    f"{self.policy.chunk_size} and the answer reach {units}; lower them"
-                )
-        elif tokens is None or self.seen + tokens > self._fixed_reach:
-            reach = "the length of the text is unknown"
-            if tokens is not None:
-                reach = f"text and answer reach {self.seen + tokens}"
-            raise ValueError(
-                f"{changes}{self._fixed_reach} positions, keys in the cache keep theirs, and {reach}; "
-                'read it with positions="compact" where all layers attend to everything, or give it another rope_type'
-            )
 
     @contextmanager
     def read_by(self, reader: Reader) -> Iterator[Reader]:
@@ -337,11 +265,6 @@ class RetentionCache(Whole):
             rotary = rotary - self.shift[:, None]
         return original, rotary
 
-    def unrotated(self) -> dict[str, list[int]]:
-        """Return, by name, the layers that do not rotate their keys; nothing if all do."""
-        still = [index for index in self.backbone.layers if self.rotary.of(index) is not self.rotary]
-        return {"still": still} if still else {}
-
     def finished(self, hidden: Tensor) -> None:
         """Count the tokens of a forward pass with (B, L, E) last hidden states."""
         length = hidden.shape[1]
@@ -360,7 +283,7 @@ class RetentionCache(Whole):
 
     def make_room(self, tokens: int) -> None:
         """Get ready for so many tokens that are no prompt, in one allocation. Sets the planned bytes."""
-        self.check_reach(self.next_position + tokens, tokens)  # evictions while answering do not turn positions back
+        check_reach(self, self.next_position + tokens, tokens)  # evictions while answering do not turn positions back
         slots = [self.limits.answer_capacity(nth, layer.fill + tokens) for nth, layer in enumerate(self.governed)]
         self.reserve_slots(slots, self.limits.host_answering([layer.held for layer in self.governed], tokens))
 

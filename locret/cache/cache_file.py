@@ -74,7 +74,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     check_savable(cache.policy, path)
     check_replaceable(path)
     kept = _notes(notes or {})
-    tensors, numbers = cache.state()
+    tensors, numbers, still = *cache.state(), cache.rotary.still
     tensors = state_of(tensors, cache.ranks, whole=True)
     state = {
         "format": FORMAT,
@@ -85,7 +85,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
         "weights": any_fingerprint(cache.model),
         "computation": cache.computation or computation(cache.model),
         "vocab_size": unwrap(cache.model).config.get_text_config().vocab_size,
-        "rotary": rotary_parameters(cache.decoder) | cache.unrotated(),
+        "rotary": rotary_parameters(cache.decoder) | ({"still": sorted(still)} if still else {}),
         "scorer": _identity(cache),
         "columns": {name: DTYPES.get(dtype, str(dtype)) for name, dtype in cache.scorer.columns.items()},
         **numbers,

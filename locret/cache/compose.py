@@ -17,9 +17,10 @@ import torch
 from locret.backbone.rotary import long_factors
 from locret.base.fields import shown
 from locret.cache.cache import RetentionCache
+from locret.cache.checks import check_reach
 from locret.cache.export import check_one_row
 from locret.cache.layer import RetentionLayer
-from locret.cache.protected import Protected, promised
+from locret.cache.protected import Protected, check_room, promised
 from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore
 from locret.heads.fingerprint import different_computation
 from locret.policy.growth import divided
@@ -107,7 +108,7 @@ def joined(parts: Sequence[tuple[RetentionCache, int]], budget: int | None = Non
         if budget is not None:
             _cut(whole, _stays(last, budget, whole))
         _settle(whole)
-    whole.check_reach(max(layer.held for layer in whole.governed), 0)
+    check_reach(whole, max(layer.held for layer in whole.governed), 0)
     held = sum(layer.fill for layer in whole.governed)
     return _with_budget(whole, -(-held // len(whole.governed)) if budget is None else budget)
 
@@ -196,7 +197,7 @@ def _with_budget(cache: RetentionCache, budget: int) -> RetentionCache:
     """Move what a cache holds to one with another budget."""
     policy = _resized(cache.policy, budget)
     whole = RetentionCache(cache.model, cache.scorer, policy, store=cache.store)
-    whole.check_room(cache.protected)
+    check_room(whole, cache.protected)
     whole.load(*cache.state())
     whole.computation = cache.computation
     return whole

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -104,6 +105,34 @@ class Protected:
             f"the protected spans need {needed:,} units per KV head, most of them for {largest.label}, but {room}; "
             f"{way_out}, or protect less"
         )
+
+
+def check_rows(protected: Rows, rows: int) -> None:
+    """Refuse spans of another number of rows than there are, where that is known."""
+    if rows and len(protected) not in (0, 1, rows):
+        raise ValueError(
+            f"spans of {len(protected)} rows are protected, but there are {rows}; give spans once for all rows, or "
+            "for each of them"
+        )
+
+
+def check_room(cache: RetentionCache, protected: Rows) -> None:
+    """Refuse spans that the budget cannot hold once all of them have been read."""
+    limits = copy.copy(cache.limits)
+    limits.protect(protected)
+    limits.check_protected(0 if cache.merger is None else cache.merger.slots(cache.merging))
+
+
+def check_inside(cache: RetentionCache, coming: Sequence[int]) -> None:
+    """Refuse protected spans of what the text does not have, with so many tokens to come in each row."""
+    pad = [0] * len(coming) if cache.pad is None else cache.pad.tolist()
+    for row, tokens in enumerate(coming if cache.protected else ()):
+        total = cache.seen - pad[row] + tokens
+        for span in cache.protected[row if len(cache.protected) > 1 else 0]:
+            if (span.start if span.end is None else span.end - 1) >= total:
+                raise ValueError(
+                    f"{span.label} cannot be protected, for the text has {total:,} tokens; give positions within it"
+                )
 
 
 def check_held(cache: RetentionCache, protected: Rows) -> None:

@@ -21,6 +21,7 @@ from locret.backbone.adapters import unwrap
 from locret.backbone.attention import MaskMemo, View
 from locret.backbone.chunk import Attended, Chunk, Projections, counting
 from locret.backbone.instrument import Observer, instrumented
+from locret.cache.checks import check_reach, check_scores
 from locret.cache.digest import extended
 from locret.cache.layer import RetentionLayer
 from locret.cache.store import POSITIONS, SCORES, DenseStore, Part
@@ -80,7 +81,7 @@ class Reader(Observer):
         schedule = self.limits.plan(prompt_tokens, held)
         capacity = self.limits.capacity(schedule, new_tokens)
         host = self.limits.host_capacity(schedule, [layer.held for layer in self.layers], new_tokens)
-        cache.check_reach(max(capacity) + max(host), None if prompt_tokens is None else prompt_tokens + new_tokens)
+        check_reach(cache, max(capacity) + max(host), None if prompt_tokens is None else prompt_tokens + new_tokens)
         self.limits.begin(schedule)
         self.torn = True
         cache.reserve_slots(capacity, host)  # first: the second tier takes what an earlier answer leaves
@@ -325,7 +326,7 @@ class Reader(Observer):
             unsound = cache.ranks.largest(unsound.int()) > 0
         self._extremes = []
         if first:  # later ones do not wait for the device
-            cache.check_scores(unsound)
+            check_scores(cache.scorer, unsound)
         else:
             cache.suspect = unsound if cache.suspect is None else cache.suspect.to(device) | unsound
 

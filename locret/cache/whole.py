@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.adapters import attention_modules, compute_dtype, device_of, input_device
+from locret.cache.checks import check_scores
 from locret.cache.digest import shortened
 from locret.cache.layer import HOST, RetentionLayer
 from locret.cache.limits import Limits
@@ -105,20 +106,12 @@ class Whole(TransformersCache):
     def check_whole(self) -> None:
         """Refuse to go on from a read that did not end."""
         if self.suspect is not None:
-            self.check_scores(self.suspect)
+            check_scores(self.scorer, self.suspect)
             self.suspect = None
         if self._interrupted:
             raise ValueError("an earlier read of this cache was interrupted; start again with cache.fresh()")
         if self.reader is not None and self.reader.torn:
             raise ValueError("this cache is being read; go on when that read has ended, or with cache.fresh()")
-
-    def check_scores(self, unsound: Tensor) -> None:
-        """Refuse what was chosen by scores that are not finite; `unsound` is a bool on their device."""
-        if unsound:
-            raise ValueError(
-                f"scorer {self.scorer.name} returned scores that are NaN or infinite, so what was kept means nothing; "
-                "mend it and start again with cache.fresh()"
-            )
 
     def _settled(self) -> None:
         """Refuse to go on from a read that did not end, and give all units their scores."""

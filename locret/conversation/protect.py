@@ -233,11 +233,13 @@ class Protection:
         """Refuse an answer that begins there, is protected itself, and could outgrow what an answer may hold."""
         if not self.rules or self.turns is None or cache.policy.decode_budget is None:
             return
+        from locret.cache.protected import check_room  # loads torch, which options do without
+
         *before, answer = self.began(ASSISTANT, start).known
-        cache.check_room(checked_rows([spans_of(self.rules, before)]))
+        check_room(cache, checked_rows([spans_of(self.rules, before)]))
         try:
             whole = spans_of(self.rules, [*before, answer._replace(end=start + tokens)])
-            cache.check_room(checked_rows([whole]))
+            check_room(cache, checked_rows([whole]))
         except ValueError as error:
             rule = f"may find no room: {error}, or lower max_new_tokens"
             raise Refusal("max_new_tokens", tokens, rule) from None
