@@ -20,20 +20,22 @@ from locret.backbone.chunk import PROJECTIONS, feature_widths
 from locret.backbone.passes import unrotated_layers
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.backbone.shape import BOTH, RECURRENT
-from locret.cache.checks import check_reach
+from locret.cache.checks import check_reach, check_scores
+from locret.cache.digest import shortened
 from locret.cache.export import to_dynamic_cache
 from locret.cache.layer import RetentionLayer
 from locret.cache.layers import find_store, make_layer
 from locret.cache.limits import CacheMemory, Limits, check_pair, check_slots, with_shares
 from locret.cache.over_ranks import check_over_ranks
 from locret.cache.protected import check_held, check_room, check_rows
-from locret.cache.states import States
+from locret.cache.row_algebra import index_rows, join_rows, take_rows, trimmed
+from locret.cache.states import STATES, States
 from locret.cache.store import POSITIONS, SCORES, Store
-from locret.cache.units import Workspace
-from locret.cache.whole import Whole
+from locret.cache.transformers_cache import TransformersCache
+from locret.cache.units import Units, Workspace
 from locret.heads.heads import RetainingHeads
 from locret.policy.policy import NO_MERGER, RetentionPolicy, policy_of, usual_budget
-from locret.policy.protection import Span, checked_rows
+from locret.policy.protection import Rows, Span, checked_rows
 from locret.prefill_attention.blocked import SparseAttention
 from locret.scorers import FALLBACK, FeatureScorer, RetainingHeadScorer, Scorer, get
 
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from locret.cache.reader import Reader
 
 
-class RetentionCache(Whole):
+class RetentionCache(TransformersCache):
     """A transformers cache that never holds more than `budget` units per KV head between chunks.
 
     It holds what has been read; `locret.prefill` and `locret.generate` fill it, through a reader of their own.
@@ -67,6 +69,34 @@ class RetentionCache(Whole):
         >>> cache.memory().units
         80
     """
+
+    model: Any
+    next_position = 0
+    """Rotary position of the coming token: how far positions reach."""
+    text_end = 0
+    """Tokens up to where the last text that was read ends, padding included; what follows it are turns."""
+    last_tokens: Tensor | None = None
+    """(B, 1) the prompt's last token, while it is the newest unit."""
+    held_back = False
+    """Whether `last_tokens` is still to be fed."""
+    fed_again = False
+    """Whether it has been fed before."""
+    newest_hidden: Tensor | None = None
+    """(B, 1 or 2, E) hidden states of the newest tokens, for a scorer that rates tokens."""
+    pad: Tensor | None = None
+    """(B,) left padding of each row, where rows differ."""
+    shift: Tensor | None = None
+    """(B,) by how much rotary positions of each row lag behind `next_position`, where rows differ."""
+    digest: Tensor | None = None
+    """(B,) fingerprint of the token ids that were read; None where they are unknown."""
+    protected: Rows = ()
+    """Spans that stay whatever their scores, of each row or of all rows alike; see `protect`."""
+    suspect: Tensor | None = None
+    """Whether a scorer may have returned NaN or infinity; looked at where the cache is used next."""
+    watch: Any = None
+    """What looks at the attention of the answer in progress, if anybody wants to know."""
+    _interrupted = False
+    _peak = 0
 
     def __init__(
         self,
@@ -113,9 +143,11 @@ class RetentionCache(Whole):
         self.rotary = Rotary(self.decoder, unrotated_layers(model, backbone))
         self.rotation, self.fixed_reach = RotationCheck(backbone.model_type), fixed_reach(self.decoder)
         self.workspace, self.limits = Workspace(), Limits(self.policy, scorer, backbone)
+        """Memory that the layers share, and how many units of which layer stay."""
         self.copies_memory = CacheMemory()
         """What was counted of the copy that held the beams, or the other answers, of the answer written last."""
         self._slots = self._second_slots = [0] * len(backbone.layers)
+        """Most slots that each full-attention layer has had, and its second tier."""
         super().__init__(layers=[make_layer(self, index) for index in range(backbone.num_layers)])
         number = int(getattr(self.decoder.config, "number_of_conv_states", 1))
         self.carriers = {i: States(number) for i, kind in enumerate(backbone.kinds) if kind in (RECURRENT, BOTH)}
@@ -136,6 +168,29 @@ class RetentionCache(Whole):
         own = slice(None) if self.ranks is None else self.ranks.part(self.whole.num_heads)
         return [] if strategy is None else [SparseAttention(heads[own]) for heads in strategy.by_head(self.whole)]
 
+    def holders(self) -> Iterator[tuple[int, str, Units]]:
+        """Yield all that holds anything, with its layer and what its tensors' names begin with in a file."""
+        for index, layer in enumerate(self.layers):
+            for name, holder in layer.holders.items():
+                yield index, f"layers.{index}.{name}", holder
+            if index in self.carriers:
+                yield index, f"layers.{index}.{STATES}", self.carriers[index]
+
+    @property
+    def governed(self) -> list[RetentionLayer]:
+        """The layers of full attention, whose units compete for the budget."""
+        return [layer for layer in self.layers if isinstance(layer, RetentionLayer)]
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch; 0 before the first token."""
+        return max((holder.batch for _, _, holder in self.holders()), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers on the backbone's devices."""
+        return self.workspace.nbytes + sum(holder.nbytes for _, _, holder in self.holders())
+
     def kept_positions(self, layer: int) -> Tensor:
         """Return the original text positions of the units held in one layer.
 
@@ -149,7 +204,7 @@ class RetentionCache(Whole):
         Raises:
             ValueError: If that layer slides over a window and holds no scored units.
         """
-        return self._held(layer, POSITIONS).long()
+        return _held(self, layer, POSITIONS).long()
 
     def kept_everywhere(self, layer: int) -> Tensor:
         """Return `kept_positions` with the KV heads of all processes that share them; called in all of them alike."""
@@ -160,20 +215,12 @@ class RetentionCache(Whole):
         """Return the (batch, kv_heads, units) float32 scores of the units held in one layer."""
         if self.reader is not None:
             self.reader.rate_waiting()
-        return self._held(layer, SCORES).clone()
-
-    def _held(self, index: int, name: str) -> Tensor:
-        layer = self.layers[index]
-        if not isinstance(layer, RetentionLayer):
-            raise ValueError(f"layer {index} has no scored units; layers that have: {self.backbone.layers}")
-        if not layer.is_initialized:
-            return torch.empty(1, self.backbone.shape(index).num_kv_heads, 0)
-        return layer.store.held(name)
+        return _held(self, layer, SCORES).clone()
 
     def memory(self) -> CacheMemory:
         """Return planned and counted bytes of all buffers, the shared workspace included."""
         limits, most = self.limits, self.policy.host_budget
-        self._note_slots()
+        _note_slots(self)
         slots, second = self._slots, self._second_slots
         if not self.policy.needs_length:
             slots = slots if any(slots) else list(limits.plan(None).peak)
@@ -227,6 +274,22 @@ class RetentionCache(Whole):
         self.protected = found
         if self.reader is not None:
             self.reader.limits.protect(found)
+
+    def check_whole(self) -> None:
+        """Refuse to go on from a read that did not end."""
+        if self.suspect is not None:
+            check_scores(self.scorer, self.suspect)
+            self.suspect = None
+        if self._interrupted:
+            raise ValueError("an earlier read of this cache was interrupted; start again with cache.fresh()")
+        if self.reader is not None and self.reader.torn:
+            raise ValueError("this cache is being read; go on when that read has ended, or with cache.fresh()")
+
+    def finish_scores(self) -> None:
+        """Refuse to go on from a read that did not end, and give all units their scores."""
+        self.check_whole()
+        if self.reader is not None:
+            self.reader.rate_waiting()
 
     @property
     def turn_room(self) -> int:
@@ -294,29 +357,88 @@ class RetentionCache(Whole):
         for layer, capacity in zip(self.governed, host, strict=False):
             if layer.tier is not None:
                 layer.tier.reserve(capacity)
-        self._note_slots()
-
-    def _note_slots(self) -> None:
-        self._slots = list(map(max, self._slots, [layer.capacity for layer in self.governed]))
-        second = [0 if layer.tier is None else layer.tier.capacity for layer in self.governed]
-        self._second_slots = list(map(max, self._second_slots, second))
+        _note_slots(self)
 
     def fresh(self) -> RetentionCache:
         """Return an empty cache for the same model, scorer and policy."""
         return RetentionCache(self.model, self.scorer, self.policy, store=self.store)
 
+    @torch.inference_mode(False)
+    def copy(self) -> Self:
+        """Return an independent copy: a document read once answers many questions, each on its own copy.
+
+        Raises:
+            ValueError: If a read of this cache was interrupted, or is in progress.
+        """
+        self.finish_scores()
+        return take_rows(self)
+
+    def take_back(self) -> None:
+        """Forget the newest token, so that it can be fed again for its logits; a second call changes nothing.
+
+        Raises:
+            ValueError: If a read of this cache was interrupted, or is in progress, or it carries states that do not say
+                what they were before that token.
+        """
+        self.check_whole()
+        if self.held_back:
+            return
+        for states in self.carriers.values():
+            states.check_take_back()
+        with self._changed_whole():
+            if self.digest is not None:
+                last = self.last_tokens
+                self.digest = None if last is None else shortened(self.digest, last.to(self.digest.device))
+            if self.newest_hidden is not None:
+                self.newest_hidden = self.newest_hidden[:, :-1] if self.newest_hidden.shape[1] > 1 else None
+            for _, _, holder in self.holders():
+                holder.take_back()
+            self.seen -= 1
+            self.next_position -= 1
+            self.held_back = self.fed_again = True
+
+    @torch.inference_mode(False)
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep, repeat or reorder rows of the batch; `rows` is (new batch,) int64.
+
+        Raises:
+            ValueError: If a read of this cache was interrupted, or is in progress.
+        """
+        before = self.rows
+        with self._changed_whole():
+            for _, _, holder in self.holders():
+                holder.select_rows(rows)
+            index_rows(self, rows)
+            if len(rows) < before:
+                self.workspace.clear()  # it is of a size for more
+
+    def take_rows(self, rows: Tensor | None = None) -> Self:
+        """Return some rows, or all, as a cache of their own."""
+        return take_rows(self, rows)
+
+    @contextmanager
+    def _changed_whole(self) -> Iterator[None]:
+        """Let all layers be changed; if that ends in the middle, remember it as an interrupted read."""
+        self.finish_scores()
+        self._interrupted = True
+        yield
+        self._interrupted = False
+
     def split(self, batch: int) -> list[RetentionCache]:
         """Return one cache per row, without the empty slots in front of short rows; new ones if nothing was read."""
         if not self.seen:
-            rows = [self.take_rows() for _ in range(batch)]
+            rows = [take_rows(self) for _ in range(batch)]
             for index, row in enumerate(rows):
                 row.protected = self.protected[index : index + 1] if len(self.protected) > 1 else self.protected
             return rows
-        self._settled()
-        return [self._trimmed(row) for row in range(batch)]
+        self.finish_scores()
+        return [trimmed(self, row) for row in range(batch)]
 
     def join(self, rows: list[Self], width: int, new_tokens: int = 0) -> None:
-        super().join(rows, width, new_tokens)
+        """Take over the units of single rows, aligned to the right, with room for `new_tokens` more."""
+        with self._changed_whole():
+            join_rows(self, rows, width, new_tokens)
+            self._peak = max(self._peak, self.nbytes)
         self.end_reading(new_tokens)
 
     @torch.no_grad()
@@ -337,5 +459,21 @@ class RetentionCache(Whole):
             >>> cache.to_dynamic_cache().get_seq_length()
             80
         """
-        self._settled()
+        self.finish_scores()
         return to_dynamic_cache(self)
+
+
+def _held(cache: RetentionCache, index: int, name: str) -> Tensor:
+    layer = cache.layers[index]
+    if not isinstance(layer, RetentionLayer):
+        raise ValueError(f"layer {index} has no scored units; layers that have: {cache.backbone.layers}")
+    if not layer.is_initialized:
+        return torch.empty(1, cache.backbone.shape(index).num_kv_heads, 0)
+    return layer.store.held(name)
+
+
+def _note_slots(cache: RetentionCache) -> None:
+    """Remember the most slots that there have been."""
+    cache._slots = list(map(max, cache._slots, [layer.capacity for layer in cache.governed]))
+    second = [0 if layer.tier is None else layer.tier.capacity for layer in cache.governed]
+    cache._second_slots = list(map(max, cache._second_slots, second))

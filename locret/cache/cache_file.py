@@ -27,6 +27,7 @@ from locret.cache.layer import HOST
 from locret.cache.over_ranks import state_of
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
+from locret.cache.row_algebra import load_state, saved_state
 from locret.cache.schema import DTYPES, check_counts, check_units, checksum
 from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.heads.fingerprint import any_fingerprint, computation, different_computation, other_weights
@@ -74,7 +75,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
     check_savable(cache.policy, path)
     check_replaceable(path)
     kept = _notes(notes or {})
-    tensors, numbers, still = *cache.state(), cache.rotary.still
+    tensors, numbers, still = *saved_state(cache), cache.rotary.still
     tensors = state_of(tensors, cache.ranks, whole=True)
     state = {
         "format": FORMAT,
@@ -191,7 +192,7 @@ def load_cache(
         if lost := ours.keys() - columns.keys():
             raise ValueError(f'its units lack the column "{min(lost)}" that the scorer {cache.scorer.name} needs')
         units = _checked_units(path, state, cache.whole, cache.policy, columns)
-        cache.load(state_of(units, cache.ranks, whole=False), state)
+        load_state(cache, state_of(units, cache.ranks, whole=False), state)
     return cache
 
 

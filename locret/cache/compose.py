@@ -21,6 +21,7 @@ from locret.cache.checks import check_reach
 from locret.cache.export import check_one_row
 from locret.cache.layer import RetentionLayer
 from locret.cache.protected import Protected, check_room, promised
+from locret.cache.row_algebra import load_state, saved_state
 from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore
 from locret.heads.fingerprint import different_computation
 from locret.policy.growth import divided
@@ -198,7 +199,7 @@ def _with_budget(cache: RetentionCache, budget: int) -> RetentionCache:
     policy = _resized(cache.policy, budget)
     whole = RetentionCache(cache.model, cache.scorer, policy, store=cache.store)
     check_room(whole, cache.protected)
-    whole.load(*cache.state())
+    load_state(whole, *saved_state(cache))
     whole.computation = cache.computation
     return whole
 

@@ -106,7 +106,7 @@ def uneven_units(
     backbone: Backbone,
     rotary: Mapping[str, Any],
 ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[tuple[int, ...], ...]]:
-    """Return what `RetentionCache.state` says of one row as units that an engine takes head by head.
+    """Return what `saved_state` says of one row as units that an engine takes head by head.
 
     Returns:
         For each layer keys and values, (units, D), head after head, rotated to end before the next position; and how

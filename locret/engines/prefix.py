@@ -23,6 +23,7 @@ from locret.backbone.shape import Backbone
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import SavedCache, read_saved
 from locret.cache.export import check_one_row, is_uneven, uneven_units
+from locret.cache.row_algebra import saved_state
 from locret.conversation.context import Context
 from locret.heads.fingerprint import any_fingerprint
 from locret.policy.policy import RetentionPolicy
@@ -81,7 +82,7 @@ class Prefix:
         }
         if uneven and is_uneven(cache.policy, {layer.fill for layer in cache.governed}):
             cache.check_whole()
-            tensors, numbers = cache.state()
+            tensors, numbers = saved_state(cache)
             return cls._uneven(tensors, numbers, cache.policy, **what)
         exported = cache.to_dynamic_cache()
         keys, values = (

@@ -34,7 +34,7 @@ TURNS = "{% for one in messages %}[{{ one.role }}] {{ one.content }}\n{% endfor 
 
 
 def state(context: Any) -> tuple[list[torch.Tensor], Any]:
-    tensors, numbers = context.cache.copy().state()
+    tensors, numbers = locret.cache.row_algebra.saved_state(context.cache.copy())
     return list(tensors.values()), numbers
 
 
