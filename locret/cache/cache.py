@@ -20,13 +20,12 @@ from locret.backbone.chunk import PROJECTIONS, feature_widths
 from locret.backbone.passes import unrotated_layers
 from locret.backbone.rotary import Rotary, RotationCheck, fixed_reach
 from locret.backbone.shape import BOTH, RECURRENT
-from locret.cache.checks import check_reach, check_scores
+from locret.cache.checks import check_over_ranks, check_reach, check_scores
 from locret.cache.digest import shortened
 from locret.cache.export import to_dynamic_cache
 from locret.cache.layer import RetentionLayer
 from locret.cache.layers import find_store, make_layer
 from locret.cache.limits import CacheMemory, Limits, check_pair, check_slots, with_shares
-from locret.cache.over_ranks import check_over_ranks
 from locret.cache.protected import check_held, check_room, check_rows
 from locret.cache.row_algebra import index_rows, join_rows, take_rows, trimmed
 from locret.cache.states import STATES, States

@@ -24,10 +24,9 @@ from locret.base.warned import warn_user
 from locret.cache.cache import RetentionCache
 from locret.cache.export import check_one_row, check_prefix, positions_now, turned_back
 from locret.cache.layer import HOST
-from locret.cache.over_ranks import state_of
 from locret.cache.quantised import QuantisedStore
 from locret.cache.rounding import forms_of
-from locret.cache.row_algebra import load_state, saved_state
+from locret.cache.row_algebra import load_state, saved_state, state_of
 from locret.cache.schema import DTYPES, check_counts, check_units, checksum
 from locret.cache.store import POSITIONS, DenseStore, Workspace
 from locret.heads.fingerprint import any_fingerprint, computation, different_computation, other_weights

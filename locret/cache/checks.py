@@ -1,4 +1,4 @@
-"""What refuses to use a cache: for another model or batch, beyond its positions, after scores that mean nothing."""
+"""Why a cache is refused: another model, batch or number of processes, no such positions, scores that mean nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from locret import prefill_attention
 from locret.backbone.adapters import find_decoder, unwrap
 from locret.cache.protected import check_rows
 from locret.heads.fingerprint import computation, different_computation
@@ -13,6 +14,7 @@ from locret.scorers import Scorer
 
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
+_WITHOUT = "or start one process (without --shard tp)"
 
 
 def check_usable(cache: RetentionCache, model: nn.Module, rows: int = 0) -> None:
@@ -69,4 +71,26 @@ def check_scores(scorer: Scorer, unsound: Tensor) -> None:
         raise ValueError(
             f"scorer {scorer.name} returned scores that are NaN or infinite, so what was kept means nothing; "
             "mend it and start again with cache.fresh()"
+        )
+
+
+def check_over_ranks(cache: RetentionCache) -> None:
+    """Refuse what would choose other units where processes share the KV heads of a layer than in one process."""
+    policy = cache.policy
+    strategy = prefill_attention.get(policy.prefill_attention)
+    for one in (cache.scorer, cache.merger, strategy, policy.lookup()):
+        if one is not None and not one.over_ranks:
+            raise ValueError(
+                f"{one.kind} {one.name} does not say that it can rate the KV heads of one process alone (over_ranks), "
+                f"but tensor parallelism gives each process some of them; choose another {one.kind}, {_WITHOUT}"
+            )
+    if policy.head_budgets != "uniform":
+        raise ValueError(
+            f'head_budgets="{policy.head_budgets}" lets heads hold different numbers of units, so under tensor '
+            f'parallelism one process could come to hold the units of all; use head_budgets="uniform", {_WITHOUT}'
+        )
+    if policy.recalls_blocks:
+        raise ValueError(
+            f"recall_by={policy.recall_by} chooses the same blocks for all heads of a layer, which tensor parallelism "
+            f"spreads over processes; take another recall_by, {_WITHOUT}"
         )

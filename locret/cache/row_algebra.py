@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from locret.backbone.adapters import attention_modules, compute_dtype, device_of, input_device
+from locret.backbone.head_ranks import HeadRanks
 from locret.cache.layer import HOST
 from locret.cache.sliding import SlidingLayer
 from locret.cache.units import Workspace
@@ -57,8 +58,7 @@ def take_rows(cache: RetentionCache, rows: Tensor | None = None) -> RetentionCac
 def index_rows(cache: RetentionCache, rows: Tensor) -> None:
     """Keep, repeat or reorder what a cache has of each row beside its units."""
     for name in _PER_ROW.values():
-        tensor = getattr(cache, name)
-        if tensor is not None:
+        if (tensor := getattr(cache, name)) is not None:
             setattr(cache, name, tensor.index_select(0, rows.to(tensor.device)))
     if len(cache.protected) > 1:
         cache.protected = tuple(cache.protected[row] for row in rows.tolist())
@@ -131,6 +131,17 @@ def saved_state(cache: RetentionCache) -> tuple[dict[str, Tensor], dict[str, Any
     if cache.protected:
         counters["protected"] = spans_data(cache.protected)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}, {**counters, "layers": layers}
+
+
+def state_of(tensors: Mapping[str, Tensor], ranks: HeadRanks | None, *, whole: bool) -> dict[str, Tensor]:
+    """Return a cache's state with the heads of all processes, which all call this; or of such a one this one's part."""
+    if ranks is None:
+        return dict(tensors)
+    part, state = ranks.gather if whole else ranks.own, dict(tensors)
+    for name, one in tensors.items():
+        if name.startswith("layers.") and (one.ndim >= 3 or name.endswith("exact")):  # dimension 1 counts heads
+            state[name] = part(one, 1).contiguous()
+    return state
 
 
 @torch.inference_mode(False)

@@ -42,9 +42,8 @@ class SlidingLayer(Units, CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
         """Append and return all states in reach; keep no more memory than the window."""
         new = {"keys": key_states, "values": value_states}
-        reach = {
-            name: torch.cat([*([self.tensors[name]] if self.tensors else ()), one], -2) for name, one in new.items()
-        }
+        held = {name: [self.tensors[name]] if self.tensors else [] for name in new}
+        reach = {name: torch.cat([*held[name], one], -2) for name, one in new.items()}
         self._reach = View(reach["keys"], reach["values"], self.row_start)
         dropped = max(reach["keys"].shape[2] - self.window, 0)
         kept = {name: states[:, :, dropped:] for name, states in reach.items()}

@@ -55,10 +55,8 @@ class States(Units, _Base):
         for n in range(self.number_of_states):
             conv, scan = held.get(f"{CONV}.{n}"), held.get(f"{SCAN}.{n}")
             self.conv_states[n], self.recurrent_states[n] = conv, scan
-            self.is_conv_states_initialized[n], self.is_recurrent_states_initialized[n] = (
-                conv is not None,
-                scan is not None,
-            )
+            self.is_conv_states_initialized[n] = conv is not None
+            self.is_recurrent_states_initialized[n] = scan is not None
             self.has_previous_state[n] = conv is not None or scan is not None
             if conv is not None:  # the kernel of a convolution is as long as its state
                 self.conv_kernel_size[n], self.dtype, self.device = conv.shape[-1], conv.dtype, conv.device
