@@ -289,9 +289,7 @@ def describe_whole(model_or_config: Any) -> Backbone:
     slides = window is not None and window < (getattr(text, "max_position_embeddings", None) or math.inf)
     kinds = tuple(FULL if kind == SLIDING and not slides else kind for kind in types[:num_layers])
     sources = _sources(text, kinds)
-    kinds = tuple(
-        kind if source == index else NONE for index, (kind, source) in enumerate(zip(kinds, sources, strict=True))
-    )
+    kinds = tuple(kinds[index] if source == index else NONE for index, source in enumerate(sources))
     layers = tuple(index for index, kind in enumerate(kinds) if kind in (FULL, BOTH))
     if not layers:
         raise ValueError(

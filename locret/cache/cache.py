@@ -298,8 +298,7 @@ class RetentionCache(TransformersCache):
             return 0
         room = policy.chunk_size - max(self.seen - self.text_end, 0)
         for nth, layer in enumerate(self.governed):
-            most = self.limits.most_answering(nth)
-            if most is not None:
+            if (most := self.limits.most_answering(nth)) is not None:
                 room = min(room, most - layer.fill)
         return max(room, 0)
 
@@ -410,6 +409,8 @@ class RetentionCache(TransformersCache):
             index_rows(self, rows)
             if len(rows) < before:
                 self.workspace.clear()  # it is of a size for more
+
+    reorder_cache = batch_select_indices = select_rows  # as transformers calls it
 
     def take_rows(self, rows: Tensor | None = None) -> Self:
         """Return some rows, or all, as a cache of their own."""

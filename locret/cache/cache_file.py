@@ -97,8 +97,7 @@ def save_cache(cache: RetentionCache, path: str | Path, *, notes: Mapping[str, A
         with written_whole(path) as fresh:
             save_file(units, fresh, metadata=metadata)
 
-    sharers = sharers_of(cache.model)
-    if sharers is None:
+    if (sharers := sharers_of(cache.model)) is None:
         write()
     else:
         sharers.in_first(write)

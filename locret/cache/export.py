@@ -121,8 +121,7 @@ def uneven_units(
     parts: dict[str, list[Tensor]] = {"keys": [], "values": []}
     heads = []
     for nth, counters in enumerate(layers):
-        counts = tensors.get(f"layers.{nth}.counts")
-        if counts is None:  # (1, K, U, D), as many in each head
+        if (counts := tensors.get(f"layers.{nth}.counts")) is None:  # (1, K, U, D), as many in each head
             check_one_row(len(tensors[f"layers.{nth}.keys"]))
             counts = torch.full((1, backbone.num_kv_heads), counters["fill"])
         check_one_row(len(counts))

@@ -172,8 +172,7 @@ class HostTier(Units):
         """Return the newest queries, with (B, N, L, D) those that come now."""
         if not self.window:
             return query
-        held = self.queries
-        if held is None:
+        if (held := self.queries) is None:
             held = query.new_zeros(*query.shape[:2], self.window, query.shape[-1])
         newest = torch.cat([held, query], dim=2)[:, :, -self.window :].clone()
         self.store.tensors[QUERIES] = newest

@@ -19,7 +19,7 @@ from locret.cache.diverse import Diverse
 from locret.cache.host import HostTier
 from locret.cache.merging import Folding
 from locret.cache.ragged import RaggedStore
-from locret.cache.store import SCORES, DenseStore, Part, Store, UnitRanks
+from locret.cache.store import SCORES, DenseStore, Part, Store
 from locret.cache.units import Units, Workspace
 from locret.policy.selectors import Selector, Stay
 
@@ -147,9 +147,7 @@ class RetentionLayer(CacheLayerMixin):
         if self.host is None:
             self.store.turn_keys(base, back=back)
             return
-        ranks: tuple[UnitRanks | None, UnitRanks | None] = (
-            self.host.ranks(again=back) if self.host.fill else (None, None)
-        )
+        ranks = self.host.ranks(again=back) if self.host.fill else (None, None)
         self.host.store.lag_like(self.host.fast)
         for store, own in zip((self.host.fast, self.host.store), ranks, strict=True):
             store.turn_keys(base, own, back=back)

@@ -94,8 +94,7 @@ def make_layer(cache: RetentionCache, index: int) -> RetentionLayer | SlidingLay
         return BlockLayer(near, policy.blocks(), shape.num_heads)
 
     def store(workspace: Workspace, *, host: bool = False) -> Store:
-        form = forms_of(policy, len(backbone.layers), host=host)[nth]
-        if form is None:
+        if (form := forms_of(policy, len(backbone.layers), host=host)[nth]) is None:
             return (PackedTier if host and issubclass(kind, RaggedStore) else kind)(rotary, workspace, columns)
         if cache.store is not None:
             raise ValueError(

@@ -265,10 +265,8 @@ class Limits:
         """Return whether no unit ever leaves its slot, or is turned there, where layers have at most so many slots."""
         policy = self.policy
         uniform = policy.layer_budgets == policy.head_budgets == "uniform" and policy.memory == "fixed"
-        alone = (
-            policy.decode_budget is None and not policy.recalls_blocks and not isinstance(self.scorer, FeatureScorer)
-        )
-        return policy.positions == "original" and uniform and alone and max(slots, default=0) <= policy.budget
+        moves = policy.decode_budget is not None or policy.recalls_blocks or isinstance(self.scorer, FeatureScorer)
+        return policy.positions == "original" and uniform and not moves and max(slots, default=0) <= policy.budget
 
     def fast_bytes(
         self, backbone: Backbone, slots: Sequence[int], second: Sequence[int], size: int, rows: int = 1

@@ -52,8 +52,7 @@ class Protected:
         if not self.rows:
             return Stay(budget, recent, scorer.sink_tokens(budget, recent))
         needed = max(one.needed(read) for one in self._guarantees[nth])
-        left = budget - needed
-        if left < 0:
+        if (left := budget - needed) < 0:
             raise self._too_many(needed, f"{budget} units may stay here", way_out)
         recent = min(recent, left)
         sinks = min(scorer.sink_tokens(budget, recent), left - recent)
@@ -92,8 +91,7 @@ class Protected:
         for number, step in enumerate(schedule.steps, start=1):
             seen += step.tokens
             for nth, units in enumerate(step.budgets):
-                needed = max(one.needed(seen) for one in self._guarantees[nth])
-                if needed > units:
+                if (needed := max(one.needed(seen) for one in self._guarantees[nth])) > units:
                     raise self._too_many(needed, f"after chunk {number} memory holds {units}", way_out)
 
     def _too_many(self, needed: int, room: str, way_out: str = "raise budget") -> ValueError:

@@ -78,9 +78,8 @@ class QuantisedStore(DenseStore):
         """Return what is held of states (B, K, L, D), by name."""
         parts: dict[str, Tensor] = {}
         for name, states in zip(STATES, (keys, values), strict=True):
-            parts |= zip(
-                _PARTS[name], self.form.coder(name).encode(states, self.tensors.get(_FRAMES[name])), strict=False
-            )
+            coder, frame = self.form.coder(name), self.tensors.get(_FRAMES[name])
+            parts |= zip(_PARTS[name], coder.encode(states, frame), strict=False)
         return parts
 
     def append(self, keys: Tensor, values: Tensor, positions: Tensor, rotated: Tensor | None = None) -> None:
@@ -229,8 +228,7 @@ class QuantisedStore(DenseStore):
         like, shape = self.tensors[f"exact_{name}"], held[name].shape[:-1]
         parts = [held[part].flatten(2, -2) for part in _PARTS[name] if part in held]
         units, device = parts[0].shape[2], parts[0].device
-        frame = self.tensors.get(_FRAMES[name])
-        if frame is not None:
+        if (frame := self.tensors.get(_FRAMES[name])) is not None:
             frame = frame.to(device, non_blocking=True).repeat_interleave(shape[1] // frame.shape[1], dim=1)
         states = like.new_empty((*shape[:2], units, like.shape[-1]), device=device)
         for start in range(0, units, _BLOCK):
@@ -252,10 +250,8 @@ class QuantisedStore(DenseStore):
         if "keys" not in self.tensors:
             self.capacity = max(self.capacity, self.fill + new)
             device = self.empty((0,), dtype=PLACE, device=like.tensors["exact"].device).device
-            frames = {
-                name: like.tensors[name].to(device, copy=True) for name in _FRAMES.values() if name in like.tensors
-            }
-            self.tensors |= frames
+            frames = [name for name in _FRAMES.values() if name in like.tensors]
+            self.tensors |= {name: like.tensors[name].to(device, copy=True) for name in frames}
             self._allocate(*(like.tensors[f"exact_{name}"][:, :, :0].to(device) for name in STATES))
         self.reserve(self.fill + new)
         self.fill += new
@@ -291,10 +287,8 @@ class QuantisedStore(DenseStore):
     def state(self) -> dict[str, Tensor]:
         held = super().state()
         lags = held.pop("lags", None)
-        if "following" in held:
-            held["following"] = torch.stack(
-                [held["following"], torch.zeros_like(held["following"]) if lags is None else lags]
-            )
+        if (following := held.get("following")) is not None:
+            held["following"] = torch.stack([following, torch.zeros_like(following) if lags is None else lags])
         return held
 
     def load(self, tensors: Mapping[str, Tensor], fill: int) -> None:

@@ -221,13 +221,11 @@ class Reader(Observer):
         if self.cache.watch is not None and one:
             self.cache.watch.see(nth, layer, cast(View, view), held)
         if one and isinstance(self.scorer, FeatureScorer):
-            due = self.waiting.add(nth, layer.projections.feature_parts(self.cache.features))
-            if due is not None:
+            if (due := self.waiting.add(nth, layer.projections.feature_parts(self.cache.features))) is not None:
                 self._rate(nth, due)
             return
-        if self.answering and not (
-            self.scorer.rates_answers or self.scorer.columns
-        ):  # no scores choose anything before a text is read again
+        if self.answering and not (self.scorer.rates_answers or self.scorer.columns):
+            # No scores choose anything before a text is read again.
             kv_heads = layer.projections.shape.num_kv_heads
             held.rate(layer.query.new_zeros(len(layer.query), kv_heads, layer.new_tokens, dtype=torch.float32))
             return
@@ -383,8 +381,7 @@ class Reader(Observer):
         for nth, (layer, shape) in enumerate(zip(self.layers, cache.backbone.full_shapes, strict=True)):
             device = layer.store.held("scores").device
             layer.rate(scores[:, None].to(device).expand(-1, shape.num_kv_heads, -1))
-            stay = self._stay_now(nth)
-            if stay is not None:
+            if (stay := self._stay_now(nth)) is not None:
                 layer.evict(stay, cache.next_position + hidden.shape[1])
 
 

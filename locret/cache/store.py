@@ -335,8 +335,7 @@ class DenseStore(Store):
             return View(keys, values, self.row_start)
         newest, self._rotated = self._rotated, None
         turned = self.workspace.take(tuple(keys.shape), self.capacity, keys)
-        old = self.fill - newest.shape[-2]
-        if old:
+        if old := self.fill - newest.shape[-2]:
             cos, sin = self.rotary.table(base - old, old, keys)
             self.rotary.turn(keys[:, :, :old], cos, sin, out=turned[:, :, :old])
         turned[:, :, old:] = newest

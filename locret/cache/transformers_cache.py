@@ -87,12 +87,6 @@ class TransformersCache(Cache):
         """Repeat every row, as `generate` does with its inputs for beams and several answers."""
         self.select_rows(torch.arange(self.rows).repeat_interleave(repeats))
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Keep, repeat or reorder rows of the batch; `beam_idx` is (new batch,) int64."""
-        self.select_rows(beam_idx)
-
-    batch_select_indices = reorder_cache
-
     def crop(self, *_: Any, **__: Any) -> None:
         """Refuse: an evicted unit cannot come back, so speculative tokens cannot be taken back."""
         raise ValueError(f"a RetentionCache cannot be cropped: {ASSISTED}")

@@ -54,8 +54,7 @@ class Unscored:
                 return torch.cat(parts, dim=-1)  # the first token of all: the workspace has not its size yet
             self._rooms = self.rooms(parts[0].dtype)
         room = self._rooms[nth]
-        most = room.shape[1]
-        if not most:
+        if not (most := room.shape[1]):
             return torch.cat(parts, dim=-1)
         count = self._counts.get(nth, 0) + 1
         torch.cat(parts, dim=-1, out=room[:, count - 1 : count])

@@ -81,9 +81,7 @@ class Prefix:
             "weights": any_fingerprint(cache.model) or "",
         }
         if uneven and is_uneven(cache.policy, {layer.fill for layer in cache.governed}):
-            cache.check_whole()
-            tensors, numbers = saved_state(cache)
-            return cls._uneven(tensors, numbers, cache.policy, **what)
+            return cls._uneven(*saved_state(cache), cache.policy, **what)
         exported = cache.to_dynamic_cache()
         keys, values = (
             tuple(getattr(layer, name)[0].transpose(0, 1).contiguous() for layer in exported.layers)
@@ -115,7 +113,7 @@ class Prefix:
     def _uneven(
         cls, tensors: Mapping[str, Tensor], state: Mapping[str, Any], policy: RetentionPolicy, **what: Any
     ) -> Prefix:
-        """Return the prefix of a state, as `RetentionCache.state` gives it, whose KV heads differ in units."""
+        """Return the prefix of a state, as `saved_state` gives it, whose KV heads differ in units."""
         keys, values, counts = uneven_units(tensors, state, policy, what["backbone"], what["rotary"])
         return cls(keys, values, counts=counts, next_position=state["next_position"], **what)
 
