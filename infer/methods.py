@@ -155,8 +155,7 @@ def _of_lookup(spec: MethodSpec, where: str) -> Method:
         sets = _FIELDS - {"budget"}
         return Method(INFLLM, about, scorers.get("streaming"), adapt=lambda _: {"recall_by": by}, sets=sets)
     lookup = lookups.get(by)
-    usual = lookup.as_method()
-    if usual is None:
+    if lookup.as_method() is None:
         raise ValueError(
             f'{where} "{spec}": {spec.name} only says how units are recalled; write it as '
             f"{LOCRET}+recall:recall_by={spec.name}"

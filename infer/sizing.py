@@ -142,8 +142,7 @@ def _fitting(flags: PolicyOptions, draft: RetentionPolicy, run: PlannedRun) -> i
         return run.weight_bytes + run.bytes_beside_weights(policy) if given == AUTO else run.cache_bytes(policy)
 
     most, least = memory if run.prompt_tokens is None else run.prompt_tokens, draft.least_budget
-    budget = largest_budget(planned, memory, least, most)
-    if budget is None:
+    if (budget := largest_budget(planned, memory, least, most)) is None:
         rule = (
             f"is too small, for even a budget of {least} takes {planned(least):,} of {memory:,} bytes; give more, "
             "or lower chunk_size or max_new_tokens"

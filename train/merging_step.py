@@ -89,8 +89,7 @@ class _Lesson(LoCoMerger):
 
     def look(self, chunk: Chunk) -> None:
         """Learn from what a chunk reads of the units that were merged before it."""
-        units = self.waiting.pop(chunk.layer_idx, None)
-        if units is None:
+        if (units := self.waiting.pop(chunk.layer_idx, None)) is None:
             return
         new = chunk.new_tokens
         new_keys, new_values = chunk.key[:, :, -new:], chunk.value[:, :, -new:]

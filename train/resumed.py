@@ -76,8 +76,7 @@ def recorded(arguments: Sequence[str], option_classes: Sequence[type]) -> Iterat
     Yields:
         The arguments, and what `run.json` holds; both empty if there is no such run.
     """
-    folder = run_of(_value(arguments, _RESUME))
-    if folder is None:
+    if (folder := run_of(_value(arguments, _RESUME))) is None:
         yield [], {}
         return
     import yaml

@@ -212,8 +212,7 @@ class TrainingRun:
 
     def _checkpoint(self, resume: str, fixed: dict[str, Any]) -> tuple[Path, dict[str, Any]] | None:
         """Return the folder and the state of the checkpoint to go on from; None if there is none yet."""
-        checkpoint = checkpointing.find(resume, self.folder)
-        if checkpoint is None:
+        if (checkpoint := checkpointing.find(resume, self.folder)) is None:
             return None
         state = checkpointing.read(checkpoint)
         with checkpointing.intact(checkpoint):

@@ -195,8 +195,7 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
 
 def _rejoined(settings: dict[str, Any]) -> dict[str, Any]:
     """Return the settings with the scorer's own options in its text again, which the harness splits at commas."""
-    named = settings.get("scorer")
-    if named is None:
+    if (named := settings.get("scorer")) is None:
         return settings
     spec = method_spec.parse(named, "--model_args scorer")
     own = {field.name for field in fields(scorers.find(spec.name))} - _KNOWN  # type: ignore[arg-type]

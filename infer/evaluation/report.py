@@ -251,8 +251,7 @@ def _row(suite: Suite, reading: tuple[Any, ...], cells: list[dict[str, Any]]) ->
 def _average_error(suite: Suite, scores: Mapping[str, float], errors: Mapping[str, float | None]) -> float | None:
     """Return the standard error of an average of tasks, whose samples are drawn apart; None if one is not known."""
     known = {task: error for task, error in errors.items() if error is not None}
-    base = suite.average(scores)
-    if base is None or len(known) < len(scores):
+    if (base := suite.average(scores)) is None or len(known) < len(scores):
         return None
     # An average is linear: what a task weighs is what one point more of it adds.
     raised = {task: (suite.average({**scores, task: scores[task] + 1}) or 0.0) - base for task in scores}

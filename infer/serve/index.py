@@ -128,13 +128,11 @@ class Index:
             if entry.state in ("ready", "unusable") and name not in found:
                 del self.named[name]
         for name, path in found.items():
-            known = self.named.get(name)
-            if known is None or (known.job is None and known.changed):
+            if (known := self.named.get(name)) is None or (known.job is None and known.changed):
                 self.named[name] = self.examine(Entry(name, path))
 
     def find(self, name: str) -> Entry:
-        entry = self.named.get(name)
-        if entry is None or (entry.job is None and entry.changed):
+        if (entry := self.named.get(name)) is None or (entry.job is None and entry.changed):
             self.scan()
         if (entry := self.named.get(name)) is None:
             near = nearest(name, tuple(self.named))

@@ -346,8 +346,7 @@ class Library:
             if self._closed:
                 raise Refusal(503, "the server is about to end; try again later")
             self._index.scan()
-            entry = self._index.named.get(name)
-            if entry is not None and entry.state != "failed":
+            if (entry := self._index.named.get(name)) is not None and entry.state != "failed":
                 doing = f"is being read; look at GET /v1/contexts/{name}," if entry.going else "is there already;"
                 why = f"a context {name} {doing} choose another name, or delete it first"
                 raise Refusal(409, why, param="name", code="context_exists")

@@ -57,8 +57,7 @@ def verify(
     if ids is None:
         ids = _drawn_ids(model, tokens or text_tokens(model), seed)
     ids = ids.reshape(1, -1).cpu().long()
-    wanted = policy_of(policy)
-    if wanted is None:
+    if (wanted := policy_of(policy)) is None:
         recommended = scorer.config.policy if isinstance(scorer, RetainingHeads) else {"positions": scorer.positions}
         wanted = fitted(RetentionPolicy.from_dict(recommended or {}, "the heads' policy"), ids.shape[1])
     check_text(wanted, ids.shape[1])

@@ -116,8 +116,7 @@ def device_of(module: nn.Module) -> torch.device:
     for part in module.modules():
         hook = getattr(part, "_hf_hook", None)
         for single in getattr(hook, "hooks", (hook,)):
-            device = getattr(single, "execution_device", None)
-            if device is not None:
+            if (device := getattr(single, "execution_device", None)) is not None:
                 return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     weight = next(module.parameters())
     mesh = getattr(weight, "device_mesh", None)
@@ -405,8 +404,7 @@ def layer_kinds(config: Any) -> tuple[str, ...]:
 
 
 def _layer_types(config: Any) -> list[str]:
-    types = getattr(config, "layer_types", None)
-    if types is not None:
+    if (types := getattr(config, "layer_types", None)) is not None:
         return list(types)
     if hasattr(config, "ssm_cfg") or getattr(config, "state_size", None):  # Mamba and RWKV of earlier versions
         return ["linear_attention"] * config.num_hidden_layers
@@ -428,8 +426,7 @@ def _kind_of(layer_type: str) -> str | None:
             "transformers has moved DYNAMIC_LAYER_TYPE_MAPPING or LinearAttentionCacheLayerMixin, by which the layers "
             "of a backbone are told apart; install transformers 5.17 to 5.23"
         )
-    held = known.get(layer_type)
-    if held is None:
+    if (held := known.get(layer_type)) is None:
         return None
     if issubclass(held, recurrent):
         if not issubclass(held, CacheLayerMixin):

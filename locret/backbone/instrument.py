@@ -137,8 +137,7 @@ def instrumented(model: nn.Module, watcher: Observer | None = None) -> Iterator[
     """
     decoder = find_decoder(model)
     with _LOCK:
-        instrument = _INSTRUMENTS.get(decoder)
-        if instrument is None:
+        if (instrument := _INSTRUMENTS.get(decoder)) is None:
             instrument = _INSTRUMENTS[decoder] = _set_up(model, decoder)
         elif instrument.exclusive:
             raise ValueError(_BUSY)
@@ -214,9 +213,8 @@ def _set_up(model: nn.Module, decoder: Any) -> _Instrument:
     with ExitStack() as stack:
         for module, index in layers.items():
             if index in full:
-                for source, hook in recorders(
-                    module, backbone.shape(index), _finder(index), instrument.latents.get(index)
-                ):
+                latent = instrument.latents.get(index)
+                for source, hook in recorders(module, backbone.shape(index), _finder(index), latent):
                     _record(stack, source, hook)
                 if lent:
                     stack.callback(query_source(module).register_forward_hook(_blanking(backbone.shape(index))).remove)
@@ -239,8 +237,7 @@ def _observed(plain: Callable[..., Any], instrument: _Instrument) -> Callable[..
     def forward(*args: Any, **kwargs: Any) -> Any:
         tokens = kwargs.get("input_ids", args[0] if args else None)
         tokens = kwargs["inputs_embeds"] if tokens is None else tokens
-        observer = _observer_of(kwargs)
-        if observer is None:
+        if (observer := _observer_of(kwargs)) is None:
             raise ValueError(
                 "the backbone was called without this RetentionCache, as decoding with guidance_scale or an assistant "
                 "model does; use sampling or beams"
@@ -336,8 +333,7 @@ def recorders(
 
     def record(name: str, heads: int, factor: float | None = None) -> Any:
         def hook(_module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            projections = find()
-            if projections is not None:
+            if (projections := find()) is not None:
                 output = output if factor is None else output * factor
                 if output.ndim == 4:  # a norm runs before or after heads are moved in front of tokens
                     output = (output.transpose(1, 2) if _head_major(output, inputs[0], heads) else output).flatten(2)
@@ -385,8 +381,7 @@ def _noting(plain: Callable[..., Any], name: str, find: Callable[[], Projections
 
     @wraps(plain)
     def forward(*args: Any, **kwargs: Any) -> Any:
-        projections = find()
-        if projections is not None:
+        if (projections := find()) is not None:
             setattr(projections, name, args[0] if args else kwargs.get("hidden_states"))
         return plain(*args, **kwargs)
 
@@ -435,8 +430,7 @@ def locret_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Ask the observer what to attend to, attend, and tell it. The signature is that of a transformers attention."""
-    running = _PASS.get()
-    if running is None or module not in running.instrument.layers:
+    if (running := _PASS.get()) is None or module not in running.instrument.layers:
         raise ValueError('attention "locret" works inside locret.prefill and locret.generate; choose "sdpa" elsewhere')
     if dropout:
         raise ValueError("attention with dropout is not supported; call model.eval() or use another model")
@@ -449,14 +443,12 @@ def locret_attention(
             "supported; use another model"
         )
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    latent = instrument.latents.get(index)
-    if latent is not None:
+    if (latent := instrument.latents.get(index)) is not None:
         query = latent.query(query)
     if full and instrument.lent:
         query = query.clone()
         query[:, :: query.shape[1] // key.shape[1], :, -1] = 0
-    view = observer.view(index, query, scaling)
-    if view is None:
+    if (view := observer.view(index, query, scaling)) is None:
         view = View(key, value) if latent is None else own_view(latent, key, observer.projections[index].parts["v"])
     by_flash = instrument.flash and latent is None and flash_covers(view)
     out = (flash_attend if by_flash else attend)(

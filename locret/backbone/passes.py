@@ -47,8 +47,7 @@ def in_step(model: nn.Module) -> Iterator[None]:
     All processes must enter the block, in the same order as other blocks; without a sharded backbone it does nothing.
     A process that fails within it leaves the others waiting, and must end.
     """
-    root = gathering_root(model)
-    if root is None or root in _IN_STEP:
+    if (root := gathering_root(model)) is None or root in _IN_STEP:
         yield
         return
 

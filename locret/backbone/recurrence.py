@@ -128,8 +128,7 @@ def stepping(module: nn.Module, forward: Callable[..., Any], index: int) -> Call
 
     def step(*args: Any, **kwargs: Any) -> Any:
         held: Any = next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
-        carriers = getattr(held, "carriers", None)
-        if carriers is None:
+        if (carriers := getattr(held, "carriers", None)) is None:
             return forward(*args, **kwargs)
         given = signature.bind(*args, **kwargs)
         hidden: Tensor = given.arguments[name]

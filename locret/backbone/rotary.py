@@ -116,8 +116,7 @@ class Rotary:
 
 def adjacent_pairs(decoder: Any) -> bool:
     """Return whether a backbone rotates neighbouring dimensions together, as its own code does with (1, 2, 3, 4)."""
-    function = getattr(sys.modules[type(decoder).__module__], "rotate_half", None)
-    if function is None:
+    if (function := getattr(sys.modules[type(decoder).__module__], "rotate_half", None)) is None:
         return False
     turned: Tensor = function(torch.arange(1.0, 5.0)[None, None, None])
     return turned.flatten().tolist() == [-2.0, 1.0, -4.0, 3.0]

@@ -349,9 +349,7 @@ class Reader(Observer):
         """Return what stays after this forward pass; None: everything."""
         if self._evicting and self.policy.when == "chunk":
             return self.limits.after_chunk(nth)
-        if self.last and self.policy.when == "prompt_end":
-            return self.limits.at_prompt_end(nth)
-        return None
+        return self.limits.at_prompt_end(nth) if self.last and self.policy.when == "prompt_end" else None
 
     # -- scores that come later ---------------------------------------------------------------------------------------
 

@@ -1,7 +1,5 @@
 """Rows of caches, and files: what is done to all that a cache holds alike, each a loop over its holders."""
 
-# B batch, E hidden size
-
 from __future__ import annotations
 
 import copy

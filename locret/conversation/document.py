@@ -186,8 +186,7 @@ class TokenStream:
             for start in range(0, len(piece), self.window):  # a piece may be the whole text
                 self.pending += piece[start : start + self.window]
                 while len(self.pending) >= wanted:
-                    ids = self._cut(self.margin)
-                    if ids is None and wanted < GROWTH * self.window:
+                    if (ids := self._cut(self.margin)) is None and wanted < GROWTH * self.window:
                         wanted += self.window
                         continue
                     wanted = self.window
@@ -334,8 +333,7 @@ def open_document(source: Any, name: str | None = None) -> Document:
             f"{type(source).__name__} cannot be read; give a text, a path, an iterator of pieces, or token ids"
         )
     items = iter(source)
-    first = next(items, None)
-    if first is None:
+    if (first := next(items, None)) is None:
         raise ValueError("the text is empty; give something to read")
     items = chain([first], items)
     if isinstance(first, str):

@@ -253,8 +253,7 @@ class Talk:
 
 def saved_talk(path: str | Path, tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Talk:
     """Return how a saved context or conversation goes on, without its units."""
-    notes = read_notes(path, CONTEXT_WRITERS).get("conversation")
-    if notes is None:
+    if (notes := read_notes(path, CONTEXT_WRITERS).get("conversation")) is None:
         raise ValueError(f"{path} was not saved by a context or a chat; read it with locret.load_cache")
     protection = checked_notes(notes, path, vocabulary)
     # Files of earlier versions do not say, or count what fills the vocabulary.

@@ -199,8 +199,7 @@ def _grouped(feeds: list[tuple[int, Feed]]) -> _Group:
 
 def _view(held: Rows, layer: int, feed: Feed) -> View:
     """Return what the tokens of one request attend to in a layer."""
-    shared = feed.shared
-    if shared is None or not shared.counts:
+    if (shared := feed.shared) is None or not shared.counts:
         rows = feed.own if shared is None else torch.cat([shared.rows, feed.own])
         keys, values = (one[:, layer].index_select(0, rows).transpose(0, 1) for one in (held.keys, held.values))
         return View(keys[None], values[None])
@@ -220,8 +219,7 @@ def _cells(held: Rows, layer: int, rows: Tensor) -> list[Tensor]:
 
 def _attend_together(query: Tensor, held: Rows, layer: int, group: _Group, **how: Any) -> Tensor:
     """Let the (H, R, D) queries of a group attend, head by head where these hold different numbers of units."""
-    shared = group.shared
-    if shared is None or not shared.counts:
+    if (shared := group.shared) is None or not shared.counts:
         begins = group.own.new_empty(0) if shared is None else shared.rows
         return _by_products(query, held.keys[:, layer], held.values[:, layer], begins, group.own, group.there, **how)
     heads, sinks = shared.cells(layer, held.width), how.pop("sinks")

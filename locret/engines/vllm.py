@@ -215,8 +215,7 @@ class LocretConnector(KVConnectorBase_V1):
         What is wrong is said to be on its way: that it does not arrive ends this request alone, as the blocks are
         shared with no other until they do.
         """
-        verdict = self._verdicts.get(request.request_id)
-        if verdict is None:
+        if (verdict := self._verdicts.get(request.request_id)) is None:
             return 0, False
         if isinstance(verdict, str):
             return 1, True
@@ -224,8 +223,7 @@ class LocretConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """Note where the units of a request have their place; also of one that comes back after a preemption."""
-        verdict = self._verdicts.get(request.request_id)
-        if verdict is None or num_external_tokens == 0:
+        if (verdict := self._verdicts.get(request.request_id)) is None or num_external_tokens == 0:
             return
         if isinstance(verdict, str):
             self._next.failed[request.request_id] = verdict

@@ -127,8 +127,7 @@ def offloaded(model: nn.Module, name: str) -> Tensor | None:
     module, _, own = name.rpartition(".")
     hook = getattr(model.get_submodule(module), "_hf_hook", None)
     for single in getattr(hook, "hooks", (hook,)):
-        held = getattr(single, "weights_map", None)
-        if held is not None:
+        if (held := getattr(single, "weights_map", None)) is not None:
             weight: Tensor = held[own]
             return weight
     return None

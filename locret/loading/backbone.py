@@ -313,8 +313,7 @@ def _where(
             sketch = weights.sketch_of(config, dtype, trust_remote_code=options.trust_remote_code)
             _check_weights(folder, sketch, options.gguf)
     where: dict[str, Any] = _gguf(options)
-    quantised = weights.quantisation_of(options, dtype, device)
-    if quantised is not None:
+    if (quantised := weights.quantisation_of(options, dtype, device)) is not None:
         where["quantization_config"] = quantised
     elif where:
         where["quantization_config"] = GgufConfig(dequantize=True)

@@ -198,8 +198,7 @@ def _most_memory(source: WeightOptions) -> dict[int | str, int] | None:
 
 def _resolved(sketch: nn.Module, source: WeightOptions, quantiser: Any) -> dict[str, int | str] | None:
     """Return the device of every module, of what is asked for and the backbone's modules; None for one device."""
-    asked = device_map_of(source)
-    if asked is None:
+    if (asked := device_map_of(source)) is None:
         return None
     try:
         if isinstance(asked, str):
@@ -314,8 +313,7 @@ def _quantiser(sketch: nn.Module, config: Any, wanted: Any, dtype: torch.dtype, 
     """Return transformers' quantiser after it has put its modules into the sketch; None where nothing is quantised."""
     from transformers.quantizers import AutoHfQuantizer
 
-    stored = _stored(config)
-    if stored is None and wanted is None:
+    if (stored := _stored(config)) is None and wanted is None:
         return None
     try:
         if stored is not None:

@@ -142,8 +142,7 @@ class Lookup(Chosen):
         Raises:
             ValueError: Saying what to change.
         """
-        tokens = self.asked()
-        if tokens is not None and tokens != recall:
+        if (tokens := self.asked()) is not None and tokens != recall:
             self.refuse(f"tokens={tokens}, but recall={recall}; leave tokens out, or recall as many")
 
     def asked(self) -> int | None:

@@ -74,8 +74,7 @@ def _resolved(own: Mapping[str, Any], recommended: Mapping[str, Any], wanted: Wa
     if policy.prefill_attention != RetentionPolicy.prefill_attention:
         from locret import prefill_attention  # needs torch, which help and completion should not load
 
-        strategy = prefill_attention.get(policy.prefill_attention)
-        if strategy is not None:
+        if (strategy := prefill_attention.get(policy.prefill_attention)) is not None:
             strategy.check_file()
     return policy
 

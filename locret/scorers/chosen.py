@@ -28,8 +28,7 @@ def chosen_heads(heads: str | None, model: str | None, tell: Callable[[str], Non
         return heads
     if model is None:
         raise ValueError("--heads auto looks for heads of a backbone; give it with --model")
-    found = shipped.embedded_heads(model)
-    if found is None:
+    if (found := shipped.embedded_heads(model)) is None:
         raise ValueError(
             f"--heads auto: no heads are shipped for {model}; name some ({shipped.named_heads()}, if that is their "
             "backbone under another name), train them with locret-train, or leave --heads out for a training-free "
