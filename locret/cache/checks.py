@@ -14,6 +14,7 @@ from locret.scorers import Scorer
 
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
+
 _WITHOUT = "or start one process (without --shard tp)"
 
 
