@@ -312,6 +312,7 @@ class RetentionCache(TransformersCache):
         try:
             yield reader
         finally:
+            self._peak = max(self._peak, self.nbytes)
             self._interrupted, self.reader = True, None
             if not reader.torn:
                 reader.rate_waiting()
@@ -332,7 +333,8 @@ class RetentionCache(TransformersCache):
         self.seen += length
         self.held_back = self.fed_again = False
         self.next_position += length
-        self._peak = max(self._peak, self.nbytes)
+        if self.reader is None or not self.reader.answering:  # while an answer is written, no buffer shrinks
+            self._peak = max(self._peak, self.nbytes)
 
     def end_reading(self, new_tokens: int) -> None:
         """Give back what only reading needed, but for room for `new_tokens` generated ones."""
