@@ -9,9 +9,12 @@ All arithmetic is in whole numbers, so every machine plans the same sizes.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
+from itertools import accumulate, pairwise
 from math import isfinite, isqrt
+from operator import le
 
 
 def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 0, beta: int = 20) -> tuple[int, ...]:
@@ -51,27 +54,40 @@ def check_shares(shares: Sequence[float]) -> None:
         )
 
 
-def shared_budgets(
-    budget: int, layers: int, shares: Sequence[float] | None, most: Sequence[int] | None = None
-) -> tuple[int, ...]:
-    """Return units per layer, one at least, in proportion to shares (None: alike), in all `layers * budget`.
+def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None) -> tuple[int, ...]:
+    """Return units per layer, one at least, in proportion to shares (None: alike), in all `layers * budget`."""
+    return tuple(_in_proportion(budget * layers, shares or (1.0,) * layers))
 
-    No layer has more than the `most` that it will hold (None: many); what it has no use for goes to the others, in the
-    same proportion.
+
+def lifted(budgets: Sequence[int], shares: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+    """Return units per layer, as many in all, where no KV head has more than it will hold.
+
+    What the large heads have no use for goes to the smallest, which come to have as many as one another.
+
+    Args:
+        budgets: Units per KV head of each layer, as its heads' shares say.
+        shares: Of each KV head, layer by layer, as many in each.
+        most: Units that each head of a layer will hold, one at least.
     """
-    units, free, left = [0] * layers, list(range(layers)), budget * layers
-    while free:
-        parts = _in_proportion(left, [1 if shares is None else shares[layer] for layer in free])
-        full = (
-            []
-            if most is None
-            else [(layer, most[layer]) for layer, part in zip(free, parts, strict=True) if part > most[layer]]
-        )
-        for layer, own in full or zip(free, parts, strict=True):
-            units[layer] = own
-        left -= sum(own for _, own in full)
-        free = [layer for layer in free if not units[layer]]
-    return tuple(units)
+    each = len(shares) // len(budgets)
+    bounds, parts = [units for units in most for _ in range(each)], list[Fraction]()
+    for nth, units in enumerate(budgets):
+        own = [Fraction(share) for share in shares[nth * each : (nth + 1) * each]]
+        parts += [units * each * share / sum(own) for share in own]
+    if all(map(le, parts, bounds)):
+        return tuple(budgets)
+
+    def poured(level: int) -> list[int]:
+        return [min(bound, max(int(part), level)) for part, bound in zip(parts, bounds, strict=True)]
+
+    total = sum(budgets) * each
+    level = bisect_right(range(1, max(bounds) + 1), total, key=lambda level: sum(poured(level)))
+    units_of = poured(level)
+    low = [nth for nth, units in enumerate(units_of) if units == level < bounds[nth]]
+    for nth in low[: total - sum(units_of)]:
+        units_of[nth] += 1
+    ends = [units // each for units in accumulate(units_of)][each - 1 :: each]
+    return tuple(end - start for start, end in pairwise([0, *ends]))
 
 
 def _in_proportion(units: int, shares: Sequence[float]) -> list[int]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from locret.policy.growth import decremental_chunks, memory_sizes, pyramid_budgets, shared_budgets
+from locret.policy.growth import decremental_chunks, lifted, memory_sizes, pyramid_budgets, shared_budgets
 from locret.policy.policy import RetentionPolicy
 
 
@@ -126,14 +126,23 @@ def layer_budgets(
     """
     if policy.head_budgets == "shares":
         promised = min(promised, policy.budget - 1)
-        most = None if competing is None else [max(1, units - promised) for units in competing]
-        own = shared_budgets(policy.budget - promised, layers, policy.layer_shares, most)
+        own = shared_budgets(policy.budget - promised, layers, policy.layer_shares)
+        if competing is not None:
+            own = lifted(own, _alike(policy, layers), [max(1, units - promised) for units in competing])
         return tuple(promised + units for units in own)
     if policy.layer_budgets == "uniform":
         return (policy.budget,) * layers
     window = max(recent, policy.stabilizers if policy.when == "chunk" else 0)
     tokens = None if competing is None else max(competing, default=0)
     return pyramid_budgets(policy.budget, layers, tokens, window, policy.pyramid_beta)
+
+
+def _alike(policy: RetentionPolicy, layers: int) -> Sequence[float]:
+    """Return the shares of KV heads, or, where layers have different numbers of those, of layers."""
+    heads, means = policy.head_shares or (), policy.layer_shares or (1.0,) * layers
+    each = len(heads) // layers
+    groups = [sum(heads[nth * each : (nth + 1) * each]) / max(each, 1) for nth in range(layers)]
+    return heads if groups == list(means) and len(heads) == each * layers else means
 
 
 def decode_budgets(policy: RetentionPolicy, layers: int, recent: int = 0) -> tuple[int, ...] | None:

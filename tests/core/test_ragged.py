@@ -17,7 +17,7 @@ from locret import LongContextModel, RetainingHeads, RetentionCache, RetentionPo
 from locret.cache.cache_file import load_cache, save_cache
 from locret.cache.compose import shrunk
 from locret.conversation.head_shares import counted
-from locret.policy.growth import divided, shared_budgets
+from locret.policy.growth import divided, lifted, shared_budgets
 from locret.policy.policy import policy_of
 from locret.policy.selectors import select_over_heads
 from locret.scorers.oracle import OracleScorer
@@ -135,16 +135,16 @@ def ids_of(length: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("most", [None, 60, 9, 1])
-def test_layers_share_what_uniform_ones_have_and_hand_on_what_one_cannot_hold(most: int | None) -> None:
-    """The slow version gives to all in proportion, bit by bit, until everything is given or nobody has room."""
-    shares = (0.2, 0.3, 2.5)
+def test_layers_share_what_uniform_ones_have_and_what_one_cannot_hold_lifts_the_smallest(most: int | None) -> None:
+    """The slow version gives what is left to whoever has least, one by one, until nothing is left or nobody has room."""
+    shares, room = (0.2, 0.3, 2.5), most or 10**9
     for budget in (1, 33, 500):
-        units, own = shared_budgets(budget, 3, shares, most and [most] * 3), [1.0] * 3
-        room, left = most or 10**9, min(3 * budget, 3 * most if most else 10**9)
-        while sum(own) < left:
-            own = [min(room, one + share / 50) for one, share in zip(own, shares, strict=True)]
-        assert (sum(units), min(units) >= 1, max(units) <= room) == (left, True, True)
-        assert all(abs(one - its) <= 1 for one, its in zip(units, own, strict=True))
+        plain = shared_budgets(budget, 3, shares)
+        units, own = lifted(plain, shares, [room] * 3), [min(one, room) for one in plain]
+        while sum(own) < min(3 * budget, 3 * room):
+            own[min((one, nth) for nth, one in enumerate(own) if one < room)[1]] += 1
+        assert (list(units), sum(plain), min(plain) >= 1) == (own, 3 * budget, True)
+        assert all(abs(one - 1 - (budget - 1) * share) <= 1 for one, share in zip(plain, shares, strict=True))
     assert shared_budgets(64, 2, (1e308, 1e308)) == shared_budgets(64, 2, (5e-324, 5e-324)) == (64, 64)
 
 
@@ -167,7 +167,7 @@ def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
 @pytest.mark.parametrize("second", [{}, {"host_budget": 13, "recall": 3}, {"host_budget": "all", "recall": 3}])
 @pytest.mark.parametrize(
     ("budget", "chunk_size", "length", "layers"),
-    [(48, 7, 200, (32, 64)), (24, 7, 90, (16, 32)), (24, 90, 90, (16, 32)), (24, 7, 30, (22, 26))],
+    [(48, 7, 200, (32, 64)), (24, 7, 90, (16, 32)), (24, 90, 90, (16, 32)), (24, 7, 30, (24, 24))],
 )
 def test_heads_keep_their_own_best_units_by_shares(
     small: nn.Module, budget: int, chunk_size: int, length: int, layers: tuple[int, int], second: dict[str, Any]
