@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from errno import ENOSPC
-from logging import ERROR, getLogger
+from logging import ERROR, LogRecord, getLogger
 from typing import Any, NoReturn
 
 from locret._version import __version__
@@ -156,6 +156,7 @@ def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
         logging.set_verbosity_error()
     for name in _CHATTY:
         getLogger(name).setLevel(ERROR)
+    getLogger("transformers.modeling_utils").addFilter(_no_report)
     with bars_on_terminals(quiet=quiet), warnings.catch_warnings():
         warnings.showwarning = show
         warnings.simplefilter("ignore" if quiet else "default")
@@ -163,6 +164,10 @@ def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
         for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning, ResourceWarning):
             warnings.simplefilter("ignore", category)
         yield
+
+
+def _no_report(record: LogRecord) -> bool:
+    return "LOAD REPORT" not in str(record.msg)  # what it lists is refused, or warned of, by name
 
 
 def _stdout_is_gone(error: OSError) -> bool:
