@@ -6,7 +6,7 @@ import math
 import operator
 import re
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -29,18 +29,21 @@ class WrongType(ValueError):
 class Refusal(ValueError):
     """Says which setting a value cannot be given for, as Python spells it; a command spells it as its flag."""
 
-    def __init__(self, setting: str, value: Any, rule: str, others: Collection[str] = ()) -> None:
-        super().__init__(f"{setting}={value} {rule}")
-        self.setting, self.value, self.rule, self.others = setting, value, rule, others
+    def __init__(self, setting: str, value: Any, rule: str, numbers: Mapping[str, Any] | None = None) -> None:
+        super().__init__(f"{setting}={value} {rule if numbers is None else rule.format(**numbers)}")
+        self.setting, self.value, self.rule, self.numbers = setting, value, rule, numbers
 
     def spelled(self, flag_of: Callable[[str], str]) -> str:
-        """Return it as a command does; `others` are settings that the rule may name besides."""
-        said, names = flag_of(self.setting), "|".join(self.others) or "(?!)"
+        """Return it as a command does; with `numbers`, settings by name, the rule is a template and may name others."""
+        said, rule = flag_of(self.setting), self.rule
         said = said if self.value is True else f"{said} {self.value}".replace('"', "")
-        rule = re.sub(rf'\b({names})=("?)([^\s";,]+)\2', lambda one: f"{flag_of(one[1])} {one[3]}", self.rule)
+        if self.numbers is None:
+            return f"{said} {rule}"
+        names = "|".join(self.numbers)
+        rule = re.sub(rf'\b({names})=("?)([^\s";,]+)\2', lambda one: f"{flag_of(one[1])} {one[3]}", rule)
         # Without a value, "recall" or "memory" may be a word of the sentence.
-        rule = re.sub(rf"(?<![\w-])({names})(?!\w)", lambda one: flag_of(one[1]) if "_" in one[1] else one[1], rule)
-        return f"{said} {rule}"
+        rule = re.sub(rf"(?<![\w{{-])({names})(?!\w)", lambda one: flag_of(one[1]) if "_" in one[1] else one[1], rule)
+        return f"{said} {rule.format(**self.numbers)}"
 
 
 class OptionClass:

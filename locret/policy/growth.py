@@ -56,13 +56,19 @@ def check_shares(shares: Sequence[float]) -> None:
 
 def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None) -> tuple[int, ...]:
     """Return units per layer, one at least, in proportion to shares (None: alike), in all `layers * budget`."""
-    return tuple(_in_proportion(budget * layers, shares or (1.0,) * layers))
+    exact = [Fraction(share) for share in shares or (1,) * layers]
+    own = [(budget - 1) * layers * share / sum(exact) for share in exact]
+    parts = [1 + int(part) for part in own]
+    for nth in sorted(range(layers), key=lambda nth: (-(own[nth] % 1), nth))[: budget * layers - sum(parts)]:
+        parts[nth] += 1  # the largest remainders are rounded up
+    return tuple(parts)
 
 
 def lifted(budgets: Sequence[int], shares: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
     """Return units per layer, as many in all, where no KV head has more than it will hold.
 
-    What the large heads have no use for goes to the smallest, which come to have as many as one another.
+    What the large heads have no use for goes to where the smallest are, so that these could have as many as another.
+    Within a layer shares divide what it has.
 
     Args:
         budgets: Units per KV head of each layer, as its heads' shares say.
@@ -82,23 +88,14 @@ def lifted(budgets: Sequence[int], shares: Sequence[float], most: Sequence[int])
 
     total = sum(budgets) * each
     level = bisect_right(range(1, max(bounds) + 1), total, key=lambda level: sum(poured(level)))
+    if not level:  # less than a unit for each
+        return tuple(map(min, budgets, most))
     units_of = poured(level)
     low = [nth for nth, units in enumerate(units_of) if units == level < bounds[nth]]
     for nth in low[: total - sum(units_of)]:
         units_of[nth] += 1
     ends = [units // each for units in accumulate(units_of)][each - 1 :: each]
     return tuple(end - start for start, end in pairwise([0, *ends]))
-
-
-def _in_proportion(units: int, shares: Sequence[float]) -> list[int]:
-    """Divide units in proportion to shares, one at least for each; the largest remainders are rounded up."""
-    exact = [Fraction(share) for share in shares]
-    each = (units - len(shares)) / sum(exact)
-    own = [each * share for share in exact]
-    parts = [1 + int(part) for part in own]
-    for nth in sorted(range(len(own)), key=lambda nth: (-(own[nth] % 1), nth))[: units - sum(parts)]:
-        parts[nth] += 1
-    return parts
 
 
 def divided(units: int, shares: Sequence[float], held: Sequence[int], least: int = 0) -> list[int]:

@@ -151,15 +151,16 @@ class RetentionPolicy(OptionClass, usual=("budget",)):
             check_shares(self.head_shares)
         for clash, sentence in _CLASHES:
             if clash(self):
-                setting, _, rule = sentence.format(**vars(self), most=self.budget - 1).partition("=")
+                setting, _, rule = sentence.partition("=")
                 value, rule = rule.split(" ", 1)
-                raise Refusal(setting, value == "True" or value, rule, self.__dataclass_fields__)
+                numbers = {**vars(self), "most": self.budget - 1}
+                raise Refusal(setting, value == "True" or value.format(**numbers), rule, numbers)
         if self.recalls_blocks:
             self.blocks()
             for name, allowed in _OF_BLOCKS.items():
-                if (value := getattr(self, name)) not in allowed:
-                    rule = f"has a rule of its own for {name}, so {name}={value} contradicts it; leave {name} out"
-                    raise Refusal("recall_by", self.recall_by, rule, self.__dataclass_fields__)
+                if getattr(self, name) not in allowed:
+                    rule = f"has a rule of its own for {name}, so {name}={{{name}}} contradicts it; leave {name} out"
+                    raise Refusal("recall_by", self.recall_by, rule, vars(self))
         if self.prefill_attention != "dense":
             from locret import prefill_attention  # needs torch, which help and completion should not load
 
@@ -319,8 +320,8 @@ _CLASHES: tuple[tuple[Callable[[RetentionPolicy], bool], str], ...] = (
     # Small heads hold fewer units than the newest ones that these two keep in every head.
     (
         lambda own: own.head_budgets == "shares" and (own.when != "chunk" or own.decode_budget is not None),
-        'when="{when}" and decode_budget={decode_budget} keep the newest units of every KV head, for which '
-        'head_budgets="shares" leaves some no room; leave both out, or use head_budgets="uniform"',
+        'head_budgets="shares" leaves some KV heads no room for the newest units, which when="prompt_end" and '
+        'decode_budget keep in all of them; leave both out, or use head_budgets="uniform"',
     ),
     (
         lambda own: bool(own.diversity) and (own.positions != "compact" or own.head_budgets == "adaptive"),

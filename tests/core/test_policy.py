@@ -48,7 +48,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"host_budget": "most", "recall": 1}, "host_budget=most is neither"),
     ({"recall_by": "quest", "recall": 1, "host_budget": 40, "head_budgets": "adaptive"}, 'quest" finds none'),
     ({"head_budgets": "shares", "layer_budgets": "pyramid"}, "shares out the layers too"),
-    ({"head_budgets": "shares", "when": "prompt_end"}, "keep the newest units of every KV head"),
+    ({"head_budgets": "shares", "when": "prompt_end"}, "leaves some KV heads no room for the newest"),
     (
         {"memory": "linear", "when": "prompt_end"},
         'memory="linear" grows from chunk to chunk, but when="prompt_end" evicts once; use when="chunk" or',

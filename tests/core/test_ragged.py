@@ -136,7 +136,7 @@ def ids_of(length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("most", [None, 60, 9, 1])
 def test_layers_share_what_uniform_ones_have_and_what_one_cannot_hold_lifts_the_smallest(most: int | None) -> None:
-    """The slow version gives what is left to whoever has least, one by one, until nothing is left or nobody has room."""
+    """The slow version gives what is left to whoever has least, one by one, as long as there is room."""
     shares, room = (0.2, 0.3, 2.5), most or 10**9
     for budget in (1, 33, 500):
         plain = shared_budgets(budget, 3, shares)
@@ -160,8 +160,8 @@ def test_numbers_that_are_no_shares_and_shares_of_layers_are_refused() -> None:
 def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
     assert divided(12, (1.0, 1.0, 4.0), (9, 9, 9), least=1) == [2, 2, 8]
     assert divided(12, (1.0, 1.0, 4.0), (9, 9, 3), least=1) == [5, 4, 3]  # the rest, in the same proportion
-    assert divided(2, (1.0, 1000.0), (8, 8), least=1) == [1, 1]  # every head keeps one
-    assert divided(1, (1.0, 2.0), (8, 8), least=1) == [0, 1]
+    assert [divided(n, (1.0, 9000.0), (8, 8), least=1) for n in (1, 2)] == [[0, 1], [1, 1]]  # every head keeps one
+    assert lifted((1, 1), (0.1, 5.0, 0.1, 20.0, 20.0, 20.0), (2, 2)) == (1, 1)  # less than a unit for each head
 
 
 @pytest.mark.parametrize("second", [{}, {"host_budget": 13, "recall": 3}, {"host_budget": "all", "recall": 3}])

@@ -198,7 +198,7 @@ REFUSED = {
     "--attn flash_attention_2": "locret[flash]",
     "--question {blank}": "--question is empty",
     "--prompt-file {nothing}": "--prompt-file nothing.txt is empty; give a text to read",
-    "--head-budgets shares --when prompt_end": "--head-budgets shares leaves some no room; leave both out",
+    "--head-budgets shares --when prompt_end": "all of them; leave both out, or use --head-budgets uniform",
     "--temperature 1e-40": "--temperature 1e-40",
     "--top-p 0.5": "set a temperature",
     "--context a.ctx": "locret-context ask",
