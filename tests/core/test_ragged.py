@@ -136,8 +136,7 @@ def ids_of(length: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("most", [None, 60, 9, 1])
 def test_layers_share_what_uniform_ones_have_and_what_one_cannot_hold_lifts_the_smallest(most: int | None) -> None:
-    """The slow version gives what is left to whoever has least, one by one, as long as there is room."""
-    shares, room = (0.2, 0.3, 2.5), most or 10**9
+    shares, room = (0.2, 0.3, 2.5), most or 10**9  # the slow version gives what is left to the least
     for budget in (1, 33, 500):
         plain = shared_budgets(budget, 3, shares)
         units, own = lifted(plain, shares, [room] * 3), [min(one, room) for one in plain]
@@ -158,8 +157,9 @@ def test_numbers_that_are_no_shares_and_shares_of_layers_are_refused() -> None:
 
 
 def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
-    assert divided(12, (1.0, 1.0, 4.0), (9, 9, 9), least=1) == [2, 2, 8]
-    assert divided(12, (1.0, 1.0, 4.0), (9, 9, 3), least=1) == [5, 4, 3]  # the rest, in the same proportion
+    # The rest goes in the same proportion to the heads of a layer, but to the layers of the smallest heads.
+    assert [divided(12, (1.0, 1.0, 4.0), (9, 9, most), least=1) for most in (9, 3)] == [[2, 2, 8], [5, 4, 3]]
+    assert lifted((16, 32), (0.2, 1.8, 3.6, 0.4), (26, 26)) == (24, 24)
     assert [divided(n, (1.0, 9000.0), (8, 8), least=1) for n in (1, 2)] == [[0, 1], [1, 1]]  # every head keeps one
     assert lifted((1, 1), (0.1, 5.0, 0.1, 20.0, 20.0, 20.0), (2, 2)) == (1, 1)  # less than a unit for each head
 
