@@ -35,11 +35,10 @@ class Refusal(ValueError):
 
     def spelled(self, flag_of: Callable[[str], str]) -> str:
         """Return it as a command does; with `numbers`, settings by name, the rule is a template and may name others."""
-        said, rule = flag_of(self.setting), self.rule
-        said = said if self.value is True else f"{said} {self.value}".replace('"', "")
+        said, rule = flag_of(self.setting) + ("" if self.value is True else f" {self.value}"), self.rule
         if self.numbers is None:
             return f"{said} {rule}"
-        names = "|".join(self.numbers)
+        said, names = said.replace('"', ""), "|".join(self.numbers)
         rule = re.sub(rf'\b({names})=("?)([^\s";,]+)\2', lambda one: f"{flag_of(one[1])} {one[3]}", rule)
         # Without a value, "recall" or "memory" may be a word of the sentence.
         rule = re.sub(rf"(?<![\w{{-])({names})(?!\w)", lambda one: flag_of(one[1]) if "_" in one[1] else one[1], rule)
