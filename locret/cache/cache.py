@@ -312,9 +312,9 @@ class RetentionCache(TransformersCache):
         try:
             yield reader
         finally:
-            self._peak = max(self._peak, self.nbytes)
             self._interrupted, self.reader = True, None
             if not reader.torn:
+                self._peak = max(self._peak, self.nbytes)
                 reader.rate_waiting()
                 self._interrupted = False
 

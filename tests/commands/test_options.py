@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -194,8 +195,7 @@ def test_every_command_has_version_help_and_a_recipe_that_is_taken_and_printed_a
 def test_names_of_other_tools_work_as_flags_and_keys_and_each_is_of_use_to_a_command(tmp_path: Path) -> None:
     things, chosen = parse("--cache_budget", "7")
     assert (things.budget, "budget" in chosen) == (7, True)
-    file = tmp_path / "recipe.yaml"
-    file.write_text("pretrained: x\ncache_budget: 8\n")
+    (file := tmp_path / "recipe.yaml").write_text("pretrained: x\ncache_budget: 8\n")
     (things,), _ = parse_options("tool", "Try.", [Things], ["--config", str(file)])
     assert (things.model, things.budget) == ("x", 8)
     shown = " ".join(asked(name, "--help", "all")[1] for name in ("infer", "serve", "train", "eval", "bench", "push"))
@@ -203,21 +203,21 @@ def test_names_of_other_tools_work_as_flags_and_keys_and_each_is_of_use_to_a_com
 
 
 @pytest.mark.slow
-def test_locret_lists_and_runs_every_command() -> None:
-    def call(*arguments: str) -> subprocess.CompletedProcess[str]:
-        line = [sys.executable, "-m", "locret", *arguments]
-        return subprocess.run(line, capture_output=True, text=True, check=False, cwd=ROOT)
+def test_locret_lists_and_runs_every_command(tmp_path: Path) -> None:
+    def call(*given: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, "-m", "locret", *given], capture_output=True, text=True, cwd=ROOT)
 
     listing = call().stdout
     assert all(f"locret {name} " in listing for name in COMMANDS)
     assert call("--version").stdout == call("infer", "--version").stdout.replace("-infer", "")
     assert call("infr").stderr == "locret: there is no command 'infr'; did you mean infer?\n"
-    assert call("compare").stderr.startswith(
-        'locret: locret "compare" was retired; release 0.1.0 (git tag lab-frozen) is'
-    )
+    assert call("compare").stderr.startswith('locret: locret "compare" was retired; release 0.1.0 (git tag lab-frozen)')
     assert call("bench", "--repeets", "1").stderr == "locret bench: --repeets is unknown; did you mean --repeats?\n"
-    report = json.loads(call("env").stdout)
-    assert {"locret", "torch", "transformers", "python", "gpus"} <= report.keys()
+    assert {"locret", "torch", "transformers", "python", "gpus"} <= json.loads(call("env").stdout).keys()
+    config = shutil.copytree(ROOT / "checkpoints/tiny", tmp_path / "deeper") / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "num_hidden_layers": 6}))
+    said = call("infer", "--model", str(config.parent), "--scorer", "h2o", "--prompt-file", "README.md").stderr
+    assert (said.count("\n"), "weights are missing, such as" in said) == (1, True), said
 
 
 def test_help_shows_what_is_usual_and_all_of_it_where_that_is_asked() -> None:
