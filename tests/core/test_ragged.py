@@ -19,6 +19,7 @@ from locret.cache.compose import shrunk
 from locret.conversation.head_shares import counted
 from locret.policy.growth import divided, lifted, shared_budgets
 from locret.policy.policy import policy_of
+from locret.policy.schedule import layer_budgets
 from locret.policy.selectors import select_over_heads
 from locret.scorers.oracle import OracleScorer
 
@@ -33,8 +34,7 @@ def policy(**changes: Any) -> RetentionPolicy:
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_the_split_equals_the_oracle(relative: bool) -> None:
-    for seed in range(40):
-        draw = random.Random(seed)
+    for draw in map(random.Random, range(40)):
         kv_heads, budget = draw.randint(1, 5), draw.randint(1, 23)
         counts = [draw.randint(0, 41) for _ in range(kv_heads)]
         positions = [sorted(draw.sample(range(99), count)) for count in counts]
@@ -157,9 +157,10 @@ def test_numbers_that_are_no_shares_and_shares_of_layers_are_refused() -> None:
 
 
 def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
-    # The rest goes in the same proportion to the heads of a layer, but to the layers of the smallest heads.
     assert [divided(12, (1.0, 1.0, 4.0), (9, 9, most), least=1) for most in (9, 3)] == [[2, 2, 8], [5, 4, 3]]
     assert lifted((16, 32), (0.2, 1.8, 3.6, 0.4), (26, 26)) == (24, 24)
+    unlike = policy(head_budgets="shares", head_shares=(8.0, 1.0, 1.0, 2.0), layer_shares=(8.0, 4 / 3))
+    assert layer_budgets(unlike, 2, [30, 30]) == (30, 18)  # the layers of one and three heads: shares are of layers
     assert [divided(n, (1.0, 9000.0), (8, 8), least=1) for n in (1, 2)] == [[0, 1], [1, 1]]  # every head keeps one
     assert lifted((1, 1), (0.1, 5.0, 0.1, 20.0, 20.0, 20.0), (2, 2)) == (1, 1)  # less than a unit for each head
 
