@@ -25,7 +25,10 @@ from locret.scorers import Scorer
 from locret.scorers.chosen import EVERY_UNIT, FULL, WITHOUT_EVICTION
 
 INFLLM = "infllm"
-_FIELDS = frozenset(field.name for field in fields(RetentionPolicy))
+_DEFAULTS = {field.name: field.default for field in fields(RetentionPolicy)}
+_FIELDS = frozenset(_DEFAULTS)
+_SIZES = frozenset({"budget", *FOLLOWING, "positions", "layer_shares", "head_shares"})
+"""What all methods take of what heads recommend; the rest, such as diversity, is for them alone, unless it is named."""
 _ABOUT = {"random": "units drawn at random", "streaming": "first and most recent tokens (StreamingLLM)"}
 """Methods that have the positions of the policy, as heads do."""
 
@@ -55,7 +58,11 @@ class Method:
     def policy(self, policy: RetentionPolicy, chosen: Collection[str] = ()) -> RetentionPolicy:
         """Return the policy with the method's own changes; `chosen` are the names of the numbers that the user set."""
         usual = {} if self.positions is None or "positions" in chosen else {"positions": self.positions}
+        shares = {"head_budgets": policy.head_budgets if "head_budgets" in chosen else "uniform", **self.changes}
+        theirs = _SIZES if shares["head_budgets"] == "shares" else _SIZES - {"head_shares"}
         try:
+            if not self.needs_heads:
+                policy = replace(policy, **{name: _DEFAULTS[name] for name in _FIELDS - theirs - {*chosen}})
             if self.adapt is not None:
                 heard = {name: getattr(policy, name) for name in _FIELDS - self.sets}
                 policy = RetentionPolicy(**{**heard, **self.adapt(policy)})

@@ -16,12 +16,14 @@ from eval_runs import RECORD, TIMES, cells, published, records, results
 from hypothesis import given
 from hypothesis import strategies as st
 
-from locret import environment
+from locret import RetentionPolicy, environment
+from locret.base import method_spec
 from locret.base.files import locked
 from locret.data import tasks
 from locret.data.tasks.published import suites
 from locret.infer.evaluation import answering, report
 from locret.infer.evaluation.records import PART, SAMPLES, SampleLog, key
+from locret.infer.methods import find
 
 SMALL = ("--chunk-size", 32, "--stabilizers", 16, "--local-len", 8, "--max-new-tokens", 6)
 ONE = ("--methods", "random", "--tasks", "passkey", "--lengths", 500, "--budget", 64, "--samples", 1, *SMALL)
@@ -90,6 +92,21 @@ def test_an_interrupted_run_goes_on_with_more_methods_and_equals_an_uninterrupte
     assert cells(out) == cells(whole)
     code, _, err = evaluate(*TWO, "--methods", "full", "--output", out, "--resume")
     assert (code, "of another configuration (other methods)" in err) == (2, True)
+
+
+def test_of_what_heads_recommend_other_methods_take_the_sizes_alone() -> None:
+    sizes, shares = {"budget": 64, "chunk_size": 16}, {"head_budgets": "shares", "head_shares": (0.5, 1.5)}
+    theirs = RetentionPolicy(**sizes, **shares, spacing=16, diversity=0.2)
+    for method, chosen, own in (
+        ("locret", (), {**shares, "spacing": 16, "diversity": 0.2}),
+        ("random", (), {}),
+        ("snapkv", (), {"positions": "original"}),
+        ("random+head_shares", (), shares),
+        ("random", ("diversity",), {"diversity": 0.2}),
+        ("random", ("head_budgets", "spacing"), {**shares, "spacing": 16}),
+    ):
+        made = find(method_spec.parse(method), "--methods", []).policy(theirs, chosen)
+        assert made == RetentionPolicy(**sizes, **own)  # type: ignore[arg-type]
 
 
 def test_a_folder_of_another_configuration_is_refused_unless_overwritten(evaluate: Any, tmp_path: Path) -> None:

@@ -157,11 +157,6 @@ class MadeInfiniteBench(RowMaker, InfiniteBenchTask):
         return self.filled(of, row, guess=max(least, of.tokens // 25), least=least)
 
 
-def _named(prediction: str, name: str) -> float:
-    # The name is taken as it stands: one in small letters or of several words is never found.
-    return float(name in [word.upper() for word in split_words(prediction)])
-
-
 # Rows, new tokens, metric.
 _TASKS: dict[str, tuple[int, int, str, Metric]] = {
     "passkey": (590, 6, "first integer", first(first_integer)),
@@ -170,7 +165,8 @@ _TASKS: dict[str, tuple[int, int, str, Metric]] = {
     "longbook_sum_eng": (103, 1200, "ROUGE-Lsum", over(rouge_lsum)),
     "longbook_qa_eng": (351, 40, "token F1", over(word_f1)),
     "longbook_choice_eng": (229, 40, "accuracy of the letter", over(lambda said, right: book_choice(said, *right))),
-    "longdialogue_qa_eng": (200, 40, "name among the words", first(_named)),
+    # The name is taken as it stands: one in small letters or of several words is never found.
+    "longdialogue_qa_eng": (200, 40, "name among the words", first(lambda said, one: one in split_words(said.upper()))),
     "longbook_qa_chn": (175, 40, "character F1", over(character_f1)),
     "code_debug": (394, 5, "accuracy of the option", over(lambda said, right: code_choice(said, *right))),
     "code_run": (400, 5, "last word as integer", first(last_word_as_integer)),
