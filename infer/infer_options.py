@@ -13,7 +13,7 @@ from locret.base.plugins import install
 from locret.conversation.protect import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
 from locret.infer.fetch import is_address
 from locret.loading.options import BackboneSource
-from locret.policy.budget import parse_bytes, share_of
+from locret.policy.planned_bytes import parse_bytes, share_of
 from locret.policy.resolve import PolicyFlags
 
 AUTO = "auto"

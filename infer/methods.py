@@ -21,11 +21,12 @@ from locret.base.nearest import refuse_unknown
 from locret.cache.limits import check_pair
 from locret.loading.options import LOCRET
 from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy
+from locret.policy.sizes import EVERY_UNIT
 from locret.scorers import Scorer
-from locret.scorers.chosen import EVERY_UNIT, FULL, WITHOUT_EVICTION
+from locret.scorers.chosen import FULL, WITHOUT_EVICTION
 
 INFLLM = "infllm"
-_DEFAULTS = {field.name: field.default for field in fields(RetentionPolicy)}
+_DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(RetentionPolicy)}
 _FIELDS = frozenset(_DEFAULTS)
 _SIZES = frozenset({"budget", *FOLLOWING, "positions", "layer_shares", "head_shares"})
 """What all methods take of what heads recommend; the rest, such as diversity, is for them alone, unless it is named."""

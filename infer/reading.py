@@ -33,7 +33,7 @@ from locret.infer.infer_options import GenerationOptions, ModelOptions, PlacedMo
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import EQUAL, SHARES
 from locret.scorers import Scorer
-from locret.scorers.chosen import EVERY_UNIT, FULL, MEASURED, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
+from locret.scorers.chosen import FULL, MEASURED, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
 
 
 @dataclass
@@ -131,8 +131,7 @@ def ready(
         warn_user(EQUAL)
     draft = sizing.drafted(policy, chosen, recommended, named.changes)
     config, dtype = _config(model, named, scorer, device)
-    by_length = draft.plans_by_length or draft.budget == EVERY_UNIT
-    counted = foresee or by_length or policy.keep is not None or policy.kv_memory == sizing.AUTO
+    counted = foresee or draft.plans_by_length or policy.keep is not None or policy.kv_memory == sizing.AUTO
     run = sizing.PlannedRun(
         config=config,
         scorer=scorer,

@@ -22,7 +22,7 @@ from locret.distributed.shard import part_of
 from locret.infer.infer_options import AUTO, PolicyOptions
 from locret.loading.options import WeightOptions
 from locret.loading.weights import WeightPlan, plan_weights
-from locret.policy.budget import full_bytes, largest_budget, parse_bytes, units_of_share
+from locret.policy.planned_bytes import full_bytes, largest_budget, parse_bytes, units_of_share
 from locret.policy.policy import usual_budget
 from locret.policy.resolve import resolve_options
 from locret.scorers import Scorer

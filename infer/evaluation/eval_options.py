@@ -17,7 +17,7 @@ from locret.data.tasks.task import Wanted
 from locret.infer.evaluation.plan import Allotment
 from locret.infer.evaluation.records import AWARE, PROTOCOLS
 from locret.infer.infer_options import ModelOptions
-from locret.policy.budget import share_of
+from locret.policy.planned_bytes import share_of
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import PolicyFlags
 

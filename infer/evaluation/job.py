@@ -25,7 +25,7 @@ from locret.infer.reading import warn_of_recency
 from locret.infer.sizing import PlannedRun
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import check_no_turns, check_used
-from locret.scorers.chosen import EVERY_UNIT, check_matches, chosen_heads, load_scorer
+from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 from locret.scorers.retaining_heads import as_scorer
 
 _UNKNOWN = 2**17
@@ -108,8 +108,7 @@ class Job:
         longest, planned = max(case.tokens for case in self.cases) or None, []
         answer = max(one.task.max_new_tokens for one in self.selections)
         for policy in dict.fromkeys(one.policy for one in self.runs if one.policy is not None):
-            grows = policy.plans_by_length or policy.budget == EVERY_UNIT
-            run = replace(self.base, prompt_tokens=longest if grows else None, new_tokens=answer)
+            run = replace(self.base, prompt_tokens=longest if policy.plans_by_length else None, new_tokens=answer)
             planned.append({**policy.to_dict(), "not_given": policy.following(), **run.plan(policy)})
         return {
             "runs": len(self.runs) * len(self.cases),

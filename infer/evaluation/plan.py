@@ -11,14 +11,14 @@ from locret.data.tasks import Sample, Task
 from locret.data.tasks.prompts import BuiltPrompt, build_prompt
 from locret.data.tasks.task import SampleSet, Selection
 from locret.infer.evaluation.records import AWARE
-from locret.policy.budget import units_of_share
+from locret.policy.planned_bytes import units_of_share
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import resolve
+from locret.policy.sizes import EVERY_UNIT
 
 if TYPE_CHECKING:
     from locret.infer.methods import Method
 
-_ANY_BUDGET = 2**62
 _ALWAYS = ("budget", "chunk_size", "stabilizers", "local_len")
 # What options and modifiers may change besides; recorded where it is not the default.
 _USUAL = {f.name: f.default for f in fields(RetentionPolicy) if f.name not in _ALWAYS}
@@ -41,7 +41,7 @@ class Allotment:
             own["budget"] = units_of_share(self.share, tokens)
             if (given := own.pop("stabilizers", None)) is not None:
                 # Nobody knows the shortest prompt: its budget may be smaller than what is to be protected.
-                wanted["stabilizers"] = given, _ANY_BUDGET
+                wanted["stabilizers"] = given, EVERY_UNIT
         return resolve(own, self.recommended, wanted)
 
     def record(self) -> dict[str, Any]:

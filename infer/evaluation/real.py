@@ -44,7 +44,7 @@ from locret.infer.evaluation.records import CONFIGURATION, check_output
 from locret.infer.infer_options import PlacedModelOptions
 from locret.labels.labels import labels_of_answers
 from locret.loading.options import ScorerOptions
-from locret.policy.budget import share_of
+from locret.policy.planned_bytes import share_of
 from locret.scorers.chosen import chosen_heads, load_scorer
 from locret.scorers.oracle import OracleScorer
 from locret.scorers.retaining_heads import recommended_shares

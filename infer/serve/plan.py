@@ -12,7 +12,7 @@ from locret.cache.limits import Limits, column_bytes, planned_bytes
 from locret.conversation.chat import LONGEST_ANSWER
 from locret.conversation.model import LongContextModel
 from locret.infer import sizing
-from locret.policy.budget import host_bytes, parse_bytes
+from locret.policy.planned_bytes import host_bytes, parse_bytes
 
 _COPIES = 2
 """Of a context on its way to disk or back: what the cache gives or takes, and what the file is written from."""

@@ -10,7 +10,7 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from locret.base.fields import OptionClass, Range, check_ranges
 from locret.cli.options import flag_of
 from locret.conversation.protect import TEMPLATES
-from locret.policy.budget import parse_bytes
+from locret.policy.planned_bytes import parse_bytes
 
 KEY_VARIABLE = "LOCRET_API_KEY"
 OPEN = "open"

@@ -24,7 +24,6 @@ from locret.cache.protected import Protected, check_room, promised
 from locret.cache.row_algebra import load_state, saved_state
 from locret.cache.store import NO_UNIT, POSITIONS, SCORES, DenseStore
 from locret.heads.fingerprint import different_computation
-from locret.policy.growth import divided
 from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import checked_rows, closed, moved
 from locret.policy.schedule import layer_budgets
@@ -38,6 +37,7 @@ from locret.policy.selectors import (
     staying,
     staying_in_heads,
 )
+from locret.policy.sizes import divided
 
 _HOW_IT_IS_READ = {
     *("budget", "chunk_size", "stabilizers", "local_len", "memory", "decremental", "min_chunk", "prefill_attention"),

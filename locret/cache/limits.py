@@ -12,15 +12,14 @@ from locret import lookups, mergers, prefill_attention, scorers
 from locret.backbone.shape import Backbone
 from locret.cache.protected import Protected, promised
 from locret.cache.rounding import forms_of
-from locret.policy.budget import cache_bytes, host_bytes
-from locret.policy.growth import adaptive_sizes, divided
+from locret.policy.planned_bytes import cache_bytes, host_bytes
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.protection import Rows
 from locret.policy.schedule import Schedule, decode_budgets, layer_budgets, lookahead, plan, protected
 from locret.policy.selectors import Stay
+from locret.policy.sizes import EVERY_UNIT, adaptive_sizes, divided
 from locret.scorers import FeatureScorer, Scorer
 
-_MANY = 1 << 40
 BLOCK_SCORER = "streaming"
 """What goes with blocks: units stay by their place in the text."""
 
@@ -137,7 +136,7 @@ def _tiers(policy: RetentionPolicy, heads: Sequence[int], positions: int) -> lis
     """
     most, shares = policy.host_budget or 0, policy.head_shares or ()
     if not isinstance(most, int) or policy.head_budgets != "shares":
-        return [(most if isinstance(most, int) else _MANY,) * own for own in heads]
+        return [(most if isinstance(most, int) else EVERY_UNIT,) * own for own in heads]
     fast = (int(policy.budget * len(shares) * share / sum(shares)) for share in shares)
     room = [max(most, positions - policy.chunk_size - units) for units in fast]
     units = iter(divided(most * len(shares), shares, room, least=policy.recall))
@@ -230,7 +229,7 @@ class Limits:
         if self._blocks is not None:
             return self.host_answering(held, new_tokens + (0 if schedule.endless else _tokens(schedule)))
         if schedule.endless:
-            evicted = [0 if most == EVERYTHING else _MANY] * self.layers
+            evicted = [0 if most == EVERYTHING else EVERY_UNIT] * self.layers
         else:
             evicted = [self._most_evicted(schedule, nth, units, new_tokens) for nth, units in enumerate(held)]
         most_units = zip(evicted, self.tiers, strict=True)

@@ -11,18 +11,16 @@ from locret.policy.policy import RetentionPolicy
 from locret.policy.protection import Guarantee, Rows, Span
 from locret.policy.schedule import Schedule
 from locret.policy.selectors import Stay
+from locret.policy.sizes import EVERY_UNIT
 from locret.scorers import Scorer
 
 if TYPE_CHECKING:
     from locret.cache.cache import RetentionCache
 
-_LONG = 1 << 62
-"""Tokens of which all have been read."""
-
 
 def promised(rows: Rows, budget: int) -> int:
     """Return the units that spans take of every KV head, as far as that is known before a text is read."""
-    return max((Guarantee.of(_known(spans), budget).needed(_LONG) for spans in rows), default=0)
+    return max((Guarantee.of(_known(spans), budget).needed(EVERY_UNIT) for spans in rows), default=0)
 
 
 def _known(spans: Iterable[Span]) -> list[Span]:
@@ -67,7 +65,7 @@ class Protected:
         given = policy.when == "chunk" and "stabilizers" not in policy.wanted and policy.head_budgets != "shares"
         beside = {"stabilizers": policy.stabilizers if given else 0, f"the units of merge={policy.merge}": slots}
         for nth, units in enumerate(self._layers):
-            needed = max(one.needed(_LONG) for one in self._known[nth])
+            needed = max(one.needed(EVERY_UNIT) for one in self._known[nth])
             whole, raised, lowered = f"budget={policy.budget} holds {units}", "raise budget", "lower those"
             if units != policy.budget:  # a layer that holds less than the mean holds even less without stabilizers
                 whole += f" in full-attention layer {nth}"
@@ -96,7 +94,7 @@ class Protected:
 
     def _too_many(self, needed: int, room: str, way_out: str = "raise budget") -> ValueError:
         def units(span: Span) -> int:
-            return len(span.within(_LONG)) if span.share is None else span.units(max(self._layers))
+            return len(span.within(EVERY_UNIT)) if span.share is None else span.units(max(self._layers))
 
         largest = max((span for spans in self.rows for span in spans), key=units)
         return ValueError(

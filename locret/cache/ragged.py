@@ -22,7 +22,7 @@ from torch import Tensor
 from locret.backbone.attention import View
 from locret.cache.store import COLUMNS, EMPTY, NO_UNIT, POSITIONS, SCORES, STATES, Part, Slots, Store, UnitRanks
 from locret.lookups.base import KeysOfHeads
-from locret.policy.budget import largest_budget
+from locret.policy.planned_bytes import largest_budget
 from locret.policy.selectors import Kept, KeptOverHeads
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from locret.base import registry
-from locret.policy.budget import unit_bytes
+from locret.policy.planned_bytes import unit_bytes
 from locret.policy.policy import RetentionPolicy
 
 _WORDS = {8: (1, 1), 4: (1, 2), 3: (3, 8), 2: (1, 4)}

@@ -39,7 +39,7 @@ from locret.conversation.protect import ASSISTANT, USER, KeptTurn, Protection, k
 from locret.conversation.turns import Talk
 from locret.generation import checked_options, generate
 from locret.pictures import retention_of
-from locret.policy.budget import full_bytes
+from locret.policy.planned_bytes import full_bytes
 from locret.scorers.chosen import told
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from locret.base.fields import SHARE, OptionClass, Range, Refusal, check_fields, check_ranges, checked_values, shown
 from locret.base.nearest import check_retired
-from locret.policy.growth import check_shares
+from locret.policy.sizes import EVERY_UNIT, check_shares
 
 if TYPE_CHECKING:
     from locret.lookups import InfLLM, Lookup
@@ -236,7 +236,7 @@ class RetentionPolicy(OptionClass, usual=("budget",)):
     @property
     def plans_by_length(self) -> bool:
         """Whether a plan depends on the length of a prompt, known or not."""
-        return self.needs_length or self.when == "prompt_end" or self.host_grows
+        return self.needs_length or self.when == "prompt_end" or self.host_grows or self.budget == EVERY_UNIT
 
     @property
     def prefill_units(self) -> int:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from locret.policy.growth import decremental_chunks, lifted, memory_sizes, pyramid_budgets, shared_budgets
 from locret.policy.policy import RetentionPolicy
+from locret.policy.sizes import decremental_chunks, lifted, memory_sizes, pyramid_budgets, shared_budgets
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from locret.backbone.chunk import counting, pinned_units
-from locret.policy.growth import divided
 from locret.policy.protection import Guarantee
+from locret.policy.sizes import EVERY_UNIT, divided
 
 SAMPLED, BEST = 0.5, 8
 """KV heads with a smaller share keep a sample, and so many best units."""
@@ -143,7 +143,7 @@ class ByShares(_ByRow):
 
     shares: tuple[float, ...]
     """Of each head of the layer, whose mean over the backbone is 1."""
-    most: int = 1 << 62
+    most: int = EVERY_UNIT
     """Units that a head holds at most, as long as the others have a use for more: positions that a backbone has."""
 
     def of_row(self, scores: Tensor, positions: Tensor, numbers: list[int], stay: Stay) -> tuple[Tensor, Tensor]:

@@ -11,11 +11,10 @@ from locret.base.warned import warn_user
 from locret.heads.heads import RetainingHeads
 from locret.loading.options import LOCRET, ScorerOptions
 from locret.policy.policy import RetentionPolicy
+from locret.policy.sizes import EVERY_UNIT
 from locret.scorers.base import Scorer
 
 AUTO_HEADS, FULL = "auto", "full"
-EVERY_UNIT = 1 << 40
-"""A budget that no text has units for: where nothing is evicted."""
 MEASURED = {"head_budgets": "shares", "spacing": 16}
 """What `+head_shares+spaced` changes."""
 WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", "exact_recent", "exact_layers")

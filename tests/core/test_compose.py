@@ -18,7 +18,7 @@ from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, g
 from locret.backbone.adapters import find_decoder
 from locret.cache.compose import joined, shrunk
 from locret.engines.prefix import Prefix
-from locret.policy.growth import divided
+from locret.policy.sizes import divided
 
 NUMBERS = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 5}
 POLICY = RetentionPolicy(budget=96, chunk_size=128, stabilizers=16, local_len=16)

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 
 from locret import RetentionCache, RetentionPolicy, prefill
 from locret.cache.limits import check_slots
-from locret.policy.budget import parse_bytes, units_of_share
-from locret.policy.growth import adaptive_sizes, memory_sizes, pyramid_budgets
+from locret.policy.planned_bytes import parse_bytes, units_of_share
 from locret.policy.policy import usual_budget
 from locret.policy.resolve import resolve
 from locret.policy.schedule import decode_budgets, plan, protected
 from locret.policy.selectors import select_kept
+from locret.policy.sizes import adaptive_sizes, memory_sizes, pyramid_budgets
 from locret.scorers.chosen import MEASURED
 
 SMALLEST = {

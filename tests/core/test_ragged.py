@@ -17,10 +17,10 @@ from locret import LongContextModel, RetainingHeads, RetentionCache, RetentionPo
 from locret.cache.cache_file import load_cache, save_cache
 from locret.cache.compose import shrunk
 from locret.conversation.head_shares import counted
-from locret.policy.growth import divided, lifted, shared_budgets
 from locret.policy.policy import policy_of
 from locret.policy.schedule import layer_budgets
 from locret.policy.selectors import select_over_heads
+from locret.policy.sizes import divided, lifted, shared_budgets
 from locret.scorers.oracle import OracleScorer
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6}

@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
-from locret.policy.growth import divided, shared_budgets
 from locret.policy.schedule import plan, protected
+from locret.policy.sizes import divided, shared_budgets
 
 ASKED: dict[str, Any] = {
     "do_sample": False,

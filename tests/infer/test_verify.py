@@ -26,7 +26,7 @@ from locret.cache.store import DenseStore
 from locret.infer.verify import command, verify
 from locret.infer.verify.checks import CHECKS
 from locret.lookups.exact import ExactLookup
-from locret.policy import budget as budgets
+from locret.policy import planned_bytes as budgets
 from locret.policy.selectors import Stay
 from locret.scorers import RetainingHeadScorer
 

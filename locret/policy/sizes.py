@@ -16,6 +16,9 @@ from itertools import accumulate, pairwise
 from math import isfinite, isqrt
 from operator import le
 
+EVERY_UNIT = 1 << 40
+"""More tokens, or units of a KV head, than a text has: as a budget, nothing is evicted."""
+
 
 def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 0, beta: int = 20) -> tuple[int, ...]:
     """Return units per layer, falling linearly from the first layer to the last (PyramidKV's code).
