@@ -253,12 +253,9 @@ def test_an_answer_stopped_between_layers_is_seen_and_one_between_tokens_may_go_
     cache = new_cache(model)
     prefill(model, prompt(90, seed=1), cache)
     twin = cache.copy()
-
-    def third_token(_ids: Tensor, scores: Tensor) -> Tensor:
-        return stop() if cache.seen == 93 else scores
-
+    third_token = [lambda _, scores: stop() if cache.seen == 93 else scores]
     with pytest.raises(KeyboardInterrupt):
-        generate(model, cache=cache, logits_processor=[third_token], **GREEDY)
+        generate(model, cache=cache, logits_processor=third_token, **GREEDY)
     assert cache.copy().seen == 93
     assert cache.kept_scores(0).isfinite().all()
     handle = model.model.layers[1].register_forward_hook(stop)

@@ -110,11 +110,7 @@ def say(lm: LongContextModel, chat: Chat, before: list[dict[str, str]], text: st
     script = whole[len(prompt) :]
     ends = [nth for nth, token in enumerate(script) if token in lm.end_ids]
     script = script[: ends[0] + 1]
-
-    def next_token(_: int, ids: torch.Tensor) -> list[int]:
-        return [script[len(ids) - 1]]
-
-    assert chat.say(text, prefix_allowed_tokens_fn=next_token) == answer
+    assert chat.say(text, prefix_allowed_tokens_fn=lambda _, ids: [script[len(ids) - 1]]) == answer
     return answered
 
 

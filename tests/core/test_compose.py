@@ -11,7 +11,6 @@ from families import build, merger, prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle.compose import Text, composed
-from torch import Tensor
 
 import locret
 from locret import Context, LongContextModel, RetentionCache, RetentionPolicy, generate, prefill
@@ -49,10 +48,6 @@ def as_text(cache: RetentionCache, layer: int, skip: int) -> Text:
     return Text(held.keys[0], held.values[0], scores, positions, cache.seen, skip)
 
 
-def frequencies(cache: RetentionCache) -> Tensor:
-    return find_decoder(cache.model).rotary_emb.inv_freq.double()  # type: ignore[no-any-return, union-attr]
-
-
 # -- the oracle -------------------------------------------------------------------------------------------------------
 
 
@@ -70,9 +65,9 @@ def test_joined_units_are_those_of_the_oracle(family: str, budget: int | None, s
     whole = joined([*zip(copies, skips, strict=True)], budget if shares == "fair" else None)
     if shares == "score" and budget is not None:  # shrunk afterwards, the best of all stay
         whole = shrunk(whole, budget)
-    exported = whole.to_dynamic_cache()
+    exported, turning = whole.to_dynamic_cache(), find_decoder(whole.model).rotary_emb.inv_freq.double()  # type: ignore[union-attr]
     for nth, layer in enumerate(texts):
-        wanted = composed(layer, frequencies(whole), dropped, budget, fair=shares == "fair", local=5)
+        wanted = composed(layer, turning, dropped, budget, fair=shares == "fair", local=5)
         for ours, theirs in zip((exported.layers[nth].keys, exported.layers[nth].values), wanted, strict=False):
             torch.testing.assert_close(ours[0], theirs.float(), atol=2e-5, rtol=0)
         assert torch.equal(whole.kept_positions(nth)[0], wanted[2])

@@ -89,13 +89,9 @@ def evaluate_with(capsys: pytest.CaptureFixture[str], backbone: Path) -> Callabl
     """Return a function that takes what is usual, and returns one that runs `locret-eval` with it in this process."""
     from locret.infer.evaluation.command import command
 
-    def usual(*line: object) -> Callable[..., Outcome]:
-        def call(*arguments: object, model: Path | str = backbone) -> Outcome:
-            return _call(command, ["--model", *map(str, (model, *line, *arguments))], capsys)
-
-        return call
-
-    return usual
+    return lambda *line: (
+        lambda *arguments, model=backbone: _call(command, ["--model", *map(str, (model, *line, *arguments))], capsys)
+    )
 
 
 def _call(command: Callable[..., int], arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> Outcome:

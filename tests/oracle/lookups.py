@@ -58,9 +58,8 @@ def context_scores(query_NWD: Tensor, key_KTD: Tensor, candidates: int, scaling:
 
 def best_tokens(scores_S: list[float], count: int) -> list[int]:
     """Return the best `count` candidates, ascending; the newer of two equals."""
-    return sorted(
-        sorted(range(len(scores_S)), key=lambda s: (scores_S[s], s))[len(scores_S) - min(count, len(scores_S)) :]
-    )
+    order = sorted(range(len(scores_S)), key=lambda s: (scores_S[s], s))
+    return sorted(order[len(order) - min(count, len(order)) :])
 
 
 def omnikv_visible(
