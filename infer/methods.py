@@ -18,9 +18,11 @@ from locret import lookups, scorers
 from locret.base import method_spec, plugins
 from locret.base.method_spec import MethodSpec
 from locret.base.nearest import refuse_unknown
+from locret.base.warned import warn_user
 from locret.cache.limits import check_pair
 from locret.loading.options import LOCRET
 from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy
+from locret.policy.resolve import yielding
 from locret.policy.sizes import EVERY_UNIT
 from locret.scorers import Scorer
 from locret.scorers.chosen import FULL, WITHOUT_EVICTION
@@ -67,7 +69,10 @@ class Method:
             if self.adapt is not None:
                 heard = {name: getattr(policy, name) for name in _FIELDS - self.sets}
                 policy = RetentionPolicy(**{**heard, **self.adapt(policy)})
-            made = replace(policy, **{**usual, **self.changes})
+            own = {*chosen, *self.changes}
+            made, said = yielding(lambda less: replace(policy, **{**less, **usual, **self.changes}), vars(policy), own)
+            for one in said:
+                warn_user(f"method {self.name}: {one}")
             if self.scorer is not None:
                 check_pair(self.scorer, made)
             return made

@@ -34,6 +34,7 @@ from locret.base import method_spec
 from locret.base.fields import Range, Refusal, check_ranges
 from locret.base.files import locked, write_text
 from locret.base.tables import markdown
+from locret.cache.limits import check_pair
 from locret.cli.command import parse_options, print_json, warnings_as_lines
 from locret.conversation.document import encode, open_document
 from locret.conversation.evidence import Likelihood, likelihood, likelihood_of, policy_of_share
@@ -321,8 +322,11 @@ def command(argv: Sequence[str]) -> int:
         spec = method_spec.parse(method, "--methods")
         if spec.name == HEADS and scorer.heads is None:
             raise ValueError(f"--methods {method} needs trained heads; give --heads, or leave it out")
+        if (spec.name in (HEADS, ORACLE) and spec.options) or (spec.name in (FULL, NOTHING) and method != spec.name):
+            raise ValueError(f"--methods {method}: {spec.name} has no options here; write {spec.name}")
+        policy = policy_of_share(1024, 0.5, **spec.changes)
         if spec.name not in (FULL, NOTHING, HEADS, ORACLE):
-            scorers.make(spec, {})
+            check_pair(scorers.make(spec, {}), policy)
     folder = Path(os.path.expanduser(options.output))
     with locked(folder, f"--output {options.output}"):
         with warnings_as_lines("locret-eval", quiet=options.quiet):

@@ -57,11 +57,12 @@ class Bench:
 
     def __init__(self, plan: BenchPlan) -> None:
         assert plan.device is not None
-        self.plan, self.device = plan, plan.device
+        self.plan, self.device, self.tokenizer = plan, plan.device, None
         if plan.source is None:
             self.model: Any = random_model(plan.shape.config, plan.options.seed, plan.dtype, plan.device)
         else:
             self.model = loading.load_model(plan.source, plan.shape.config, plan.device, plan.dtype)
+            self.tokenizer = loading.load_tokenizer(plan.source)
         # Nothing ends an answer early, and no published sampling settings apply.
         self.model.generation_config = GenerationConfig(pad_token_id=0)
         self.heads: RetainingHeads | None = None

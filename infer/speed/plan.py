@@ -174,11 +174,16 @@ def _device(options: BenchOptions, shape: Shape, source: BackboneSource | None) 
 
 def _check(plan: BenchPlan, own: Mapping[str, Any]) -> None:
     """Refuse a plan that a method, the policy or the machine contradicts."""
-    policies = [one.policy(plan.policy) for one in plan.methods if not one.plain] or [plan.policy]
+    bounded = [one for one in plan.methods if not one.plain]
+    policies = [one.policy(plan.policy) for one in bounded] or [plan.policy]
     check_used(own, policies)
     check_no_turns(own)
     for policy in policies:
         check_named(policy)
+    for method, policy in zip(bounded, policies, strict=False):
+        shared = policy.head_budgets == "shares" and not (policy.head_shares or method.rating(plan.trained).head_shares)
+        if shared and plan.source is None:
+            raise ValueError(f"--methods {method.name}: KV heads of random weights have no shares; give --model")
     check_heard(own, plan.methods)
     has, size = psutil.virtual_memory().total, plan.policy.chunk_size
     for length in plan.shape.lengths:

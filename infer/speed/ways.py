@@ -19,7 +19,8 @@ from locret.backbone.attention import MaskMemo, View, attend
 from locret.backbone.instrument import attending_by
 from locret.backbone.shape import Backbone
 from locret.base import method_spec
-from locret.cache.limits import Limits, planned_bytes, with_shares
+from locret.cache.limits import Limits, planned_bytes
+from locret.conversation.head_shares import sharing
 from locret.infer.methods import Method, find, names
 from locret.policy.policy import RetentionPolicy
 from locret.scorers import Scorer
@@ -65,7 +66,7 @@ class Way(Method):
 
     def passes(self, backbone: Backbone, policy: RetentionPolicy, length: int) -> list[Pass]:
         """Return the forward passes of a prompt, and one without tokens for what is held when writing begins."""
-        schedule = Limits(self.policy(policy), self.rating(), backbone).plan(length)
+        schedule = Limits.of(backbone, self.rating(), self.policy(policy)).plan(length)
         steps = (*schedule.steps, schedule.last)
         held = (schedule.held, *(step.kept for step in steps))
         return [*(Pass(step.tokens, tuple(units)) for step, units in zip(steps, held, strict=False)), Pass(0, held[-1])]
@@ -73,12 +74,14 @@ class Way(Method):
     def planned(self, backbone: Backbone, policy: RetentionPolicy, size: int, length: int, new_tokens: int) -> Held:
         """Return the bytes of the cache at its largest, for numbers of `size` bytes."""
         parts = backbone, self.rating(), self.policy(policy), size, length, new_tokens
-        with_shares(self.policy(policy), self.rating(), [shape.num_kv_heads for shape in backbone.full_shapes])
         return Held(planned_bytes(*parts), planned_bytes(*parts, host=True))
 
     def read(self, bench: Bench, ids: Tensor) -> tuple[Any, Tensor]:
         """Read (1, N) ids of a prompt; return the cache and (1, vocabulary) logits of the last token."""
-        cache = RetentionCache(bench.model, self.rating(bench.heads), self.policy(bench.plan.policy))
+        scorer, policy = self.rating(bench.heads), self.policy(bench.plan.policy)
+        if bench.tokenizer is not None:
+            policy = sharing(policy, scorer, bench.model, bench.tokenizer, None)
+        cache = RetentionCache(bench.model, scorer, policy)
         return cache, prefill(bench.model, ids, cache, new_tokens=bench.plan.options.new_tokens)
 
     def write(self, bench: Bench, cache: Any, ids: Tensor, first: Tensor) -> Tensor:

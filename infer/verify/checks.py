@@ -173,11 +173,11 @@ def eviction(subject: Subject) -> Iterator[Row]:
     if policy.recalls_blocks:
         raise NotHere(f"recall_by={policy.recall_by} recalls blocks while it reads, which is not replayed")
     yield _replayed(subject, policy)
-    other = policy.changed(positions="original" if policy.positions == "compact" else "compact")
+    other = "original" if policy.positions == "compact" else "compact"
     try:
-        yield _replayed(subject, other)
+        yield _replayed(subject, policy.changed(positions=other, diversity=0.0))
     except ValueError as error:
-        yield Row(status=REFUSED, compared=f"positions {other.positions}", why=f"refused: {error}")
+        yield Row(status=REFUSED, compared=f"positions {other}", why=f"refused: {error}")
 
 
 def _replayed(subject: Subject, policy: RetentionPolicy) -> Row:

@@ -274,6 +274,7 @@ class RetentionPolicy(OptionClass, usual=("budget",)):
         """Return the names of the numbers that change nothing here, each with the setting that would let it."""
         # At a prompt's end 0 stabilizers say what is so anyway.
         evicting = (self.when == "chunk" or not self.stabilizers) and not self.recalls_blocks
+        spaced = "head-budgets shares" if self.positions == "compact" else "positions compact"
         needed = {
             "min_chunk": (self.decremental, "decremental"),
             "decode_interval": (self.decode_budget is not None, "decode-budget"),
@@ -281,7 +282,7 @@ class RetentionPolicy(OptionClass, usual=("budget",)):
             "head_shares": (self.head_budgets == "shares", "head-budgets shares"),
             "layer_shares": (self.head_shares is not None, "head-shares"),
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
-            "spacing": (self.head_budgets == "shares" and self.positions == "compact", "head-budgets shares"),
+            "spacing": (self.head_budgets == "shares" and self.positions == "compact", spaced),
             **dict.fromkeys(("rounding", "exact_recent", "exact_layers"), (not self.exact_bits, "key-bits")),
             "recall_by": (self.recall > 0 or self.recalls_blocks, "recall"),
             "stabilizers": (evicting, "recall-by exact" if self.recalls_blocks else "when chunk"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields
 from types import MappingProxyType
 from typing import Any
@@ -11,8 +11,9 @@ from locret.base.fields import check_ranges
 from locret.base.warned import warn_user
 from locret.policy.policy import FOLLOWING, RANGES, USUAL, RetentionPolicy, Wanted
 
-SHARES = ("head_budgets", "head_shares", "layer_shares", "spacing")
-"""What is recommended of the sizes of KV heads."""
+SHARES: Mapping[str, Any] = {"head_budgets": "uniform", "head_shares": None, "layer_shares": None, "spacing": 1}
+"""What is recommended of the sizes of KV heads, and what is so without them."""
+_SIZES = {"budget", "decode_budget", *FOLLOWING}
 ALONE = "units stay by their scores alone: diversity, which the heads recommend, does not go with what else was chosen"
 EQUAL = "all KV heads get as many units: shares, which hold more of a text, do not go with what else was chosen"
 
@@ -47,25 +48,41 @@ def resolve(
         wanted: Numbers that follow from the budget otherwise than by what is recommended.
         named: Which of the recommended numbers the user chose by modifiers of a method, and which so yield to nothing.
     """
-    try:
-        return _resolved(own, recommended, wanted)
-    except ValueError:
-        if recommended.get("diversity") and own.get("diversity") is None and "diversity" not in named:
-            policy = resolve(own, {**recommended, "diversity": 0.0}, wanted, named)
-            warn_user(ALONE)
-            return policy
-        if recommended.get("head_budgets") != "shares" or own.get("head_budgets") or "head_budgets" in named:
-            raise
-    policy = _resolved(own, {name: value for name, value in recommended.items() if name not in SHARES}, wanted)
-    warn_user(EQUAL)
+    given = {*named, *(name for name, value in own.items() if value is not None)}
+    policy, said = yielding(lambda less: _resolved(own, {**recommended, **less}, wanted), recommended, given)
+    for one in said:
+        warn_user(one)
     return policy
+
+
+def yielding(
+    make: Callable[[Mapping[str, Any]], RetentionPolicy], recommended: Mapping[str, Any], given: Collection[str]
+) -> tuple[RetentionPolicy, list[str]]:
+    """Return the policy that `make` makes with the fewest numbers in place of recommended ones, and what that means.
+
+    Diversity yields before shares, and each only where the other does not help.
+
+    Raises:
+        ValueError: Of the policy as it was meant, where none stands.
+    """
+    diverse = bool(recommended.get("diversity")) and "diversity" not in given
+    shared = recommended.get("head_budgets") == "shares" and "head_budgets" not in given
+    refused = None
+    for alone, equal in ((False, False), (diverse, False), (False, shared), (diverse, shared)):
+        less = {**({"diversity": 0.0} if alone else {}), **(SHARES if equal else {})}
+        try:
+            return make(less), [EQUAL] * equal + [ALONE] * alone
+        except ValueError as error:
+            refused = refused or error
+    assert refused is not None
+    raise refused
 
 
 def _resolved(own: Mapping[str, Any], recommended: Mapping[str, Any], wanted: Wanted) -> RetentionPolicy:
     given = {name: value for name, value in own.items() if value is not None or name == "decode_budget"}
-    # Equal heads may be what lets a method's numbers stand beside those of the heads.
-    equal = {name: given[name] for name in given.keys() & {"head_budgets"}}
-    reference = RetentionPolicy(**{**recommended, **equal})
+    # What the user chose may be what lets a method's numbers stand beside those of the heads.
+    beside = {name: value for name, value in given.items() if name not in _SIZES}
+    reference = RetentionPolicy(**{**recommended, **beside})
     following = {name: (getattr(reference, name), reference.budget) for name in FOLLOWING if name not in given}
     following |= {name: pair for name, pair in reference.wanted.items() if name in following}
     following |= wanted
