@@ -190,9 +190,6 @@ def plan_lines(run: PlannedRun, policy: RetentionPolicy) -> str:
     return "".join(lines)
 
 
-# -- what a machine has, and what a chunk needs -----------------------------------------------------------------------
-
-
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes that a device can still give; None where it does not tell."""
     if device.type == "cuda":

@@ -73,8 +73,6 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         self.policy = sharing(self.policy, self.scorer, self.model, self.tokenizer, None)
         self.max_gen_toks, self._name = int(max_gen_toks), pretrained
 
-    # -- what the harness asks about texts ---------------------------------------------------------------------------
-
     @property
     def eot_token_id(self) -> int:
         return int(self.tokenizer.eos_token_id)
@@ -102,8 +100,6 @@ class LocretLM(TemplateLM):  # type: ignore[misc] # lm_eval has no types
         """Return a conversation as text."""
         how = {"add_generation_prompt": add_generation_prompt, "continue_final_message": not add_generation_prompt}
         return str(self.tokenizer.apply_chat_template(chat_history, tokenize=False, **how))
-
-    # -- requests ----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:

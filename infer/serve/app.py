@@ -100,9 +100,6 @@ def _sentence(error: dict[str, Any]) -> tuple[str, str | None]:
 _ALTERNATIVES = ("str", "int", "float", "bool")
 
 
-# -- for those who watch the server ------------------------------------------------------------------------------------
-
-
 @watched.get("/healthz", summary="Whether the server takes requests")
 def health(request: Request) -> JSONResponse:
     """Return 200 with "ready", or 503: "draining" while the server ends, "stopped" where nothing writes answers."""

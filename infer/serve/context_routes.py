@@ -172,8 +172,6 @@ def delete(request: Request, name: str) -> dict[str, Any]:
     return {"object": "context.deleted", "name": name, "deleted": True}
 
 
-# -- the same as files, for OpenAI's clients: the id of a file is its context's name ----------------------------------
-
 _PARTS = {"file": {"type": "string", "format": "binary"}, "purpose": {"enum": PURPOSES}}
 _FORM = {"multipart/form-data": {"schema": {"type": "object", "properties": _PARTS, "required": [*_PARTS]}}}
 

@@ -178,8 +178,6 @@ class Index:
         identity = [metadata["state"], metadata["notes"], metadata.get("checksum", "")]
         entry.key = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
-    # -- what they hold -----------------------------------------------------------------------------------------------
-
     def load(self, entry: Entry, load: Callable[[Path], _T]) -> _T:
         with self.moving:
             found = load(entry.path)

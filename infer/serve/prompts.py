@@ -94,8 +94,6 @@ class Prompts:
         most = min(chunk, max(self.lm.backbone.max_positions - end - LONGEST_ANSWER, chunk // 2))
         return Prompt(ids, base, holder, known, len(ids) - known > most)
 
-    # -- without a context --------------------------------------------------------------------------------------------
-
     def _written(self, request: Conversation) -> list[int]:
         """Return a conversation as the template writes it."""
         if self.lm.template != "chat":
@@ -104,8 +102,6 @@ class Prompts:
             messages = [_as_template_takes(one) for one in request.messages]
             given = [one.model_dump(exclude_none=True) for one in request.callable]
             return self.lm.prompt(messages, given).ids
-
-    # -- after a context ----------------------------------------------------------------------------------------------
 
     def _ids_after(self, named: Entry, request: Conversation) -> list[int]:
         """Return the ids of turns that follow a context, as `locret.Chat` would read and write them."""

@@ -31,9 +31,6 @@ _FORCE = 1e6
 """Much larger than what one token adds to a state, all of which are linear in what they were."""
 
 
-# -- how large states are ---------------------------------------------------------------------------------------------
-
-
 def state_numbers(config: Any, decoder: type[nn.Module] | None = None) -> tuple[int, int]:
     """Return how many numbers the states of one row have: in the backbone's own dtype, and in float32.
 
@@ -95,9 +92,6 @@ def weightless_or_none(config: Any) -> nn.Module | None:
             return cast(nn.Module, _weightless(copy.deepcopy(config), None))
     except Exception:  # whatever a config is wrong in, which is reported by who asked
         return None
-
-
-# -- the modules that own states --------------------------------------------------------------------------------------
 
 
 def state_module(layer: nn.Module, attention: nn.Module | None, index: int) -> nn.Module:

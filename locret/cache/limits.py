@@ -198,8 +198,6 @@ class Limits:
         """Refuse protected spans that the policy cannot hold; see `Protected.check`."""
         self._protected.check(self.policy, self._answering, slots)
 
-    # -- slots and bytes ----------------------------------------------------------------------------------------------
-
     @property
     def tail(self) -> int:
         """Tokens that are read after the last chunk."""
@@ -298,8 +296,6 @@ class Limits:
         forms = forms_of(self.policy, self.layers, host=True)
         return host_bytes(backbone, slots, size, rows, column_bytes(self.scorer), forms)
 
-    # -- one read ---------------------------------------------------------------------------------------------------
-
     def begin(self, schedule: Schedule) -> None:
         """Follow a plan from its start."""
         self.schedule, self._step, self._final = schedule, -1, False
@@ -328,8 +324,6 @@ class Limits:
         self._budgets = self.schedule.step(self._step).budgets
         if ratios is not None:
             self._budgets = adaptive_sizes(self._budgets, ratios, self.schedule.budgets)
-
-    # -- what stays -------------------------------------------------------------------------------------------------
 
     def before_reading(self, nth: int) -> Stay:
         """Return what of an earlier text and its answer stays when another text comes."""

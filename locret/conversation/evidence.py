@@ -187,9 +187,6 @@ def answered(context: Context, question: str, max_new_tokens: int, options: dict
     )
 
 
-# -- likelihood -------------------------------------------------------------------------------------------------------
-
-
 class Likelihood(NamedTuple):
     """What a model gives an answer: a measure for models too small to write it."""
 

@@ -91,7 +91,8 @@ class LongContextModel:
         self.model, self.tokenizer, self.parse_special = model, tokenizer, parse_special
         if scorer == chosen.FULL:
             scorer, numbers = chosen.keeping_all()
-            policy, budget = replace(policy_of(policy) or RetentionPolicy(), **numbers), None
+            chosen.checked_budget(chosen.FULL, budget)
+            policy = replace(policy_of(policy) or RetentionPolicy(), **numbers)
         policy = _recommended(policy_of(policy, budget), budget, scorer)
         self.template = template or ("chat" if tokenizer.chat_template else "none")
         if policy is not None:
@@ -141,7 +142,7 @@ class LongContextModel:
         if heads is not None and scorer is not None:
             raise ValueError(f"heads {heads} and scorer {scorer} exclude each other; drop one of them")
         usual = scorer is None and policy is None and store is None
-        policy = policy_of(policy, budget)
+        policy = policy_of(policy, chosen.checked_budget(scorer, budget))
         with as_arguments():
             if isinstance(heads, str):
                 heads = chosen.chosen_heads(heads, str(model), getLogger(__name__).info)

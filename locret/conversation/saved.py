@@ -184,8 +184,6 @@ def _span(counts: Sequence[int]) -> str:
     return f"{least:,}" if least == most else f"{least:,} to {most:,}"
 
 
-# -- on the Hub -------------------------------------------------------------------------------------------------------
-
 FILE = "context.safetensors"
 _LACKS = f"has no {FILE}, so it does not hold a context; give a repository to which one was uploaded by that name"
 

@@ -104,9 +104,6 @@ def turns_fingerprint(tokenizer: PreTrainedTokenizerBase, template: str) -> str:
     return f"{zlib.crc32(text.partition(MARK)[2].encode()):08x}"
 
 
-# -- turns about a document -------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Transcript:
     """The turns about a document, and what each adds."""
@@ -291,9 +288,6 @@ def checked_notes(notes: Any, path: str | Path, vocabulary: int) -> Protection:
     except (TypeError, ValueError) as error:
         why = error
     raise ValueError(f"{path} is damaged: {why}; save it again")
-
-
-# -- whole conversations ----------------------------------------------------------------------------------------------
 
 
 class Written(NamedTuple):

@@ -168,8 +168,6 @@ class LocretConnector(KVConnectorBase_V1):
             raise ValueError(f"contexts_in_memory={most!r} is no number of contexts; give 1 or more")
         return options
 
-    # -- in the scheduler, where nothing may raise: it would end the engine ------------------------------------------
-
     def on_new_request(self, request: Any) -> None:
         """Decide what a request is about, once.
 
@@ -241,8 +239,6 @@ class LocretConnector(KVConnectorBase_V1):
         """Forget a request."""
         self._verdicts.pop(request.request_id, None)
         return False, None
-
-    # -- in every worker ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         """Refuse, when the engine starts, layers that cannot be written to."""

@@ -26,6 +26,7 @@ class PrefillAttention(Chosen):
     """Chooses what the queries of one head attend to while a prompt is read. Subclasses are frozen dataclasses."""
 
     kind: ClassVar[str] = "prefill_attention"
+    over_ranks: ClassVar[bool] = True
 
     @property
     def rows(self) -> int:

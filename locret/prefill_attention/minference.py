@@ -42,7 +42,6 @@ class AShape(PrefillAttention):
     """The first slots and the nearest ones."""
 
     name: ClassVar[str] = "a_shape"
-    over_ranks: ClassVar[bool] = True
     ranges = {"sinks": Range(0), "window": Range(1)}
 
     sinks: int = 128
@@ -63,7 +62,6 @@ class VerticalSlash(PrefillAttention):
     """The columns and diagonals that the last queries look at most."""
 
     name: ClassVar[str] = "vertical_slash"
-    over_ranks: ClassVar[bool] = True
     ranges = {"vertical": Range(0), "slash": Range(0)}
 
     vertical: int = 1000
@@ -88,7 +86,6 @@ class BlockSparse(PrefillAttention):
     """The blocks of keys whose means are nearest to the mean of a block of queries."""
 
     name: ClassVar[str] = "block_sparse"
-    over_ranks: ClassVar[bool] = True
     ranges = {"blocks": Range(1)}
 
     blocks: int = 100

@@ -31,7 +31,6 @@ class XAttention(PrefillAttention):
     """The blocks that hold a share of the attention, as antidiagonals estimate it."""
 
     name: ClassVar[str] = "xattention"
-    over_ranks: ClassVar[bool] = True
     ranges = {"threshold": SHARE, "stride": Range(1), "block": Range(1)}
 
     threshold: float = 0.9

@@ -68,6 +68,13 @@ def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[Retai
     return heads, {**recommended, **options.changes}
 
 
+def checked_budget(scorer: Any, budget: int | None) -> int | None:
+    """Return a budget, unless every unit is kept."""
+    if budget is not None and scorer == FULL:
+        raise ValueError(f"budget={budget} means nothing to scorer full, which keeps every unit; leave it out")
+    return budget
+
+
 def keeping_all() -> tuple[Scorer, dict[str, Any]]:
     """Return what keeps every unit: the newest ones, of a budget that no text fills, where rank is position."""
     return scorers.get("streaming"), {"budget": EVERY_UNIT, "positions": "original"}

@@ -254,7 +254,7 @@ def test_a_file_is_what_it_was_saved_as_and_by_whom(lm: LongContextModel, contex
 
 def test_a_policy_may_be_numbers_by_name_or_a_budget() -> None:
     def load(**given: Any) -> LongContextModel:
-        return LongContextModel.from_pretrained("checkpoints/tiny", scorer="snapkv", device="cpu", **given)
+        return LongContextModel.from_pretrained("checkpoints/tiny", **{"scorer": "snapkv", "device": "cpu", **given})
 
     wanted = load(policy=RetentionPolicy(budget=256)).policy
     assert load(policy={"budget": 256}).policy == wanted
@@ -263,15 +263,14 @@ def test_a_policy_may_be_numbers_by_name_or_a_budget() -> None:
         load(policy=256)
     with pytest.raises(ValueError, match="budget=256 and policy exclude each other"):
         load(policy={"budget": 128}, budget=256)
+    with pytest.raises(ValueError, match="budget=64 means nothing to scorer full"):
+        load(scorer="full", budget=64)
     with pytest.raises(ValueError, match="dtype=float32 and torch_dtype=bfloat16 are one setting"):
         load(dtype="float32", torch_dtype="bfloat16")
     with pytest.raises(ValueError, match="exclude each other"):
         load(heads="checkpoints/tiny-heads")
     with pytest.raises(ValueError, match=r"^model nowhere/at/all: there is no such folder"):
         LongContextModel.from_pretrained("nowhere/at/all", scorer="snapkv")
-
-
-# -- what is text, and what was read ----------------------------------------------------------------------------------
 
 
 def test_what_spells_a_special_token_is_text_wherever_a_user_writes_it(lm: LongContextModel) -> None:

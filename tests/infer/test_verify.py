@@ -174,7 +174,7 @@ def test_no_family_raises_a_false_alarm(number: int, family: str) -> None:
 POLICIES: tuple[dict[str, Any], ...] = (
     {"head_budgets": "adaptive"},
     {"host_budget": "all", "recall": 4, "key_bits": 8, "value_bits": 4},
-    {"when": "prompt_end"},
+    {"when": "prompt_end", "diversity": 0.2},
     {"positions": "original", "decode_budget": 40, "decode_interval": 4},
 )
 
