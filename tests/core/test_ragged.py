@@ -94,9 +94,10 @@ def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(
         assert not torch.allclose(far, original, atol=1e-2)
     monkeypatch.setattr(model.config, "max_position_embeddings", 11)
     torch.testing.assert_close(read(spacing=1000)[0], read()[0])
-    for change in ({"positions": "original"}, {"head_budgets": "uniform"}):
+    outs = {"positions compact": {"positions": "original"}, "head-budgets shares": {"head_budgets": "uniform"}}
+    for out, change in outs.items():
         shares = {"head_budgets": "shares", "head_shares": (1.0,), "spacing": 4, **change}
-        assert policy(**shares).idle()["spacing"] == "head-budgets shares"
+        assert policy(**shares).idle()["spacing"] == out
 
 
 @pytest.mark.parametrize("tier", [{}, {"host_budget": 20, "recall": 4}])
