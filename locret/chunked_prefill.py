@@ -108,6 +108,7 @@ def read_prompt(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Wa
     check_inside(cache, prompt.lengths())
     ids, mask, device, known = prompt.ids, prompt.mask, input_device(model), vocabulary(model)
     stream = Stream(ids, device, known, cache.limits.lookahead)
+    planned = stream.planned_length()
     # Layers that share memory by what they retain do so for each row on its own.
     apart = mask is not None or cache.pad is not None or (stream.rows > 1 and cache.policy.memory == "adaptive")
     if mask is None and way.turn and _add_turn(model, stream, cache, way):
@@ -117,7 +118,7 @@ def read_prompt(model: nn.Module, prompt: Prompt, cache: RetentionCache, way: Wa
     else:
         if not stream.available(1):
             raise ValueError("input_ids is empty; a prompt needs at least one token")
-        with reading(model, cache, stream.planned_length(), way.new_tokens) as reader:
+        with reading(model, cache, planned, way.new_tokens) as reader:
             logits = _read_all(model, reader, stream, way)
     if stream.length is None:
         check_inside(cache, [0])
