@@ -25,6 +25,7 @@ from locret.loading.weights import WeightPlan, plan_weights
 from locret.policy.planned_bytes import full_bytes, largest_budget, parse_bytes, units_of_share
 from locret.policy.policy import usual_budget
 from locret.policy.resolve import resolve_options
+from locret.policy.sizes import EVERY_UNIT
 from locret.scorers import Scorer
 from locret.scorers.retaining_heads import as_scorer
 
@@ -176,7 +177,8 @@ def check_fits(run: PlannedRun, policy: RetentionPolicy) -> None:
 def plan_lines(run: PlannedRun, policy: RetentionPolicy) -> str:
     """Return the numbers that nobody gave, and how much of a text of known length stays, in how many bytes."""
     lines = list[str]()
-    if given := ", ".join(f"{name} {getattr(policy, name):,}" for name in policy.following()):
+    follows = policy.following() if policy.budget < EVERY_UNIT else ()
+    if given := ", ".join(f"{name} {getattr(policy, name):,}" for name in follows):
         lines.append(f"not given, so from a budget of {policy.budget:,}: {given}\n")
     if run.prompt_tokens is not None and run.full_bytes is not None:
         kept = min(1, (policy.budget + policy.local_len) / run.prompt_tokens)
@@ -251,6 +253,7 @@ def working_bytes(
     head = scorer.config.hidden_dim * (dtype.itemsize + 2 * 4) if isinstance(scorer, RetainingHeads) else 0
     layer = max(dtype.itemsize * max(attention, 3 * inner), dtype.itemsize * attention + head)
     angles = 2 * 2 * max(shape.head_dim for shape in shapes) * dtype.itemsize
-    shares = (policy.head_shares or as_scorer(scorer).head_shares or ()) if policy.head_budgets == "shares" else ()
+    limits = Limits.of(backbone, as_scorer(scorer), policy)
+    shares = limits.steep(limits.policy, None).head_shares or ()
     mask = min(tokens, ROWS) * (tokens + int(max((1, *shares)) * policy.budget)) * dtype.itemsize
     return mask + tokens * (3 * hidden * dtype.itemsize + 2 * hidden * 4 + angles + layer)

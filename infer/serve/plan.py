@@ -12,7 +12,8 @@ from locret.cache.limits import Limits, column_bytes, planned_bytes
 from locret.conversation.chat import LONGEST_ANSWER
 from locret.conversation.model import LongContextModel
 from locret.infer import sizing
-from locret.policy.planned_bytes import host_bytes, parse_bytes
+from locret.policy.planned_bytes import parse_bytes, units_bytes
+from locret.policy.sizes import EVERY_UNIT
 
 _COPIES = 2
 """Of a context on its way to disk or back: what the cache gives or takes, and what the file is written from."""
@@ -48,7 +49,7 @@ class MemoryPlan:
         units = mean_units(kept)
         shape = backbone.check_alike("locret-serve")
         token = backbone.num_layers * shape.num_kv_heads * shape.unit_dim * size
-        stored = host_bytes(backbone, kept, size, column_bytes=column_bytes(lm.scorer))
+        stored = units_bytes(backbone, kept, size, column_bytes(lm.scorer))
         # The least that the engine can work with: a context, a question of one chunk and an answer.
         engine_tokens = units + policy.chunk_size + LONGEST_ANSWER
         reader = reader_bytes(lm, policy)
@@ -108,8 +109,8 @@ def _times(count: int, what: str) -> str:
 def _check_policy(lm: LongContextModel) -> None:
     """Refuse a policy whose cache is not bounded, or is no prefix."""
     policy, rotary = lm.policy, rotary_parameters(find_decoder(lm.model))
-    check_prefix(policy, lm.backbone, {policy.budget + policy.local_len}, rotary, uneven=True)
     for wrong, flags, why in (
+        (policy.budget == EVERY_UNIT, "--scorer full", "keeps every unit of any text; name another scorer, or heads"),
         (policy.when != "chunk", f"--when {policy.when}", "holds all of a text until its end; take --when chunk"),
         (policy.plans_by_length, f"--memory {policy.memory}", "plans by a text's length; take --memory fixed"),
         (policy.has_host, f"--host-budget {policy.host_budget}", "is a second tier, which no engine has; leave it out"),
@@ -118,3 +119,4 @@ def _check_policy(lm: LongContextModel) -> None:
     ):
         if wrong:
             raise ValueError(f"{flags} {why}")
+    check_prefix(policy, lm.backbone, {policy.budget + policy.local_len}, rotary, uneven=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from numbers import Integral
+from operator import sub
 
 import torch
 
@@ -217,24 +218,30 @@ def _settle(cache: RetentionCache) -> None:
         layer.settle(cache.next_position, cache.seen)
 
 
-def _budgets(caches: Sequence[RetentionCache], budget: int) -> tuple[int, ...]:
+def _sized(caches: Sequence[RetentionCache], budget: int) -> RetentionPolicy:
+    """Return the policy by which the texts of caches are read as one, with another budget."""
+    return caches[-1].limits.steep(_resized(caches[-1].policy, budget), sum(cache.seen for cache in caches))
+
+
+def _budgets(caches: Sequence[RetentionCache], policy: RetentionPolicy) -> tuple[int, ...]:
     """Return the units of each layer of caches, as at the end of a long read; the local tokens are part of them.
 
     What a layer does not hold goes to the others, in the same proportion.
     """
-    last = caches[-1]
+    last, budget = caches[-1], policy.budget
     held = [sum(cache.governed[nth].fill for cache in caches) for nth in range(len(last.governed))]
     own = min(budget, last.scorer.recent(budget))
     taken = sum(promised(cache.protected, budget) for cache in caches)
-    most = layer_budgets(_resized(last.policy, budget), len(held), None, own, taken)
+    most = layer_budgets(policy, len(held), None, own, taken)
     return tuple(divided(sum(most), most, held, least=1))
 
 
 def _stays(cache: RetentionCache, budget: int, whole: RetentionCache | None = None) -> list[Stay]:
     """Return what stays in each layer of a cache, or of a whole that ends with it, as at the end of a read."""
     held = whole or cache
-    most = _budgets([held], budget)
-    protected, local = Protected(held.protected, cache.policy, most, budget), cache.policy.local_len
+    policy = _sized([held], budget)
+    most, local = _budgets([held], policy), cache.policy.local_len
+    protected = Protected(held.protected, policy, most)
     return [protected.stay(nth, held.seen, cache.scorer, units, min(units, local)) for nth, units in enumerate(most)]
 
 
@@ -245,17 +252,20 @@ def _cut(cache: RetentionCache, stays: Sequence[Stay]) -> None:
 
 def _share(caches: Sequence[RetentionCache], budget: int) -> None:
     """Cut each cache to its share of what stays beside the local tokens, which are those of the last."""
-    last, most = caches[-1], _budgets(caches, budget)
-    protected = [Protected(cache.protected, cache.policy, most, budget) for cache in caches]
+    last, policy = caches[-1], _sized(caches, budget)
+    most = _budgets(caches, policy)
+    protected = [Protected(cache.protected, policy, most) for cache in caches]
     read = sum(cache.seen for cache in caches)
     for nth, room in enumerate(most):
         layers = [cache.governed[nth] for cache in caches]
         local = min(last.policy.local_len, room, layers[-1].fill)
-        held = [layer.fill - (local if layer is layers[-1] else 0) for layer in layers]
-        own_units = divided(room - local, [1.0] * len(held), held)
-        for its, cache, layer, units in zip(protected, caches, layers, own_units, strict=True):
-            own = local if cache is last else 0
-            stay = its.stay(nth, read, cache.scorer, units + own, own, "raise budget")
+        newest = [local if layer is layers[-1] else 0 for layer in layers]
+        held = [layer.fill - own for layer, own in zip(layers, newest, strict=True)]
+        needed = [max(0, promised(cache.protected, budget) - own) for cache, own in zip(caches, newest, strict=True)]
+        needed = divided(room - local, [float(units) or 1.0 for units in needed], list(map(min, needed, held)))
+        more = divided(room - local - sum(needed), [1.0] * len(held), list(map(sub, held, needed)))
+        for its, cache, layer, own, *units in zip(protected, caches, layers, newest, needed, more, strict=True):
+            stay = its.stay(nth, read, cache.scorer, own + sum(units), own, "raise budget")
             layer.evict(stay if cache is caches[0] else stay._replace(sinks=0), cache.next_position)
 
 

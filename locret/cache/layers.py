@@ -125,8 +125,6 @@ def _selector(cache: RetentionCache, nth: int) -> Selector:
         return OverHeads(policy.head_floor, cache.scorer.relative(cache.prepared))
     if policy.head_budgets != "shares":
         return PerHead()
-    assert policy.head_shares is not None
     heads = [shape.num_kv_heads for shape in cache.backbone.full_shapes]
-    mean = sum(policy.head_shares) / len(policy.head_shares)
-    own = policy.head_shares[sum(heads[:nth]) : sum(heads[: nth + 1])]
-    return ByShares(tuple(share / mean for share in own), cache.backbone.max_positions - policy.chunk_size)
+    own = slice(sum(heads[:nth]), sum(heads[: nth + 1]))
+    return ByShares(own, cache.backbone.max_positions - policy.chunk_size)

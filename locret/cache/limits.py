@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import accumulate, islice
 
 import torch
@@ -12,12 +12,12 @@ from locret import lookups, mergers, prefill_attention, scorers
 from locret.backbone.shape import Backbone
 from locret.cache.protected import Protected, promised
 from locret.cache.rounding import forms_of
-from locret.policy.planned_bytes import cache_bytes, host_bytes
+from locret.policy.planned_bytes import units_bytes, workspace_bytes
 from locret.policy.policy import EVERYTHING, NO_MERGER, RetentionPolicy
 from locret.policy.protection import Rows
 from locret.policy.schedule import Schedule, decode_budgets, layer_budgets, lookahead, plan, protected
 from locret.policy.selectors import Stay
-from locret.policy.sizes import EVERY_UNIT, adaptive_sizes, divided
+from locret.policy.sizes import EVERY_UNIT, adaptive_sizes, divided, steepened
 from locret.scorers import FeatureScorer, Scorer
 
 BLOCK_SCORER = "streaming"
@@ -156,11 +156,14 @@ class Limits:
     def __init__(self, policy: RetentionPolicy, scorer: Scorer, backbone: Backbone) -> None:
         layers = len(backbone.layers)
         self.policy, self.scorer, self.layers = policy, scorer, layers
-        self.tiers = _tiers(policy, [shape.num_kv_heads for shape in backbone.full_shapes], backbone.max_positions)
+        self._heads = [shape.num_kv_heads for shape in backbone.full_shapes]
+        self._positions = backbone.max_positions
+        self.tiers = _tiers(policy, self._heads, backbone.max_positions)
         """Most units of each KV head in the second tier of each layer."""
         answering = self._recent(policy.decode_budget or 1)
         self._answering = decode_budgets(policy, layers, answering)
-        self.lookahead = lookahead(policy, 0 if policy.host_grows else max(map(max, self.tiers)))
+        self._promised = 0
+        self.lookahead = lookahead(self.steep(policy, None), 0 if policy.host_grows else max(map(max, self.tiers)))
         """Tokens of a text of unknown length that must be seen to know that it is a long one."""
         found, self._blocks = policy.lookup(), policy.blocks() if policy.recalls_blocks else None
         if found is not None:
@@ -190,7 +193,8 @@ class Limits:
 
     def protect(self, rows: Rows) -> None:
         """Keep the spans of each row, or of all rows alike, whatever the scores."""
-        policy, self._promised = self.policy, promised(rows, self.policy.budget)
+        self._promised = promised(rows, self.policy.budget)
+        policy = self.steep(self.policy, None)
         own = layer_budgets(policy, self.layers, None, self._recent(policy.budget), self._promised)
         self._protected = Protected(rows, policy, own)
 
@@ -209,7 +213,22 @@ class Limits:
         recent = self._recent(self.policy.budget)
         sinks = self.scorer.sink_tokens(1, 0)  # of the least memory: shares of a budget are none of it
         how = {"recent": recent, "sinks": sinks, "tail": self.tail, "promised": self._promised}
-        return plan(self.policy, self.layers, prompt_tokens, held=held, **how)
+        policy = self.steep(self.policy, prompt_tokens and self.read + max(0, prompt_tokens - self.tail))
+        found = plan(policy, self.layers, prompt_tokens, held=held, **how)
+        return replace(found, head_shares=policy.head_shares or ())
+
+    def steep(self, policy: RetentionPolicy, tokens: int | None) -> RetentionPolicy:
+        """Return the policy by which so many tokens of a text are read (None: many); see `steepened`.
+
+        Beside a second tier shares stay as they are: what small KV heads drop, large ones do not recall.
+        """
+        if policy.head_budgets != "shares" or policy.has_host:
+            return policy
+        most = self._positions - policy.chunk_size
+        room, taken = most if tokens is None else min(most, tokens), min(self._promised, policy.budget - 1)
+        assert policy.head_shares is not None
+        shares = steepened(policy.head_shares, policy.budget - taken, room - taken)
+        return with_shares(policy.changed(head_shares=shares), self.scorer, self._heads)
 
     def capacity(self, schedule: Schedule, new_tokens: int) -> tuple[int, ...]:
         """Return the slots per layer for a read and an answer; of a read that grows without end, for what is known."""
@@ -279,9 +298,10 @@ class Limits:
             copies = len(slots) * self._blocks.copies_bytes(shape.num_kv_heads, shape.head_dim, size)
         numbers = sum(window * one.num_heads * one.head_dim for window, one in zip(self.windows, shapes, strict=True))
         forms = forms_of(self.policy, self.layers)
-        held = cache_bytes(backbone, slots, size, rows, columns, forms, still=self.still(slots))
-        near = self._tier_bytes(backbone, second, size, rows, resident=True)
-        return held + rows * (numbers * size + copies) + near
+        held = units_bytes(backbone, slots, size, columns, forms)
+        beside = workspace_bytes(backbone, slots, size, forms, still=self.still(slots))
+        near = self._tier_bytes(backbone, second, size, resident=True)
+        return rows * (held + beside + numbers * size + copies + near)
 
     def far_bytes(self, backbone: Backbone, second: Sequence[int], size: int, rows: int = 1) -> int:
         """Return the bytes of second tiers of so many slots per KV head, or blocks, that lie elsewhere."""
@@ -289,16 +309,17 @@ class Limits:
             shape = backbone.check_alike(f"recall_by={self.policy.recall_by}")
             numbers = shape.num_kv_heads, shape.num_heads, shape.head_dim, size
             return rows * sum(self._blocks.host_bytes(units, *numbers) for units in second)
-        return self._tier_bytes(backbone, second, size, rows, resident=False)
+        return rows * self._tier_bytes(backbone, second, size, resident=False)
 
-    def _tier_bytes(self, backbone: Backbone, second: Iterable[int], size: int, rows: int, *, resident: bool) -> int:
+    def _tier_bytes(self, backbone: Backbone, second: Iterable[int], size: int, *, resident: bool) -> int:
         slots = [units if near == resident else 0 for units, near in zip(second, self.resident, strict=True)]
         forms = forms_of(self.policy, self.layers, host=True)
-        return host_bytes(backbone, slots, size, rows, column_bytes(self.scorer), forms)
+        return units_bytes(backbone, slots, size, column_bytes(self.scorer), forms)
 
     def begin(self, schedule: Schedule) -> None:
         """Follow a plan from its start."""
         self.schedule, self._step, self._final = schedule, -1, False
+        self._protected.shares = schedule.head_shares
         self._protected.check_steps(self.policy, schedule, self.read)
 
     @property

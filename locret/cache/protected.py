@@ -30,12 +30,12 @@ def _known(spans: Iterable[Span]) -> list[Span]:
 class Protected:
     """What is protected in every layer."""
 
-    def __init__(self, rows: Rows, policy: RetentionPolicy, layers: Sequence[int], budget: int | None = None) -> None:
-        """Take what layers hold per KV head, and a `budget` other than the policy's."""
-        self.rows, self._layers = rows, layers
-        budget = policy.budget if budget is None else budget
+    def __init__(self, rows: Rows, policy: RetentionPolicy, layers: Sequence[int]) -> None:
+        """Take what layers hold per KV head."""
+        self.rows, self._layers, self.shares = rows, layers, policy.head_shares or ()
         # Where layers have shares, each has been promised room for what it comes to of the whole budget.
-        budgets = [budget if policy.head_budgets == "shares" else min(budget, units) for units in layers]
+        shared = policy.head_budgets == "shares"
+        budgets = [policy.budget if shared else min(policy.budget, units) for units in layers]
         self._guarantees = [tuple(Guarantee.of(spans, units) for spans in rows) for units in budgets]
         self._known = [[Guarantee.of(_known(spans), units) for spans in rows] for units in budgets]
 
@@ -48,13 +48,13 @@ class Protected:
         """
         recent = max(recent, min(budget, scorer.recent(budget)))
         if not self.rows:
-            return Stay(budget, recent, scorer.sink_tokens(budget, recent))
+            return Stay(budget, recent, scorer.sink_tokens(budget, recent), shares=self.shares)
         needed = max(one.needed(read) for one in self._guarantees[nth])
         if (left := budget - needed) < 0:
             raise self._too_many(needed, f"{budget} units may stay here", way_out)
         recent = min(recent, left)
         sinks = min(scorer.sink_tokens(budget, recent), left - recent)
-        return Stay(budget, recent, sinks, self._guarantees[nth], needed)
+        return Stay(budget, recent, sinks, self._guarantees[nth], needed, self.shares)
 
     def check(self, policy: RetentionPolicy, answering: Sequence[int] | None, slots: int) -> None:
         """Refuse spans that a policy cannot hold once all of them have been read."""

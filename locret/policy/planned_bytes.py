@@ -19,33 +19,23 @@ def unit_bytes(head_dim: int, value_dim: int, element_size: int, column_bytes: i
     return (head_dim + value_dim) * element_size + _SCORE_AND_POSITION_BYTES + column_bytes
 
 
-def cache_bytes(
-    backbone: Backbone,
-    capacities: Sequence[int],
-    element_size: int,
-    rows: int = 1,
-    column_bytes: int = 0,
-    forms: Sequence[Any] | None = None,
-    *,
-    still: bool = False,
+def workspace_bytes(
+    backbone: Backbone, capacities: Sequence[int], element_size: int, forms: Sequence[Any], *, still: bool
 ) -> int:
-    """Return the bytes of a cache: its layers' buffers, their states, and the workspace they share.
+    """Return the bytes beside a row's units in full-attention layers: other layers, states, and a shared workspace.
 
     Args:
         backbone: The backbone's shape.
         capacities: Slots per KV head of each full-attention layer.
         element_size: Bytes of one number of a key or value.
-        rows: Rows of the batch.
-        column_bytes: Bytes per unit of the columns that a scorer declares.
         forms: How each layer holds its units, a `locret.cache.rounding.Form`; None: as they are.
         still: Whether units never leave their slots nor are turned there; only those in codes need a workspace then.
     """
     others = [backbone.shape(index) for index in range(backbone.num_layers) if backbone.kinds[index] == "sliding"]
     sliding = ((backbone.window or 0) + 1) * sum(shape.num_kv_heads * shape.unit_dim for shape in others)
-    layers = zip(backbone.full_shapes, capacities, forms or [None] * len(capacities), strict=True)
+    layers = zip(backbone.full_shapes, capacities, forms, strict=True)
     copied = (slots * shape.num_kv_heads * _copied(shape, form, still) for shape, slots, form in layers)
-    scored = host_bytes(backbone, capacities, element_size, rows, column_bytes, forms)
-    return scored + rows * element_size * (max(copied, default=0) + sliding) + rows * backbone.state_bytes(element_size)
+    return element_size * (max(copied, default=0) + sliding) + backbone.state_bytes(element_size)
 
 
 def _copied(shape: LayerShape, form: Any, still: bool) -> int:
@@ -62,22 +52,17 @@ def full_bytes(backbone: Backbone, tokens: int, element_size: int) -> int:
     return tokens * element_size * sum(shape.num_kv_heads * shape.unit_dim for shape in backbone.full_shapes)
 
 
-def host_bytes(
-    backbone: Backbone,
-    capacities: Sequence[int],
-    element_size: int,
-    rows: int = 1,
-    column_bytes: int = 0,
-    forms: Sequence[Any] | None = None,
+def units_bytes(
+    backbone: Backbone, slots: Sequence[int], size: int, columns: int = 0, forms: Sequence[Any] | None = None
 ) -> int:
-    """Return the bytes of a second tier of so many slots per KV head in each layer; see `cache_bytes`."""
+    """Return the bytes of so many slots per KV head in each layer; see `workspace_bytes` and `column_bytes`."""
     total = 0
-    for shape, slots, form in zip(backbone.full_shapes, capacities, forms or [None] * len(capacities), strict=True):
-        sizes = shape.head_dim, shape.value_dim, element_size
-        unit = (unit_bytes if form is None else form.unit_bytes)(*sizes, column_bytes)
-        once = 0 if form is None or not slots else form.head_bytes(*sizes)
-        total += shape.num_kv_heads * (slots * unit + once)
-    return rows * total
+    for shape, own, form in zip(backbone.full_shapes, slots, forms or [None] * len(slots), strict=True):
+        sizes = shape.head_dim, shape.value_dim, size
+        unit = (unit_bytes if form is None else form.unit_bytes)(*sizes, columns)
+        once = 0 if form is None or not own else form.head_bytes(*sizes)
+        total += shape.num_kv_heads * (own * unit + once)
+    return total
 
 
 def parse_bytes(text: str, where: str = "") -> int:

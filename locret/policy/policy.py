@@ -94,7 +94,8 @@ class RetentionPolicy(OptionClass, usual=("budget",)):
     units."""
     head_shares: tuple[float, ...] | None = None
     """With head_budgets="shares": the share of each KV head of each full-attention layer, layer by layer, in all units;
-    none: what the retaining heads recommend, else what is measured when the backbone is loaded."""
+    none: what the retaining heads recommend, else what is measured when the backbone is loaded. Where little of a text
+    stays and there is no second tier, in proportion to their squares."""
     head_floor: float = 0.2
     """With head_budgets="adaptive": share of the budget that every head keeps at least, protected units included
     (Ada-KV's alpha); 1 splits uniformly."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
+from math import ceil
 
+from locret.base.fields import Refusal
 from locret.policy.policy import RetentionPolicy
 from locret.policy.sizes import decremental_chunks, lifted, memory_sizes, pyramid_budgets, shared_budgets
 
@@ -39,6 +42,8 @@ class Schedule:
     """Whether the length of the text is unknown."""
     shared: bool = False
     """Whether layers share each step's memory by what they retain, known only while reading: `kept` is the mean."""
+    head_shares: tuple[float, ...] = ()
+    """Of each KV head of each layer in the budgets; empty where all heads of a layer have as many units."""
 
     def step(self, index: int) -> Step:
         """Return the plan of the chunk with this number, from 0."""
@@ -81,10 +86,8 @@ def plan(
     start = tuple(held) if held is not None else (0,) * layers
     if prompt_tokens is None:
         if policy.needs_length:
-            raise ValueError(
-                f'memory="{policy.memory}" grows over all chunks of a prompt, whose length is unknown here; '
-                'give its token ids as a tensor, or use memory="fixed"'
-            )
+            rule = "grows over all chunks of a prompt, whose length is unknown here; give it as a whole, or use memory="
+            raise Refusal("memory", f'"{policy.memory}"', f'{rule}"fixed"', vars(policy))
         budgets = layer_budgets(policy, layers, None, recent, promised)
         return _endless(policy, budgets, start)
     chunked = max(0, prompt_tokens - tail)
@@ -162,8 +165,9 @@ def lookahead(policy: RetentionPolicy, second: int) -> int:
     A KV head has at most `second` units in a second tier, if that is bounded.
     """
     pyramid = 2 * policy.budget if policy.layer_budgets == "pyramid" else 0
-    shares = policy.layer_shares if policy.head_budgets == "shares" else None
-    shared = max(shared_budgets(policy.budget, len(shares), shares)) if shares else 0
+    shares = [Fraction(share) for share in (policy.head_shares or ()) if policy.head_budgets == "shares"]
+    # Rounding gives a head of the largest share at most two units for each head of its layer more.
+    shared = ceil(policy.budget * max(shares) * len(shares) / sum(shares)) + 2 * len(shares) if shares else 0
     most = max(pyramid, shared, second and policy.budget + second)
     return most and most + policy.local_len + 1
 

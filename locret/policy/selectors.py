@@ -37,6 +37,8 @@ class Stay(NamedTuple):
     """What else stays, of each row or of all rows alike."""
     guaranteed: int = 0
     """How many units per KV head that is at most; `recent` and `sinks` are beside them."""
+    shares: tuple[float, ...] = ()
+    """Of each KV head of the backbone, layer by layer, where they have shares."""
 
     def of_row(self, row: int) -> Stay:
         """Return what stays of one row."""
@@ -141,8 +143,8 @@ class ByShares(_ByRow):
     score are at most a quarter of what a head keeps. Every head holds what is guaranteed, and a share of the rest.
     """
 
-    shares: tuple[float, ...]
-    """Of each head of the layer, whose mean over the backbone is 1."""
+    heads: slice
+    """The layer's, among those of the backbone."""
     most: int = EVERY_UNIT
     """Units that a head holds at most, as long as the others have a use for more: positions that a backbone has."""
 
@@ -150,10 +152,11 @@ class ByShares(_ByRow):
         """Return the ranks that stay of one row, and how many are in each head."""
         units, bounded = stay.budget * len(numbers), [min(count, self.most) for count in numbers]
         held = bounded if sum(bounded) >= min(units, sum(numbers)) else numbers
-        parts, quotas = [], divided(units, self.shares, held, least=max(1, stay.guaranteed))
-        for span, quota, share in zip(_spans(numbers), quotas, self.shares, strict=True):
+        shares, mean = stay.shares[self.heads], sum(stay.shares) / len(stay.shares)
+        parts, quotas = [], divided(units, shares, held, least=max(1, stay.guaranteed))
+        for span, quota, share in zip(_spans(numbers), quotas, shares, strict=True):
             scores_11S, positions_11S = scores[None, None, span], positions[None, None, span]
-            if share < SAMPLED:
+            if share < SAMPLED * mean:
                 scores_11S = _sampled(scores_11S, positions_11S)
             own = stay._replace(recent=min(stay.recent, quota // 4))
             if stay.guarantees:

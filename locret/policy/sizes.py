@@ -13,11 +13,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from math import isfinite, isqrt
+from math import isfinite, isqrt, ulp
 from operator import le
 
 EVERY_UNIT = 1 << 40
 """More tokens, or units of a KV head, than a text has: as a budget, nothing is evicted."""
+FEW = 4
+"""Units that small KV heads have at least where shares are squared: most attention is for a text's first tokens."""
 
 
 def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 0, beta: int = 20) -> tuple[int, ...]:
@@ -55,6 +57,22 @@ def check_shares(shares: Sequence[float]) -> None:
             f"head_shares={list(shares)} are no shares; give a number above 0 for every KV head of every "
             "full-attention layer, such as [0.5, 1.5]"
         )
+
+
+def steepened(shares: Sequence[float], budget: int, room: int) -> tuple[float, ...]:
+    """Return shares as near to their squares as leaves no KV head with more than `room` units, of `budget` on average.
+
+    The less of a text stays, the fewer heads are worth having it: where there is room for their squares, these find
+    more (docs/heads.md), beside `FEW` units for each head, or a 16th. Where there is none, shares stay as they are.
+    """
+    exact = [Fraction(share) for share in shares]
+    mean, square = sum(exact) / len(exact), sum(share * share for share in exact) / len(exact)
+    few, most = Fraction(min(FEW, budget // 16), budget), Fraction(room, budget)
+    pairs = [(share / mean, few + (1 - few) * share * share / square) for share in exact]
+    if most <= max(exact) / mean:
+        return tuple(shares)
+    part = min([Fraction(1), *((most - own) / (steep - own) for own, steep in pairs if steep > most)])
+    return tuple(float(own + part * (steep - own)) or ulp(0.0) for own, steep in pairs)
 
 
 def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ import oracle as reference
 import pytest
 import torch
 from families import prompt
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,7 +22,7 @@ from locret.conversation.head_shares import counted
 from locret.policy.policy import policy_of
 from locret.policy.schedule import layer_budgets
 from locret.policy.selectors import select_over_heads
-from locret.policy.sizes import divided, lifted, shared_budgets
+from locret.policy.sizes import divided, lifted, shared_budgets, steepened
 from locret.scorers.oracle import OracleScorer
 
 NUMBERS: dict[str, Any] = {"budget": 24, "chunk_size": 10, "stabilizers": 5, "local_len": 6}
@@ -78,7 +80,7 @@ def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(
     """With room for every distance, logits are those of original positions; without any, those of ranks."""
 
     def read(**changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        own = policy(head_budgets="shares", head_shares=(0.5, 1.0, 1.5, 2.0, 0.5, 0.5), **tier, **changes)
+        own = policy(head_budgets="shares", head_shares=(0.7, 1.0, 1.2, 1.5, 0.8, 0.8), **tier, **changes)
         cache, found = RetentionCache(model, "random", own), []
         for text in (prompt(70), prompt(40, seed=1)):  # the second turns the keys back first
             found.append(prefill(model, text, cache))
@@ -86,6 +88,7 @@ def test_spaced_units_are_where_they_were_in_the_text_as_far_as_there_is_room(
             found += answer.logits
         return torch.cat(found), torch.cat([cache.kept_positions(layer).flatten() for layer in range(3)])
 
+    monkeypatch.setattr(model.config, "max_position_embeddings", 9999)
     (ranks, kept), (spaced, same), (original, theirs) = read(), read(spacing=1000), read(positions="original")
     assert torch.equal(kept, same)
     assert torch.equal(kept, theirs)
@@ -148,6 +151,17 @@ def test_layers_share_what_uniform_ones_have_and_what_one_cannot_hold_lifts_the_
     assert shared_budgets(64, 2, (1e308, 1e308)) == shared_budgets(64, 2, (5e-324, 5e-324)) == (64, 64)
 
 
+@given(st.lists(st.integers(1, 99), min_size=2, max_size=9), st.integers(1, 99), st.integers(1, 999))
+def test_shares_are_steeper_as_far_as_a_text_has_room(shares: list[int], budget: int, room: int) -> None:
+    means = [share / sum(shares) * len(shares) for share in shares]
+    few = min(4, budget // 16) / budget
+    squares = [few + (1 - few) * one**2 * len(means) / sum(mean**2 for mean in means) for one in means]
+    pairs = [*zip(means, squares, strict=True)]
+    ways = ([own + way / 4096 * (most - own) for own, most in pairs] for way in range(4096, -1, -1))
+    steep, slow = steepened(shares, budget, room), next((one for one in ways if max(one) <= room / budget), means)
+    assert [one / sum(steep) * len(steep) for one in steep] == pytest.approx(slow, abs=0.01)
+
+
 def test_numbers_that_are_no_shares_and_shares_of_layers_are_refused() -> None:
     for shares, message in (((0.0, 1.0), "are no shares; give a number above 0"), ("half", "is not a list of finite")):
         with pytest.raises(ValueError, match=message):
@@ -169,17 +183,23 @@ def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
 @pytest.mark.parametrize("second", [{}, {"host_budget": 13, "recall": 3}, {"host_budget": "all", "recall": 3}])
 @pytest.mark.parametrize(
     ("budget", "chunk_size", "length", "layers"),
-    [(48, 7, 200, (32, 64)), (24, 7, 90, (16, 32)), (24, 90, 90, (16, 32)), (24, 7, 30, (24, 24))],
+    [(48, 7, 200, (22, 74)), (24, 7, 90, (11, 37)), (24, 90, 90, (11, 37)), (24, 7, 30, (24, 24))],
 )
 def test_heads_keep_their_own_best_units_by_shares(
     small: nn.Module, budget: int, chunk_size: int, length: int, layers: tuple[int, int], second: dict[str, Any]
 ) -> None:
     """The oracle chooses, in one go at the end of the text, what each head rates best; of a small share, eight so.
 
-    Of what it does not keep, the second tier has the best, as many as the share says.
+    Where a long text has no second tier, shares are squared; else that has the best of what the heads do not keep, as
+    many as the share says.
     """
     shares = (0.2, 1.8, 3.6, 0.4)
     numbers = {**SHARED, "budget": budget, "chunk_size": chunk_size, "stabilizers": 0, "head_shares": shares, **second}
+    if second:
+        layers = (budget * 2 // 3, budget * 4 // 3) if length > 30 else layers
+    elif length > 30:
+        few = budget // 16
+        shares = tuple(4.1 * few / (budget - few) + share**2 for share in shares)  # squares, 4.1 on average, and a few
     labels = torch.randint(40, (2, 2, length - 4), generator=torch.Generator().manual_seed(3)) / 40
     cache = RetentionCache(small, OracleScorer(labels=labels), RetentionPolicy(**numbers, head_budgets="shares"))
     ids = ids_of(length)
