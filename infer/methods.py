@@ -20,12 +20,11 @@ from locret.base.method_spec import MethodSpec
 from locret.base.nearest import refuse_unknown
 from locret.base.warned import warn_user
 from locret.cache.limits import check_pair
-from locret.loading.options import LOCRET
+from locret.loading.options import FULL, LOCRET, WITHOUT_EVICTION
 from locret.policy.policy import FOLLOWING, USUAL, RetentionPolicy
-from locret.policy.resolve import yielding
+from locret.policy.resolve import check_effect, yielding
 from locret.policy.sizes import EVERY_UNIT
 from locret.scorers import Scorer
-from locret.scorers.chosen import FULL, WITHOUT_EVICTION
 
 INFLLM = "infllm"
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(RetentionPolicy)}
@@ -60,7 +59,8 @@ class Method:
 
     def policy(self, policy: RetentionPolicy, chosen: Collection[str] = ()) -> RetentionPolicy:
         """Return the policy with the method's own changes; `chosen` are the names of the numbers that the user set."""
-        usual = {} if self.positions is None or "positions" in chosen else {"positions": self.positions}
+        compact = "positions" in chosen or not {"diversity", "spacing"}.isdisjoint(self.changes)
+        usual = {} if self.positions is None or compact else {"positions": self.positions}
         shares = {"head_budgets": policy.head_budgets if "head_budgets" in chosen else "uniform", **self.changes}
         theirs = _SIZES if shares["head_budgets"] == "shares" else _SIZES - {"head_shares"}
         try:
@@ -75,6 +75,7 @@ class Method:
                 warn_user(f"method {self.name}: {one}")
             if self.scorer is not None:
                 check_pair(self.scorer, made)
+            check_effect(self.changes, made, chosen)
             return made
         except ValueError as error:
             raise ValueError(f"method {self.name}: {error}") from error

@@ -30,10 +30,10 @@ from locret.environment import versions
 from locret.infer import sizing
 from locret.infer.fetch import fetched, is_address
 from locret.infer.infer_options import GenerationOptions, ModelOptions, PlacedModelOptions, PolicyOptions, TextOptions
-from locret.loading.options import ScorerOptions
+from locret.loading.options import WITHOUT_EVICTION, ScorerOptions
 from locret.policy.resolve import EQUAL, SHARES
 from locret.scorers import Scorer
-from locret.scorers.chosen import FULL, MEASURED, WITHOUT_EVICTION, check_matches, chosen_heads, load_scorer
+from locret.scorers.chosen import MEASURED, check_matches, chosen_heads, load_scorer
 
 
 @dataclass
@@ -122,7 +122,7 @@ def ready(
     equal = "head_budgets" in chosen and policy.head_budgets != "shares"
     sharing = not equal and (model.shard, model.store, policy.kv_memory) == (None, None, None)
     scorer, recommended = load_scorer(named, sharing=sharing)
-    if named.label == FULL:
+    if named.keeps_all:
         for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
             raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
     shares = recommended.get("head_budgets") == "shares" and "head_budgets" not in {*chosen, *named.changes}
@@ -264,7 +264,7 @@ def warn_of_growth(plan: Ready) -> None:
             f"--when prompt_end keeps every unit until the prompt has been read, so memory grows with it (here "
             f"{plan.run.prompt_tokens:,} tokens); --when chunk bounds it"
         )
-    if isinstance(scorer, Scorer) and plan.named.label != FULL:
+    if isinstance(scorer, Scorer) and not plan.named.keeps_all:
         warn_of_recency(scorer.name, scorer.recent, [plan.policy])
 
 

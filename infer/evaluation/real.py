@@ -46,6 +46,7 @@ from locret.infer.infer_options import PlacedModelOptions
 from locret.labels.labels import labels_of_answers
 from locret.loading.options import ScorerOptions
 from locret.policy.planned_bytes import share_of
+from locret.policy.resolve import check_effect
 from locret.scorers.chosen import chosen_heads, load_scorer
 from locret.scorers.oracle import OracleScorer
 from locret.scorers.retaining_heads import recommended_shares
@@ -104,7 +105,7 @@ class RealOptions:
         check_ranges(self, dict.fromkeys(("questions", "pieces", "chunk_size", "local_len"), Range(1)))
 
     def shares(self) -> list[float]:
-        return listed(self.keep, lambda text: float(100 * share_of(f"{text.removesuffix('%')}%")), "--keep", "25,12.5")
+        return listed(self.keep, _percent, "--keep", "25,12.5, or 0.25%")
 
     def cells(self) -> list[Cell]:
         """Return what is measured, cheapest first within a length."""
@@ -114,6 +115,13 @@ class RealOptions:
             for method in words(self.methods, "--methods")
             for share in ([None] if method in (FULL, NOTHING) else self.shares())
         ]
+
+
+def _percent(text: str) -> float:
+    found = float(100 * share_of(f"{text.removesuffix('%')}%"))
+    if found <= 1 and not text.endswith("%"):
+        raise ValueError(f"{text} could be a share or a percentage")
+    return found
 
 
 class Cell(NamedTuple):
@@ -324,7 +332,10 @@ def command(argv: Sequence[str]) -> int:
             raise ValueError(f"--methods {method} needs trained heads; give --heads, or leave it out")
         if (spec.name in (HEADS, ORACLE) and spec.options) or (spec.name in (FULL, NOTHING) and method != spec.name):
             raise ValueError(f"--methods {method}: {spec.name} has no options here; write {spec.name}")
+        if spec.name == "oracle":
+            raise ValueError(f"--methods {method} is called {ORACLE} here, where it sees the answers to all questions")
         policy = policy_of_share(1024, 0.5, **spec.changes)
+        check_effect(spec.changes, policy, ())
         if spec.name not in (FULL, NOTHING, HEADS, ORACLE):
             check_pair(scorers.make(spec, {}), policy)
     folder = Path(os.path.expanduser(options.output))

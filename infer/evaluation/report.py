@@ -40,6 +40,7 @@ def write_results(output: Path, log: SampleLog, settings: dict[str, Any], job: J
         "complete": len(records) == len(cases) * len(runs),
         **({"left_out": list(job.unmade.values())} if job.unmade else {}),
         "cells": found,
+        "policies": [run.axes | {"policy": run.policy.to_dict()} for run in runs if run.policy is not None],
     }
     if suite := job.evaluation.chosen_suite():
         published = job.evaluation.published

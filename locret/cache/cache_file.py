@@ -36,7 +36,6 @@ from locret.scorers import Scorer
 
 FORMAT = "locret-cache-1"
 CONTEXT_WRITERS = "context.save, chat.save or locret-context read"
-OTHER_SCORER = "allow_other_scorer=True to rate further text in the other way"
 _ODD = (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError, RecursionError, SafetensorError)
 """What reading a header raises that says something else than ours do."""
 
@@ -273,7 +272,7 @@ def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: 
     if (saved["name"], options) != (here["name"], here["options"]) and not allow_other:
         raise ValueError(
             f"it was made with the scorer {_described(saved)}, here it is {_described(here)}; give that scorer, or "
-            f"{OTHER_SCORER}"
+            "ask with allow_other_scorer=True (locret-context ask --allow-other-scorer) to rate further text so"
         )
 
 

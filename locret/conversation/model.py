@@ -31,7 +31,7 @@ from locret.conversation.protect import USER, Protection, Rule, check_named, rul
 from locret.conversation.turns import Talk, Transcript, Written, saved_talk, written
 from locret.heads.heads import RetainingHeads
 from locret.loading.gguf import without_bars
-from locret.loading.options import BackboneSource, ScorerOptions
+from locret.loading.options import FULL, BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy, policy_of, usual_budget
 from locret.policy.protection import Span
 from locret.policy.resolve import resolve
@@ -89,11 +89,11 @@ class LongContextModel:
         parse_special: bool = False,
     ) -> None:
         self.model, self.tokenizer, self.parse_special = model, tokenizer, parse_special
-        if scorer == chosen.FULL:
+        policy = policy_of(policy, chosen.checked_budget(scorer, budget))
+        if scorer == FULL:
             scorer, numbers = chosen.keeping_all()
-            chosen.checked_budget(chosen.FULL, budget)
-            policy = replace(policy_of(policy) or RetentionPolicy(), **numbers)
-        policy = _recommended(policy_of(policy, budget), budget, scorer)
+            policy = replace(policy or RetentionPolicy(), **numbers)
+        policy = _recommended(policy, budget, scorer)
         self.template = template or ("chat" if tokenizer.chat_template else "none")
         if policy is not None:
             policy = sharing(policy, scorer, model, tokenizer, self.template)
@@ -163,7 +163,7 @@ class LongContextModel:
             config = loading.load_config(source)
             if changes:
                 policy = policy or RetentionPolicy(budget=usual_budget(describe(config).max_positions))
-                policy = policy.changed(**changes)
+                policy = chosen.modified(policy, changes)
             if isinstance(found, RetainingHeads):
                 chosen.check_matches(named, found, config)
                 policy = _recommended(policy, budget, found)

@@ -17,8 +17,10 @@ MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 """Device maps that transformers makes by itself."""
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 
-LOCRET = "locret"
-"""The method of trained heads."""
+LOCRET, FULL = "locret", "full"
+"""The method of trained heads, and the one that keeps every unit."""
+WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", "exact_recent", "exact_layers")
+"""Fields of a policy that mean something where every unit stays."""
 _OFFLOADS = {"fsdp": ("cpu",), "zero3": ("cpu", "nvme")}
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
@@ -218,6 +220,12 @@ class ScorerOptions(OptionClass, usual=("heads", "method")):
     def changes(self) -> dict[str, Any]:
         """What the modifiers of `method` or `scorer` change in the policy."""
         return {} if self.spec is None else self.spec.changes
+
+    @property
+    def keeps_all(self) -> bool:
+        """Whether every unit stays."""
+        full = self.spec is not None and self.spec.name == FULL and not self.spec.options
+        return full and self.changes.keys() <= {*WITHOUT_EVICTION}
 
     @property
     def label(self) -> str | None:

@@ -48,11 +48,21 @@ def resolve(
         wanted: Numbers that follow from the budget otherwise than by what is recommended.
         named: Which of the recommended numbers the user chose by modifiers of a method, and which so yield to nothing.
     """
-    given = {*named, *(name for name, value in own.items() if value is not None)}
-    policy, said = yielding(lambda less: _resolved(own, {**recommended, **less}, wanted), recommended, given)
+    given = {name for name, value in own.items() if value is not None}
+    beside = {*named, *given}
+    policy, said = yielding(lambda less: _resolved(own, {**recommended, **less}, wanted), recommended, beside)
     for one in said:
         warn_user(one)
+    check_effect(named, policy, given)
     return policy
+
+
+def check_effect(named: Collection[str], policy: RetentionPolicy, chosen: Collection[str]) -> None:
+    """Refuse a modifier that changes nothing, unless the user chose otherwise what would let it."""
+    for name, missing in policy.idle().items():
+        if name in named and missing.split()[0].replace("-", "_") not in chosen:
+            value = getattr(policy, name)
+            raise ValueError(f"+{name}={value} changes nothing without {missing}; add that, or drop it from the method")
 
 
 def yielding(

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from typing import Any
 
 from locret import backbone_names, scorers, shipped
 from locret.base import method_spec
 from locret.base.warned import warn_user
 from locret.heads.heads import RetainingHeads
-from locret.loading.options import LOCRET, ScorerOptions
+from locret.loading.options import FULL, LOCRET, ScorerOptions
 from locret.policy.policy import RetentionPolicy
 from locret.policy.sizes import EVERY_UNIT
 from locret.scorers.base import Scorer
 
-AUTO_HEADS, FULL = "auto", "full"
+AUTO_HEADS = "auto"
 MEASURED = {"head_budgets": "shares", "spacing": 16}
 """What `+head_shares+spaced` changes."""
-WITHOUT_EVICTION = ("prefill_attention", "key_bits", "value_bits", "rounding", "exact_recent", "exact_layers")
-"""Fields of a policy that mean something where every unit stays."""
 
 
 def chosen_heads(heads: str | None, model: str | None, tell: Callable[[str], None] = warn_user) -> str | None:
@@ -52,8 +51,8 @@ def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[Retai
                 f"without trained heads the scorer {spec} decides which units stay; give heads for this backbone "
                 f"({AUTO_HEADS} looks for shipped ones), or another scorer"
             )
-        if options.label == FULL:
-            return keeping_all()
+        if options.keeps_all:
+            return keeping_all()[0], {**keeping_all()[1], **spec.changes}
         _check_is_scorer(spec, flag)
         return scorers.make(spec), dict(spec.changes)
     if options.heads is None:
@@ -70,9 +69,18 @@ def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[Retai
 
 def checked_budget(scorer: Any, budget: int | None) -> int | None:
     """Return a budget, unless every unit is kept."""
-    if budget is not None and scorer == FULL:
+    if budget is not None and str(scorer).partition("+")[0] == FULL:
         raise ValueError(f"budget={budget} means nothing to scorer full, which keeps every unit; leave it out")
     return budget
+
+
+def modified(policy: RetentionPolicy, changes: Mapping[str, Any]) -> RetentionPolicy:
+    """Return a policy with what the modifiers of a scorer change, unless it says something else itself."""
+    for one in fields(policy):
+        own, wanted = getattr(policy, one.name), changes.get(one.name, one.default)
+        if own not in (wanted, one.default) and one.name in changes:
+            raise ValueError(f"the scorer sets {one.name}={wanted}, and the policy {one.name}={own}; drop one of them")
+    return policy.changed(**changes)
 
 
 def keeping_all() -> tuple[Scorer, dict[str, Any]]:
@@ -87,11 +95,12 @@ def told(scorer: Scorer, policy: RetentionPolicy) -> str:
 
 def _check_is_scorer(spec: method_spec.MethodSpec, flag: str) -> None:
     """Refuse a method of `locret-eval` that is no scorer, and say how it is written here."""
+    own = method_spec.MethodSpec(spec.name, spec.options)
     instead = {
-        LOCRET: "means trained heads; give --heads and --method",
-        FULL: "keeps every unit, and has no options; write it alone",
-        "infllm": f"is a lookup; give {flag} streaming --recall-by infllm",
-        **dict.fromkeys(("omnikv", "quest"), f"is a lookup; give --host-budget all --recall N --recall-by {spec.name}"),
+        **dict.fromkeys((LOCRET, "retaining_heads"), "means trained heads; give --heads FOLDER"),
+        FULL: "keeps every unit, and takes only what says how they are held or read, such as full+4bit",
+        "infllm": f"is a lookup; give {flag} streaming --recall-by {own}",
+        **dict.fromkeys(("omnikv", "quest"), f"is a lookup; give --host-budget all --recall N --recall-by {own}"),
     }
     if spec.name in instead:
         raise ValueError(f'{flag} "{spec}": {spec.name} {instead[spec.name]}')

@@ -9,13 +9,11 @@ Cost:      O(L) per chunk; a score does not change later. Query-agnostic. Traine
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar
 
 from torch import nn
 
 from locret.backbone.adapters import ranks_of
-from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
 from locret.heads.heads import RetainingHeads, sharded
 from locret.labels import KINDS
@@ -28,26 +26,19 @@ class RetainingHeadScorer(FeatureScorer):
 
     name: ClassVar[str] = "retaining_heads"
     over_ranks: ClassVar[bool] = True
-    needs: ClassVar[str] = "trained heads; give --heads FOLDER, or the option as retaining_heads:heads=FOLDER"
+    needs: ClassVar[str] = "trained heads; give --heads FOLDER"
 
-    heads: RetainingHeads | str
-    """Trained heads, or the folder or Hub id to load them from."""
-
-    @cached_property
-    def _config(self) -> HeadsConfig:
-        # Once: every cache asks, and heads on the Hub are asked for over the network.
-        heads = self.heads
-        return checkpoint.read_config(checkpoint.find(heads)) if isinstance(heads, str) else heads.config
+    heads: RetainingHeads
+    """Trained heads."""
 
     @property
     def head_shares(self) -> tuple[float, ...] | None:
-        return recommended_shares(self._config)
+        return recommended_shares(self.heads.config)
 
     def prepare(self, model: nn.Module) -> RetainingHeads:
-        """Return the heads, loaded if need be, each on its layer's device; where processes share heads, its part."""
-        heads = RetainingHeads.from_pretrained(self.heads) if isinstance(self.heads, str) else self.heads
-        heads.check_matches(model)
-        return sharded(heads, ranks_of(model)).follow(model)
+        """Return the heads, each on its layer's device; where processes share heads, its part."""
+        self.heads.check_matches(model)
+        return sharded(self.heads, ranks_of(model)).follow(model)
 
     def identity(self, prepared: RetainingHeads) -> dict[str, Any]:
         return {"weights": prepared.fingerprint()}

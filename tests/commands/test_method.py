@@ -81,10 +81,10 @@ def test_a_scorer_is_a_method_with_options_and_modifiers(tmp_path: Path) -> None
     ("line", "sentence"),
     [
         ("--scorer oracle", "scorer oracle needs the labels of the true answer, which only locret-eval knows"),
-        ("--scorer retaining_heads", "scorer retaining_heads needs trained heads; give --heads FOLDER"),
+        ("--scorer retaining_heads", "retaining_heads means trained heads; give --heads FOLDER"),
         ("--scorer snapkv --scorer-options.kernel 9", 'option "scorer_options" was retired: a scorer\'s options stand'),
         ("--scorer locret+recall", "locret means trained heads; give --heads"),
-        ("--scorer quest:page=8", "quest is a lookup; give --host-budget all --recall N --recall-by quest"),
+        ("--scorer quest:page=8", "quest is a lookup; give --host-budget all --recall N --recall-by quest:page=8"),
         ("--scorer streamin", 'scorer "streamin" is unknown; did you mean streaming'),
         ("--method locret", "--method locret takes trained heads; give --heads, or let --heads auto look for some"),
         ("--method snapkv --scorer h2o", "--method snapkv and --scorer h2o exclude each other; drop one of"),

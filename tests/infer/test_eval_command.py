@@ -101,6 +101,7 @@ def test_of_what_heads_recommend_other_methods_take_the_sizes_alone() -> None:
         ("locret", (), {**shares, "spacing": 16, "diversity": 0.2}),
         ("random", (), {}),
         ("snapkv", (), {"positions": "original"}),
+        ("snapkv+diverse", (), {"diversity": 0.15}),
         ("locret+4bit", (), {"key_bits": 4, "value_bits": 4}),
         ("locret+pyramid", (), {"layer_budgets": "pyramid", "diversity": 0.2}),
         ("random+head_shares", (), shares),

@@ -76,6 +76,9 @@ def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, cap
         (["--pieces", "0"], "pieces=0 is too small; it must be 1 or more"),
         (["--tokens", "8"], r"--tokens 8 is not possible \(8 is not a whole number of 64 to"),
         (["--methods", "snapkw"], "snapkv"),
+        (["--methods", "oracle"], "--methods oracle is called oracle_agnostic here"),
+        (["--methods", "random+spaced"], r"\+spacing=16 changes nothing without head-budgets shares"),
+        (["--keep", "0.25"], r"--keep 0.25 is not possible \(0.25 could be a share or a percentage\)"),
         (["--store", "own.py:Store"], "store=own.py:Store is not for --suite real, which reads"),
     ],
 )
