@@ -29,7 +29,7 @@ from locret.scorers import Scorer
 INFLLM = "infllm"
 _DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(RetentionPolicy)}
 _FIELDS = frozenset(_DEFAULTS)
-_SIZES = frozenset({"budget", *FOLLOWING, "positions", "layer_shares", "head_shares"})
+_SIZES = frozenset({"budget", *FOLLOWING, "positions", "head_shares"})
 """What all methods take of what heads recommend; the rest, such as diversity, is for them alone, unless it is named."""
 _ABOUT = {"random": "units drawn at random", "streaming": "first and most recent tokens (StreamingLLM)"}
 """Methods that have the positions of the policy, as heads do."""

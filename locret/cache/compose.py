@@ -42,7 +42,7 @@ from locret.policy.sizes import divided
 
 _HOW_IT_IS_READ = {
     *("budget", "chunk_size", "stabilizers", "local_len", "memory", "decremental", "min_chunk", "prefill_attention"),
-    *("when", "merge", "head_shares", "layer_shares"),
+    *("when", "merge", "head_shares"),
 }
 """Fields of a policy in which texts of one cache may differ: what they decide is over when a text has been read."""
 
@@ -232,7 +232,7 @@ def _budgets(caches: Sequence[RetentionCache], policy: RetentionPolicy) -> tuple
     held = [sum(cache.governed[nth].fill for cache in caches) for nth in range(len(last.governed))]
     own = min(budget, last.scorer.recent(budget))
     taken = sum(promised(cache.protected, budget) for cache in caches)
-    most = layer_budgets(policy, len(held), None, own, taken)
+    most = layer_budgets(policy, last.limits.heads, None, own, taken)
     return tuple(divided(sum(most), most, held, least=1))
 
 

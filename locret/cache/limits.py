@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, islice
+from itertools import islice
 
 import torch
 
@@ -58,7 +58,7 @@ def check_pair(scorer: Scorer, policy: RetentionPolicy) -> None:
 def with_shares(
     policy: RetentionPolicy, scorer: Scorer, heads: Sequence[int], *, planned: bool = False
 ) -> RetentionPolicy:
-    """Return a policy that says the share of every KV head, and so of every layer, where those have shares.
+    """Return a policy that says the share of every KV head, where those have shares.
 
     A plan that is `planned` before they are measured takes equal ones: as many units in all, and a smaller workspace.
     """
@@ -75,8 +75,7 @@ def with_shares(
             f"head_shares has {len(shares)} numbers for {sum(heads)} KV heads in {len(heads)} layers with full "
             "attention; give one for each"
         )
-    means = [sum(shares[end - own : end]) / own for end, own in zip(accumulate(heads), heads, strict=True)]
-    return policy.changed(head_shares=tuple(shares), layer_shares=tuple(means))
+    return policy.changed(head_shares=tuple(shares))
 
 
 def check_named(policy: RetentionPolicy) -> None:
@@ -156,9 +155,10 @@ class Limits:
     def __init__(self, policy: RetentionPolicy, scorer: Scorer, backbone: Backbone) -> None:
         layers = len(backbone.layers)
         self.policy, self.scorer, self.layers = policy, scorer, layers
-        self._heads = [shape.num_kv_heads for shape in backbone.full_shapes]
+        self.heads = [shape.num_kv_heads for shape in backbone.full_shapes]
+        """KV heads of each layer."""
         self._positions = backbone.max_positions
-        self.tiers = _tiers(policy, self._heads, backbone.max_positions)
+        self.tiers = _tiers(policy, self.heads, backbone.max_positions)
         """Most units of each KV head in the second tier of each layer."""
         answering = self._recent(policy.decode_budget or 1)
         self._answering = decode_budgets(policy, layers, answering)
@@ -195,7 +195,7 @@ class Limits:
         """Keep the spans of each row, or of all rows alike, whatever the scores."""
         self._promised = promised(rows, self.policy.budget)
         policy = self.steep(self.policy, None)
-        own = layer_budgets(policy, self.layers, None, self._recent(policy.budget), self._promised)
+        own = layer_budgets(policy, self.heads, None, self._recent(policy.budget), self._promised)
         self._protected = Protected(rows, policy, own)
 
     def check_protected(self, slots: int) -> None:
@@ -214,7 +214,7 @@ class Limits:
         sinks = self.scorer.sink_tokens(1, 0)  # of the least memory: shares of a budget are none of it
         how = {"recent": recent, "sinks": sinks, "tail": self.tail, "promised": self._promised}
         policy = self.steep(self.policy, prompt_tokens and self.read + max(0, prompt_tokens - self.tail))
-        found = plan(policy, self.layers, prompt_tokens, held=held, **how)
+        found = plan(policy, self.heads, prompt_tokens, held=held, **how)
         return replace(found, head_shares=policy.head_shares or ())
 
     def steep(self, policy: RetentionPolicy, tokens: int | None) -> RetentionPolicy:
@@ -228,7 +228,7 @@ class Limits:
         room, taken = most if tokens is None else min(most, tokens), min(self._promised, policy.budget - 1)
         assert policy.head_shares is not None
         shares = steepened(policy.head_shares, policy.budget - taken, room - taken)
-        return with_shares(policy.changed(head_shares=shares), self.scorer, self._heads)
+        return policy.changed(head_shares=shares)
 
     def capacity(self, schedule: Schedule, new_tokens: int) -> tuple[int, ...]:
         """Return the slots per layer for a read and an answer; of a read that grows without end, for what is known."""

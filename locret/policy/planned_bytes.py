@@ -24,12 +24,7 @@ def workspace_bytes(
 ) -> int:
     """Return the bytes beside a row's units in full-attention layers: other layers, states, and a shared workspace.
 
-    Args:
-        backbone: The backbone's shape.
-        capacities: Slots per KV head of each full-attention layer.
-        element_size: Bytes of one number of a key or value.
-        forms: How each layer holds its units, a `locret.cache.rounding.Form`; None: as they are.
-        still: Whether units never leave their slots nor are turned there; only those in codes need a workspace then.
+    Where units are `still`, neither moved nor turned, only those in codes need one. `forms` are those of `forms_of`.
     """
     others = [backbone.shape(index) for index in range(backbone.num_layers) if backbone.kinds[index] == "sliding"]
     sliding = ((backbone.window or 0) + 1) * sum(shape.num_kv_heads * shape.unit_dim for shape in others)

@@ -86,8 +86,6 @@ class RetentionPolicy(OptionClass, usual=("budget",)):
     """The budget of each layer: "uniform"; or "pyramid", more in the first layers and less in the last (PyramidKV)."""
     pyramid_beta: int = 20
     """With layer_budgets="pyramid": share of the budget, 1 in so many, that the last layer keeps (PyramidKV's beta)."""
-    layer_shares: tuple[float, ...] | None = None
-    """With head_budgets="shares": what head_shares come to in each full-attention layer, from which it follows."""
     head_budgets: str = "uniform"
     """The budget of each KV head: "uniform"; "adaptive", a layer keeps the best units of all its heads (Ada-KV); or
     "shares", in proportion to measured numbers, over all layers: few KV heads find what is asked, and need most of the
@@ -281,7 +279,6 @@ class RetentionPolicy(OptionClass, usual=("budget",)):
             "decode_interval": (self.decode_budget is not None, "decode-budget"),
             "pyramid_beta": (self.layer_budgets == "pyramid", "layer-budgets pyramid"),
             "head_shares": (self.head_budgets == "shares", "head-budgets shares"),
-            "layer_shares": (self.head_shares is not None, "head-shares"),
             "head_floor": (self.head_budgets == "adaptive", "head-budgets adaptive"),
             "spacing": (self.head_budgets == "shares" and self.positions == "compact", spaced),
             **dict.fromkeys(("rounding", "exact_recent", "exact_layers"), (not self.exact_bits, "key-bits")),
@@ -420,7 +417,7 @@ _OF_BLOCKS: Mapping[str, tuple[Any, ...]] = {
 }
 """What the method that recalls blocks has rules of its own for."""
 
-_RETIRED: dict[str, Any] = {"ledger": 0, "refit": False, "host_by": "score"}
+_RETIRED: dict[str, Any] = {"ledger": 0, "refit": False, "host_by": "score", "layer_shares": None}
 """Fields that files of earlier versions have, and the values that changed nothing."""
 
 
@@ -434,7 +431,7 @@ def without_retired(values: Any) -> Any:
     if str(kept.get("recall_by")).partition(":")[0] == "codes":  # which found what "exact" finds
         del kept["recall_by"]
     if kept.get("layer_budgets") == "shares":
-        kept = {name: value for name, value in kept.items() if name not in ("layer_budgets", "layer_shares")}
+        del kept["layer_budgets"]
     if "memory" in (method := str(kept.get("recall_by"))):  # of omnikv: its share of the text is among those recalled
         kept["recall_by"] = re.sub(r"(?<=[:,])memory=[^,]*,?", "", method).rstrip(":,")
     rounding = kept.get("rounding")

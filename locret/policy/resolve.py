@@ -11,7 +11,7 @@ from locret.base.fields import check_ranges
 from locret.base.warned import warn_user
 from locret.policy.policy import FOLLOWING, RANGES, USUAL, RetentionPolicy, Wanted
 
-SHARES: Mapping[str, Any] = {"head_budgets": "uniform", "head_shares": None, "layer_shares": None, "spacing": 1}
+SHARES: Mapping[str, Any] = {"head_budgets": "uniform", "head_shares": None, "spacing": 1}
 """What is recommended of the sizes of KV heads, and what is so without them."""
 _SIZES = {"budget", "decode_budget", *FOLLOWING}
 ALONE = "units stay by their scores alone: diversity, which the heads recommend, does not go with what else was chosen"

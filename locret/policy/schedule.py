@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
+from itertools import accumulate
 from math import ceil
 
 from locret.base.fields import Refusal
@@ -59,7 +60,7 @@ class Schedule:
 
 def plan(
     policy: RetentionPolicy,
-    layers: int,
+    heads: Sequence[int],
     prompt_tokens: int | None,
     *,
     held: Sequence[int] | None = None,
@@ -74,7 +75,7 @@ def plan(
 
     Args:
         policy: The rules.
-        layers: Number of full-attention layers.
+        heads: KV heads of each full-attention layer.
         prompt_tokens: Length of the text; None if unknown.
         held: Units each layer holds already.
         recent: Newest units that the scorer keeps by right; like stabilizers they are not part of a pyramid.
@@ -83,15 +84,15 @@ def plan(
         promised: Units that protected spans take of every KV head.
     """
     tail = policy.local_len if tail is None else tail
-    start = tuple(held) if held is not None else (0,) * layers
+    start = tuple(held) if held is not None else (0,) * len(heads)
     if prompt_tokens is None:
         if policy.needs_length:
             rule = "grows over all chunks of a prompt, whose length is unknown here; give it as a whole, or use memory="
             raise Refusal("memory", f'"{policy.memory}"', f'{rule}"fixed"', vars(policy))
-        budgets = layer_budgets(policy, layers, None, recent, promised)
+        budgets = layer_budgets(policy, heads, None, recent, promised)
         return _endless(policy, budgets, start)
     chunked = max(0, prompt_tokens - tail)
-    budgets = layer_budgets(policy, layers, [units + chunked for units in start], recent, promised)
+    budgets = layer_budgets(policy, heads, [units + chunked for units in start], recent, promised)
     local = prompt_tokens - chunked
     if policy.when == "prompt_end":
         return _at_prompt_end(policy, budgets, start, chunked, local)
@@ -121,31 +122,27 @@ def protected(policy: RetentionPolicy, kept: int) -> int:
 
 
 def layer_budgets(
-    policy: RetentionPolicy, layers: int, competing: Sequence[int] | None, recent: int = 0, promised: int = 0
+    policy: RetentionPolicy, heads: Sequence[int], competing: Sequence[int] | None, recent: int = 0, promised: int = 0
 ) -> tuple[int, ...]:
     """Return the units that each layer may keep, when so many per KV head of each compete for them (None: many).
 
-    Where layers have shares, these are of what every KV head has beside the units that it was `promised`.
+    Where KV heads have shares, these are of what every one has beside the units that it was `promised`.
     """
     if policy.head_budgets == "shares":
-        promised = min(promised, policy.budget - 1)
-        own = shared_budgets(policy.budget - promised, layers, policy.layer_shares)
+        assert policy.head_shares is not None
+        promised, shares = min(promised, policy.budget - 1), policy.head_shares
+        means = [sum(shares[end - own : end]) / own for end, own in zip(accumulate(heads), heads, strict=True)]
+        own = shared_budgets(policy.budget - promised, means)
         if competing is not None:
-            own = lifted(own, _alike(policy, layers), [max(1, units - promised) for units in competing])
+            alike = shares if len({*heads}) == 1 else means
+            own = lifted(own, alike, [max(1, units - promised) for units in competing])
         return tuple(promised + units for units in own)
+    layers = len(heads)
     if policy.layer_budgets == "uniform":
         return (policy.budget,) * layers
     window = max(recent, policy.stabilizers if policy.when == "chunk" else 0)
     tokens = None if competing is None else max(competing, default=0)
     return pyramid_budgets(policy.budget, layers, tokens, window, policy.pyramid_beta)
-
-
-def _alike(policy: RetentionPolicy, layers: int) -> Sequence[float]:
-    """Return the shares of KV heads, or, where layers have different numbers of those, of layers."""
-    heads, means = policy.head_shares or (), policy.layer_shares or (1.0,) * layers
-    each = len(heads) // layers
-    groups = [sum(heads[nth * each : (nth + 1) * each]) / max(each, 1) for nth in range(layers)]
-    return heads if groups == list(means) and len(heads) == each * layers else means
 
 
 def decode_budgets(policy: RetentionPolicy, layers: int, recent: int = 0) -> tuple[int, ...] | None:

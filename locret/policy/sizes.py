@@ -75,9 +75,9 @@ def steepened(shares: Sequence[float], budget: int, room: int) -> tuple[float, .
     return tuple(float(own + part * (steep - own)) or ulp(0.0) for own, steep in pairs)
 
 
-def shared_budgets(budget: int, layers: int, shares: Sequence[float] | None) -> tuple[int, ...]:
-    """Return units per layer, one at least, in proportion to shares (None: alike), in all `layers * budget`."""
-    exact = [Fraction(share) for share in shares or (1,) * layers]
+def shared_budgets(budget: int, shares: Sequence[float]) -> tuple[int, ...]:
+    """Return units per layer, one at least, in proportion to shares, `budget` on average."""
+    exact, layers = [Fraction(share) for share in shares], len(shares)
     own = [(budget - 1) * layers * share / sum(exact) for share in exact]
     parts = [1 + int(part) for part in own]
     for nth in sorted(range(layers), key=lambda nth: (-(own[nth] % 1), nth))[: budget * layers - sum(parts)]:

@@ -232,7 +232,7 @@ def test_decremental_chunks_sum_to_the_text_and_keep_attention_constant_where_no
 ) -> None:
     least = min(least, chunk)
     rules = policy(budget=most, chunk_size=chunk, memory=growth, decremental=True, min_chunk=least)
-    schedule = plan(rules, 2, tokens + 6)
+    schedule = plan(rules, (1, 1), tokens + 6)
     sizes = [step.tokens for step in schedule.steps]
     assert sum(sizes) == tokens
     assert min(sizes) >= min(least, tokens)
@@ -258,13 +258,13 @@ def test_incremental_memory_and_decremental_chunks_have_the_numbers_of_the_paper
     growth: str, sizes: tuple[int, ...]
 ) -> None:
     rules = policy(budget=1024, chunk_size=1024, memory=growth, decremental=True, min_chunk=1)
-    steps = plan(rules, 1, 32768 + 6).steps
+    steps = plan(rules, (1,), 32768 + 6).steps
     lengths = [step.tokens + before.kept[0] for step, before in zip(steps[1:], steps, strict=False)]
     found = min(step.tokens for step in steps), steps[1].tokens, max(lengths)
     assert found == pytest.approx(sizes, abs=1)
     assert max(lengths) - min(lengths) <= 1
     # m_0 + (m - m_0) i^2 / 9 in the lower half of the layers, m_0 + (m - m_0) sqrt(i / 3) in the upper, m_0 = 24 / 4.
-    layers = plan(policy(memory="square_sqrt"), 3, 46).steps
+    layers = plan(policy(memory="square_sqrt"), (1, 1, 1), 46).steps
     assert [step.budgets for step in layers] == [(6, 6, 6), (8, 16, 16), (14, 20, 20), (24, 24, 24)]
 
 
@@ -281,22 +281,22 @@ def test_adaptive_layers_share_by_what_they_retained_up_to_the_cap() -> None:
 
 
 def test_a_second_text_starts_from_what_is_held() -> None:
-    schedule = plan(policy(memory="linear"), 2, 86, held=[30, 12])
+    schedule = plan(policy(memory="linear"), (1, 1), 86, held=[30, 12])
     assert schedule.held == (24, 12)
     assert {step.budgets[0] for step in schedule.steps} == {24}
     assert schedule.steps[0].budgets[1] == 12
     assert schedule.steps[-1].budgets == (24, 24)
     # 43 tokens beside a full memory: no chunk is longer than 43 / 5, rounded up.
-    full = plan(policy(memory="linear", decremental=True), 2, 49, held=[24, 24])
+    full = plan(policy(memory="linear", decremental=True), (1, 1), 49, held=[24, 24])
     assert [step.tokens for step in full.steps] == [8, 9, 9, 9, 8]
 
 
 def test_a_plan_says_what_every_step_keeps() -> None:
-    schedule = plan(policy(stabilizers=5), 2, 57)
+    schedule = plan(policy(stabilizers=5), (1, 1), 57)
     kept = [(step.tokens, *step.kept) for step in (*schedule.steps, schedule.last)]
     assert kept == [(10, 10, 10), (10, 20, 20), *3 * [(10, 24, 24)], (1, 24, 24), (6, 30, 30)]
     assert schedule.peak == (34, 34)
-    assert plan(policy(layer_budgets="pyramid"), 2, 106).last.kept == (47 + 6, 1 + 6)
+    assert plan(policy(layer_budgets="pyramid"), (1, 1), 106).last.kept == (47 + 6, 1 + 6)
 
 
 def test_decode_budgets_of_a_pyramid_leave_every_layer_room_for_an_eviction() -> None:

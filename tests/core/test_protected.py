@@ -59,7 +59,7 @@ def every_head(cache: RetentionCache, row: int = 0) -> list[Tensor]:
 
 def layer_budgets(cache: RetentionCache) -> list[int]:
     """Return for every KV head the budget that shares are of: the policy's, or its layer's if that is smaller."""
-    own = budgets_of(cache.policy, len(cache.backbone.layers), None)
+    own = budgets_of(cache.policy, cache.limits.heads, None)
     heads = [shape.num_kv_heads for shape in cache.backbone.full_shapes]
     if cache.policy.head_budgets == "shares":
         own = (cache.policy.budget,) * len(heads)

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, load_cache, prefill, save_cache, scorers
-from locret.policy.schedule import plan, protected
+from locret.policy.schedule import protected
 from locret.policy.sizes import divided, shared_budgets
 
 ASKED: dict[str, Any] = {
@@ -251,9 +251,7 @@ def test_no_moment_of_reads_and_answers_holds_more_than_is_planned(run: Run) -> 
 def test_every_chunk_keeps_as_many_units_as_are_planned_in_the_order_of_the_text(run: Run) -> None:
     cache, seen = run.cache(), []
     layers, rules = cache.backbone.layers, cache.policy
-    schedule = plan(
-        rules, len(layers), run.tokens, recent=cache.scorer.recent(rules.budget), sinks=cache.scorer.sink_tokens(1, 0)
-    )
+    schedule = cache.limits.plan(run.tokens)
     prefill(cache.model, text_of(run), cache, on_chunk=lambda c: seen.append([c.kept_positions(n) for n in layers]))
     seen.append([cache.kept_positions(layer) for layer in layers])
     read = 0
@@ -287,7 +285,7 @@ INV_FREQ = 10000.0 ** -(torch.arange(0, 8, 2).double() / 8)
 def test_what_is_kept_and_said_is_what_the_slow_oracle_keeps_and_says(run: Run) -> None:
     cache, kept = run.cache(), []
     rules, layers, ids = cache.policy, cache.backbone.layers, text_of(run)
-    planned = plan(rules, len(layers), run.tokens).steps
+    planned = cache.limits.plan(run.tokens).steps
     guarded = [[step is not planned[-1] and protected(rules, units) for units in step.budgets] for step in planned]
     steps = [(step.tokens, list(step.budgets), newest) for step, newest in zip(planned, guarded, strict=True)]
     # Heads that say nothing of their training are compared by the softmax of their scores.
@@ -338,7 +336,7 @@ def test_both_tiers_hold_and_recall_what_the_slow_oracle_does(run: Run, tier: st
 
         def split(layer: int, counts: list[int]) -> list[int]:
             own = cache.policy.head_shares[2 * layer : 2 * layer + 2]
-            layers = shared_budgets(rules.budget, 3, cache.policy.layer_shares)
+            layers = shared_budgets(rules.budget, [sum(cache.policy.head_shares[at : at + 2]) for at in (0, 2, 4)])
             return divided(2 * layers[layer], own, counts, least=1)
 
     with double():
