@@ -55,8 +55,8 @@ HEADS, FULL, NOTHING, ORACLE = "locret", "full", "nothing", "oracle_agnostic"
 _WHERE = ("revision", "dtype", "device", "adapter", "trust_remote_code", "attn_implementation")
 """How the backbone is loaded, besides what its weights become."""
 METHODS = (
-    f"{FULL},{NOTHING},{HEADS}+head_shares+spaced+diverse,{HEADS}+head_shares+spaced+diverse+recall,"
-    f"{HEADS}+head_shares+spaced,expected_attention+head_shares+spaced,key_difference+head_shares+spaced,"
+    f"{FULL},{NOTHING},{HEADS}+head_shares+spaced,{HEADS}+head_shares+spaced+recall,"
+    f"{HEADS}+head_shares+spaced+diverse,expected_attention+head_shares+spaced,key_difference+head_shares+spaced,"
     f"random:sinks=4+head_shares+spaced,{HEADS},{HEADS}+recall,random:sinks=4,random,h2o,expected_attention,"
     f"key_difference,tova,snapkv,streaming,{ORACLE}"
 )
