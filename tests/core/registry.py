@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import copy
 import re
+import traceback
 import warnings
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -253,8 +254,8 @@ def walk(family: str) -> Outcome:
             layers = ", ".join(sorted(set(describe(model).kinds)))
             return Outcome(family, "right", tuple(right), layers, next(iter(reasons), ""))
         except ValueError as error:
-            if not _ours(error):
-                raise
+            if not Path(traceback.extract_tb(error.__traceback__)[-1].filename).is_relative_to(PACKAGE):
+                raise  # not by this package
             reasons.append(_line(error))
     return Outcome(family, "refused", reason=reasons[0])
 
@@ -269,14 +270,6 @@ def _right(model: PreTrainedModel, policy: RetentionPolicy) -> list[str]:
     assert report.ok, report.table()
     refused = {row.compared.removeprefix("positions ") for row in report.rows if row.status == REFUSED}
     return [positions for positions in ("compact", "original") if positions not in refused]
-
-
-def _ours(error: Exception) -> bool:
-    """Return whether an error was raised by this package."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and Path(trace.tb_frame.f_code.co_filename).is_relative_to(PACKAGE)
 
 
 def _line(error: Exception) -> str:

@@ -375,15 +375,10 @@ def test_a_context_of_an_earlier_version_does_what_every_context_does(tmp_path: 
     assert Prefix.from_file(tmp_path / "a.ctx").digest == Prefix.of(context).digest
 
 
-def _read_something(scorer: str = "streaming") -> RetentionCache:
-    model = build("llama")
-    cache = RetentionCache(model, scorer, RetentionPolicy(budget=8, chunk_size=8, stabilizers=2, local_len=2))
-    prefill(model, torch.arange(24)[None] + 3, cache)
-    return cache
-
-
 def test_what_retired_features_have_written_is_left_out(tmp_path: Path) -> None:
-    cache, path = _read_something("expected_attention"), tmp_path / "a.ctx"
+    policy, path = RetentionPolicy(budget=8, chunk_size=8, stabilizers=2, local_len=2), tmp_path / "a.ctx"
+    cache = RetentionCache(build("llama"), "expected_attention", policy)
+    prefill(cache.model, torch.arange(24)[None] + 3, cache)
     save_cache(cache, path)
     metadata, tensors = content(path)
     state = json.loads(metadata["state"])

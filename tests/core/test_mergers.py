@@ -48,20 +48,14 @@ def test_a_spec_that_says_nothing_is_refused_before_reading(spec: str, message: 
         RetentionCache(build("llama"), "random", RetentionPolicy(**NUMBERS, merge=spec))
 
 
-def kernel_of(slots: int, width: int, alpha: float = 0.5) -> MergingKernel:
-    kernel = MergingKernel(slots, 2 * 8, width, torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        kernel.weight.mul_(8)
-        kernel.alpha.fill_(alpha)
-    return kernel.requires_grad_(False)
-
-
 @pytest.mark.parametrize(
     ("held", "kept", "slots", "width", "alpha"),
     [(31, 9, 3, 5, 0.5), (12, 4, 2, 21, 0.9), (40, 39, 5, 1, 0.3), (9, 3, 3, 3, 1.0), (23, 7, 1, 5, 0.0)],
 )
 def test_merged_slots_are_those_of_the_reference(held: int, kept: int, slots: int, width: int, alpha: float) -> None:
-    units, kernel = units_of(held, kept), kernel_of(slots, width, alpha)
+    units, kernel = units_of(held, kept), MergingKernel(slots, 2 * 8, width, torch.Generator().manual_seed(1))
+    kernel.requires_grad_(False).weight.mul_(8)
+    kernel.alpha.fill_(alpha)
     pinned = torch.zeros(ROWS, HEADS, held, dtype=torch.bool)
     pinned[..., -2:] = kept > slots + 1
     merged = fold(type(units)(**{**vars(units), "pinned": pinned}), kernel)

@@ -193,16 +193,14 @@ def test_heads_keep_their_own_best_units_by_shares(
 ) -> None:
     """The oracle chooses, in one go at the end of the text, what each head rates best; of a small share, eight so.
 
-    Where a long text has no second tier, shares are squared; else that has the best of what the heads do not keep, as
-    many as the share says.
+    Beside no second tier shares are squared; else that has the best of what heads drop, as many as the share says.
     """
     shares = (0.2, 1.8, 3.6, 0.4)
     numbers = {**SHARED, "budget": budget, "chunk_size": chunk_size, "stabilizers": 0, "head_shares": shares, **second}
     if second:
         layers = (budget * 2 // 3, budget * 4 // 3) if length > 30 else layers
-    elif length > 30:
-        few = budget // 16
-        shares = tuple(4.1 * few / (budget - few) + share**2 for share in shares)  # squares, 4.1 on average, and a few
+    elif length > 30:  # squares, 4.1 on average, and a 16th
+        shares = tuple(4.1 * (budget // 16) / (budget - budget // 16) + share**2 for share in shares)
     labels = torch.randint(40, (2, 2, length - 4), generator=torch.Generator().manual_seed(3)) / 40
     cache = RetentionCache(small, OracleScorer(labels=labels), RetentionPolicy(**numbers, head_budgets="shares"))
     ids = ids_of(length)

@@ -78,10 +78,6 @@ def growing_memory(own: Any, store: Any, *more: Any) -> None:
     store.reserve(store.capacity + 8)
 
 
-def values_lost(found: dict[str, Tensor], *_: Any) -> dict[str, Tensor]:
-    return {name: held.roll(1, 1) if name == "values" else held for name, held in found.items()}
-
-
 ATTEND = locret.backbone.attention, "_attend"
 FAULTS = {
     "sinks and stabilizers dropped": Fault(
@@ -116,7 +112,9 @@ FAULTS = {
         after=True,
         family="qwen2",
     ),
-    "values of another head in a file": Fault(DenseStore, "state", values_lost, {"save"}, after=True),
+    "values of another head in a file": Fault(
+        DenseStore, "state", lambda found, *_: {**found, "values": found["values"].roll(1, 1)}, {"save"}, after=True
+    ),
     "a prefix rotated wrongly": Fault(
         locret.cache.export, "turned_back", lambda own, keys, rotary, now: own(keys, rotary, now + 1), {"prefix"}
     ),
