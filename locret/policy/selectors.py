@@ -158,10 +158,8 @@ class ByShares(_ByRow):
             scores_11S, positions_11S = scores[None, None, span], positions[None, None, span]
             if share < SAMPLED * mean:
                 scores_11S = _sampled(scores_11S, positions_11S)
-            own = stay._replace(recent=min(stay.recent, quota // 4))
-            if stay.guarantees:
-                recent = min(own.recent, quota - stay.guaranteed)
-                own = own._replace(recent=recent, sinks=min(stay.sinks, quota - stay.guaranteed - recent))
+            recent = min(stay.recent, quota // 4, quota - stay.guaranteed)
+            own = stay._replace(recent=recent, sinks=min(stay.sinks, quota - stay.guaranteed - recent))
             pinned = staying(scores_11S, positions_11S, own)
             parts.append(select_kept(scores_11S, quota, pinned)[0, 0] + span.start)
         return torch.cat(parts), torch.tensor(quotas)
