@@ -71,8 +71,8 @@ class RaggedStore(Store):
     def _fill_from(self, rows: Sequence[tuple[RaggedStore, int]], capacity: int) -> None:
         """Take over rows of stores, in new buffers of so many slots."""
         counts, filled = torch.stack([store.counts[row] for store, row in rows]), {}
-        if all("apart" in store.tensors for store, _ in rows):
-            filled["apart"] = torch.stack([store.tensors["apart"][row] for store, row in rows])
+        if any("apart" in store.tensors for store, _ in rows):  # not where a row held nothing when it was turned
+            filled["apart"] = torch.tensor([most_apart(store, store.counts, again=True)[row] for store, row in rows])
         sources = [(store, row, store.segments[row]) for store, row in rows]
         for name, like in rows[0][0].buffers.items():
             shape = len(rows), counts.shape[1] * capacity, *like.shape[2:]

@@ -124,6 +124,17 @@ def test_spaced_keys_are_turned_back_from_where_they_were_however_long_the_answe
                 torch.testing.assert_close(keys, layer.store.keys[0, own], atol=1e-5, rtol=0)
 
 
+def test_a_row_without_units_leaves_spaced_keys_where_they_are(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model.config, "max_position_embeddings", 128)
+    rules = policy(budget=15, head_budgets="shares", head_shares=(1.0,) * 6, spacing=16)
+    both, alone = (RetentionCache(model, "random", rules) for _ in range(2))
+    mask = torch.tensor([[1] * 60, [0] * 55 + [1] * 5])
+    prefill(model, prompt(60).expand(2, -1) * mask, both, mask)
+    prefill(model, prompt(60), alone)
+    more = prompt(30, seed=1)
+    torch.testing.assert_close(prefill(model, more.expand(2, -1), both)[:1], prefill(model, more, alone))
+
+
 SHARED: dict[str, Any] = {"budget": 24, "chunk_size": 16, "stabilizers": 4, "local_len": 4}
 
 
