@@ -254,6 +254,7 @@ def working_bytes(
     layer = max(dtype.itemsize * max(attention, 3 * inner), dtype.itemsize * attention + head)
     angles = 2 * 2 * max(shape.head_dim for shape in shapes) * dtype.itemsize
     limits = Limits.of(backbone, as_scorer(scorer), policy)
-    shares = limits.steep(limits.policy, None).head_shares or ()
-    mask = min(tokens, ROWS) * (tokens + int(max((1, *shares)) * policy.budget)) * dtype.itemsize
+    shares = limits.steep(limits.policy, None).head_shares or (1.0,)
+    largest = max(shares) * len(shares) / sum(shares)
+    mask = min(tokens, ROWS) * (tokens + int(largest * policy.budget)) * dtype.itemsize
     return mask + tokens * (3 * hidden * dtype.itemsize + 2 * hidden * 4 + angles + layer)

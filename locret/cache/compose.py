@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import fields
 from numbers import Integral
-from operator import sub
 
 import torch
 
@@ -236,18 +235,23 @@ def _budgets(caches: Sequence[RetentionCache], policy: RetentionPolicy) -> tuple
     return tuple(divided(sum(most), most, held, least=1))
 
 
-def _stays(cache: RetentionCache, budget: int, whole: RetentionCache | None = None) -> list[Stay]:
-    """Return what stays in each layer of a cache, or of a whole that ends with it, as at the end of a read."""
+def _stays(cache: RetentionCache, budget: int, whole: RetentionCache | None = None) -> list[Stay | None]:
+    """Return what stays in each layer of a cache, or of a whole that ends with it, after a read (None: all of it)."""
     held = whole or cache
     policy = _sized([held], budget)
     most, local = _budgets([held], policy), cache.policy.local_len
     protected = Protected(held.protected, policy, most)
-    return [protected.stay(nth, held.seen, cache.scorer, units, min(units, local)) for nth, units in enumerate(most)]
+    fills = [layer.fill for layer in held.governed]
+    return [
+        protected.stay(nth, held.seen, cache.scorer, units, min(units, local)) if units < fill else None
+        for nth, (units, fill) in enumerate(zip(most, fills, strict=True))
+    ]
 
 
-def _cut(cache: RetentionCache, stays: Sequence[Stay]) -> None:
+def _cut(cache: RetentionCache, stays: Sequence[Stay | None]) -> None:
     for layer, stay in zip(cache.governed, stays, strict=True):
-        layer.evict(stay, cache.next_position)
+        if stay is not None:
+            layer.evict(stay, cache.next_position)
 
 
 def _share(caches: Sequence[RetentionCache], budget: int) -> None:
@@ -258,15 +262,18 @@ def _share(caches: Sequence[RetentionCache], budget: int) -> None:
     read = sum(cache.seen for cache in caches)
     for nth, room in enumerate(most):
         layers = [cache.governed[nth] for cache in caches]
-        local = min(last.policy.local_len, room, layers[-1].fill)
-        newest = [local if layer is layers[-1] else 0 for layer in layers]
-        held = [layer.fill - own for layer, own in zip(layers, newest, strict=True)]
-        needed = [max(0, promised(cache.protected, budget) - own) for cache, own in zip(caches, newest, strict=True)]
-        needed = divided(room - local, [float(units) or 1.0 for units in needed], list(map(min, needed, held)))
-        more = divided(room - local - sum(needed), [1.0] * len(held), list(map(sub, held, needed)))
+        needed = [
+            min(promised(cache.protected, budget), layer.fill) for cache, layer in zip(caches, layers, strict=True)
+        ]
+        needed = divided(room, [float(units) or 1.0 for units in needed], needed)
+        local = min(last.policy.local_len, room - sum(needed), layers[-1].fill - needed[-1])
+        newest = [0] * (len(layers) - 1) + [local]
+        rest = [layer.fill - units - own for layer, units, own in zip(layers, needed, newest, strict=True)]
+        more = divided(room - local - sum(needed), [1.0] * len(rest), rest)
         for its, cache, layer, own, *units in zip(protected, caches, layers, newest, needed, more, strict=True):
-            stay = its.stay(nth, read, cache.scorer, own + sum(units), own, "raise budget")
-            layer.evict(stay if cache is caches[0] else stay._replace(sinks=0), cache.next_position)
+            if own + sum(units) < layer.fill:
+                stay = its.stay(nth, read, cache.scorer, own + sum(units), own, "raise budget")
+                layer.evict(stay if cache is caches[0] else stay._replace(sinks=0), cache.next_position)
 
 
 def _skip(cache: RetentionCache, tokens: int) -> None:

@@ -13,11 +13,12 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
 from itertools import accumulate, pairwise
-from math import isfinite, isqrt, ulp
+from math import isqrt, ulp
 from operator import le
 
 EVERY_UNIT = 1 << 40
 """More tokens, or units of a KV head, than a text has: as a budget, nothing is evicted."""
+_LARGEST = 10**9
 FEW = 4
 """Units that small KV heads have at least where shares are squared: most attention is for a text's first tokens."""
 
@@ -52,10 +53,10 @@ def pyramid_budgets(budget: int, layers: int, tokens: int | None, window: int = 
 
 def check_shares(shares: Sequence[float]) -> None:
     """Refuse numbers that are no shares of KV heads."""
-    if not (shares and all(isfinite(share) and share > 0 for share in shares)):
+    if not (shares and all(0 < share <= _LARGEST for share in shares)):
         raise ValueError(
-            f"head_shares={list(shares)} are no shares; give a number above 0 for every KV head of every "
-            "full-attention layer, such as [0.5, 1.5]"
+            f"head_shares={list(shares)} are no shares; give a number above 0, up to {_LARGEST:,}, for every KV head "
+            "of every full-attention layer, such as [0.5, 1.5]"
         )
 
 

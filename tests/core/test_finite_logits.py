@@ -29,11 +29,6 @@ def lm() -> Iterator[LongContextModel]:
         weight[0, 0] = before
 
 
-def whole(lm: LongContextModel) -> Any:
-    ids = lm.tokenizer(TEXT, return_tensors="pt").input_ids
-    return lm.model.generate(ids, past_key_values=lm.new_cache(), max_new_tokens=4, pad_token_id=0)
-
-
 def paged(lm: LongContextModel) -> Any:
     context = lm.read(TEXT, progress=False)
     asked = (Prefix.of(context), context.question_ids(QUESTION)[0].tolist())
@@ -49,7 +44,9 @@ def paged(lm: LongContextModel) -> Any:
         lambda lm: lm.read(TEXT, progress=False).ask(QUESTION, max_new_tokens=4, temperature=0.7),
         lambda lm: lm.read(TEXT, progress=False).ask(QUESTION, max_new_tokens=4, num_beams=2),
         lambda lm: likelihood(lm.read(TEXT, progress=False), QUESTION, "The grass."),
-        whole,
+        lambda lm: lm.model.generate(
+            **lm.tokenizer(TEXT, return_tensors="pt"), past_key_values=lm.new_cache(), max_new_tokens=4, pad_token_id=0
+        ),
         paged,
     ],
 )

@@ -119,11 +119,6 @@ def upper_bound(query_D: Tensor, low_D: Tensor, high_D: Tensor) -> float:
     return sum(max(float(q * low), float(q * high)) for q, low, high in zip(query_D, low_D, high_D, strict=True))
 
 
-def quest_pages(tokens: int, page: int, pages: int) -> int:
-    """Return how many pages a query head attends to: min(max(3, tokens // page), pages)."""
-    return min(max(3, tokens // page), pages)
-
-
 def quest_kept(query_ND: Tensor, key_KSD: Tensor, tokens: int, page: int = 16, last: bool = False) -> list[list[int]]:
     """Return the slots that each query head attends to, ascending.
 
@@ -141,7 +136,7 @@ def quest_kept(query_ND: Tensor, key_KSD: Tensor, tokens: int, page: int = 16, l
         if last:
             bounds[-1] = float("inf")
         ranked = sorted(range(len(bounds)), key=lambda p: bounds[p], reverse=True)
-        kept = sorted(ranked[: quest_pages(tokens, page, len(bounds))])
+        kept = sorted(ranked[: min(max(3, tokens // page), len(bounds))])
         result.append([s for p in kept for s in range(p * page, min((p + 1) * page, len(key_SD)))])
     return result
 

@@ -25,11 +25,6 @@ def scale_of(numbers: list[float], bits: int) -> tuple[float, float]:
     return -half_below(-distance), low
 
 
-def nearest_code(number: float, scale: float, low: float, bits: int) -> int:
-    """Return the code whose number is nearest; the even one where two are (IEEE 754)."""
-    return min(max(round((number - low) / scale), 0), (1 << bits) - 1)
-
-
 def rounded_by_token(states_SD: Tensor, bits: int, group: int) -> Tensor:
     """Return the states after rounding with one scale per token and group of channels (KIVI's values; quanto, axis 0).
 
@@ -43,7 +38,8 @@ def rounded_by_token(states_SD: Tensor, bits: int, group: int) -> Tensor:
             numbers = states_SD[s, first : first + width].tolist()
             scale, low = scale_of(numbers, bits)
             for d, number in enumerate(numbers, first):
-                out[s, d] = low + scale * nearest_code(number, scale, low, bits)
+                # The nearest code; the even one where two are (IEEE 754).
+                out[s, d] = low + scale * min(max(round((number - low) / scale), 0), (1 << bits) - 1)
     return out
 
 
