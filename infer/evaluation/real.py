@@ -52,6 +52,7 @@ from locret.scorers.oracle import OracleScorer
 from locret.scorers.retaining_heads import recommended_shares
 
 HEADS, FULL, NOTHING, ORACLE = "locret", "full", "nothing", "oracle_agnostic"
+_CALLED = {"oracle": ORACLE, "retaining_heads": HEADS}
 _WHERE = ("revision", "dtype", "device", "adapter", "trust_remote_code", "attn_implementation")
 """How the backbone is loaded, besides what its weights become."""
 METHODS = (
@@ -332,8 +333,8 @@ def command(argv: Sequence[str]) -> int:
             raise ValueError(f"--methods {method} needs trained heads; give --heads, or leave it out")
         if (spec.name in (HEADS, ORACLE) and spec.options) or (spec.name in (FULL, NOTHING) and method != spec.name):
             raise ValueError(f"--methods {method}: {spec.name} has no options here; write {spec.name}")
-        if spec.name == "oracle":
-            raise ValueError(f"--methods {method} is called {ORACLE} here, where it sees the answers to all questions")
+        if spec.name in _CALLED:
+            raise ValueError(f"--methods {method} is called {_CALLED[spec.name]} here")
         policy = policy_of_share(1024, 0.5, **spec.changes)
         check_effect(spec.changes, policy, ())
         if spec.name not in (FULL, NOTHING, HEADS, ORACLE):

@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any
 
 from locret.base.fields import check_ranges
+from locret.base.method_spec import MODIFIERS
 from locret.base.warned import warn_user
 from locret.policy.policy import FOLLOWING, RANGES, USUAL, RetentionPolicy, Wanted
 
@@ -60,9 +61,11 @@ def resolve(
 def check_effect(named: Collection[str], policy: RetentionPolicy, chosen: Collection[str]) -> None:
     """Refuse a modifier that changes nothing, unless the user chose otherwise what would let it."""
     for name, missing in policy.idle().items():
-        if name in named and missing.split()[0].replace("-", "_") not in chosen:
-            value = getattr(policy, name)
-            raise ValueError(f"+{name}={value} changes nothing without {missing}; add that, or drop it from the method")
+        field, _, value = missing.replace("-", "_").partition(" ")
+        if name in named and field not in chosen:
+            own = next(modifier for modifier, change in MODIFIERS.items() if name in (*change.fields, *change.options))
+            ways = [f"+{modifier}" for modifier, change in MODIFIERS.items() if change.fields.get(field) == value]
+            raise ValueError(f"+{own} changes nothing without {(ways or [missing])[0]}; add that, or drop +{own}")
 
 
 def yielding(

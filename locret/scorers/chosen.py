@@ -12,6 +12,7 @@ from locret.base.warned import warn_user
 from locret.heads.heads import RetainingHeads
 from locret.loading.options import FULL, LOCRET, ScorerOptions
 from locret.policy.policy import RetentionPolicy
+from locret.policy.resolve import check_effect
 from locret.policy.sizes import EVERY_UNIT
 from locret.scorers.base import Scorer
 
@@ -80,7 +81,9 @@ def modified(policy: RetentionPolicy, changes: Mapping[str, Any]) -> RetentionPo
         own, wanted = getattr(policy, one.name), changes.get(one.name, one.default)
         if own not in (wanted, one.default) and one.name in changes:
             raise ValueError(f"the scorer sets {one.name}={wanted}, and the policy {one.name}={own}; drop one of them")
-    return policy.changed(**changes)
+    policy = policy.changed(**changes)
+    check_effect(changes, policy, ())
+    return policy
 
 
 def keeping_all() -> tuple[Scorer, dict[str, Any]]:

@@ -77,7 +77,7 @@ def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, cap
         (["--tokens", "8"], r"--tokens 8 is not possible \(8 is not a whole number of 64 to"),
         (["--methods", "snapkw"], "snapkv"),
         (["--methods", "oracle"], "--methods oracle is called oracle_agnostic here"),
-        (["--methods", "random+spaced"], r"\+spacing=16 changes nothing without head-budgets shares"),
+        (["--methods", "random+spaced"], r"\+spaced changes nothing without \+head_shares; add that, or drop \+spaced"),
         (["--keep", "0.25"], r"--keep 0.25 is not possible \(0.25 could be a share or a percentage\)"),
         (["--store", "own.py:Store"], "store=own.py:Store is not for --suite real, which reads"),
     ],
