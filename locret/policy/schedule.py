@@ -132,10 +132,9 @@ def layer_budgets(
         assert policy.head_shares is not None
         promised, shares = min(promised, policy.budget - 1), policy.head_shares
         means = [sum(shares[end - own : end]) / own for end, own in zip(accumulate(heads), heads, strict=True)]
-        own = shared_budgets(policy.budget - promised, means)
+        own = shared_budgets(policy.budget - promised, means, heads)
         if competing is not None:
-            alike = shares if len({*heads}) == 1 else means
-            own = lifted(own, alike, [max(1, units - promised) for units in competing])
+            own = lifted(own, shares, [max(1, units - promised) for units in competing], heads)
         return tuple(promised + units for units in own)
     layers = len(heads)
     if policy.layer_budgets == "uniform":

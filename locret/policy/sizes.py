@@ -12,9 +12,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate, pairwise
+from itertools import islice
 from math import isqrt, ulp
-from operator import le
+from operator import le, mul
 
 EVERY_UNIT = 1 << 40
 """More tokens, or units of a KV head, than a text has: as a budget, nothing is evicted."""
@@ -76,17 +76,22 @@ def steepened(shares: Sequence[float], budget: int, room: int) -> tuple[float, .
     return tuple(float(own + part * (steep - own)) or ulp(0.0) for own, steep in pairs)
 
 
-def shared_budgets(budget: int, shares: Sequence[float]) -> tuple[int, ...]:
-    """Return units per layer, one at least, in proportion to shares, `budget` on average."""
-    exact, layers = [Fraction(share) for share in shares], len(shares)
-    own = [(budget - 1) * layers * share / sum(exact) for share in exact]
+def shared_budgets(budget: int, shares: Sequence[float], heads: Sequence[int]) -> tuple[int, ...]:
+    """Return units per KV head of each layer, one at least, in proportion to their shares, `budget` on average."""
+    exact, every = [Fraction(share) for share in shares], sum(heads)
+    mean = sum(map(mul, exact, heads)) / every
+    own = [(budget - 1) * share / mean for share in exact]
     parts = [1 + int(part) for part in own]
-    for nth in sorted(range(layers), key=lambda nth: (-(own[nth] % 1), nth))[: budget * layers - sum(parts)]:
-        parts[nth] += 1  # the largest remainders are rounded up
+    left = budget * every - sum(map(mul, parts, heads))
+    for nth in sorted(range(len(own)), key=lambda nth: (-(own[nth] % 1), nth)):
+        if heads[nth] <= left:  # the largest remainders are rounded up
+            parts[nth], left = parts[nth] + 1, left - heads[nth]
     return tuple(parts)
 
 
-def lifted(budgets: Sequence[int], shares: Sequence[float], most: Sequence[int]) -> tuple[int, ...]:
+def lifted(
+    budgets: Sequence[int], shares: Sequence[float], most: Sequence[int], heads: Sequence[int]
+) -> tuple[int, ...]:
     """Return units per layer, as many in all, where no KV head has more than it will hold.
 
     What the large heads have no use for goes to where the smallest are, so that these could have as many as another.
@@ -94,21 +99,21 @@ def lifted(budgets: Sequence[int], shares: Sequence[float], most: Sequence[int])
 
     Args:
         budgets: Units per KV head of each layer, as its heads' shares say.
-        shares: Of each KV head, layer by layer, as many in each.
+        shares: Of each KV head, layer by layer.
         most: Units that each head of a layer will hold, one at least.
+        heads: KV heads of each layer.
     """
-    each = len(shares) // len(budgets)
-    bounds, parts = [units for units in most for _ in range(each)], list[Fraction]()
-    for nth, units in enumerate(budgets):
-        own = [Fraction(share) for share in shares[nth * each : (nth + 1) * each]]
-        parts += [units * each * share / sum(own) for share in own]
+    bounds, parts = [bound for bound, count in zip(most, heads, strict=True) for _ in range(count)], list[Fraction]()
+    for units, count in zip(budgets, heads, strict=True):
+        own = [Fraction(share) for share in shares[len(parts) : len(parts) + count]]
+        parts += [units * count * share / sum(own) for share in own]
     if all(map(le, parts, bounds)):
         return tuple(budgets)
 
     def poured(level: int) -> list[int]:
         return [min(bound, max(int(part), level)) for part, bound in zip(parts, bounds, strict=True)]
 
-    total = sum(budgets) * each
+    total = sum(map(mul, budgets, heads))
     level = bisect_right(range(1, max(bounds) + 1), total, key=lambda level: sum(poured(level)))
     if not level:  # less than a unit for each
         return tuple(map(min, budgets, most))
@@ -116,8 +121,11 @@ def lifted(budgets: Sequence[int], shares: Sequence[float], most: Sequence[int])
     low = [nth for nth, units in enumerate(units_of) if units == level < bounds[nth]]
     for nth in low[: total - sum(units_of)]:
         units_of[nth] += 1
-    ends = [units // each for units in accumulate(units_of)][each - 1 :: each]
-    return tuple(end - start for start, end in pairwise([0, *ends]))
+    layers, over, rest = list[int](), 0, iter(units_of)
+    for count in heads:
+        units, over = divmod(over + sum(islice(rest, count)), count)
+        layers.append(units)
+    return tuple(layers)
 
 
 def divided(units: int, shares: Sequence[float], held: Sequence[int], least: int = 0) -> list[int]:

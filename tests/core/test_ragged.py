@@ -153,13 +153,13 @@ def ids_of(length: int) -> torch.Tensor:
 def test_layers_share_what_uniform_ones_have_and_what_one_cannot_hold_lifts_the_smallest(most: int | None) -> None:
     shares, room = (0.2, 0.3, 2.5), most or 10**9  # the slow version gives what is left to the least
     for budget in (1, 33, 500):
-        plain = shared_budgets(budget, shares)
-        units, own = lifted(plain, shares, [room] * 3), [min(one, room) for one in plain]
+        plain = shared_budgets(budget, shares, (1, 1, 1))
+        units, own = lifted(plain, shares, [room] * 3, (1, 1, 1)), [min(one, room) for one in plain]
         while sum(own) < min(3 * budget, 3 * room):
             own[min((one, nth) for nth, one in enumerate(own) if one < room)[1]] += 1
         assert (list(units), sum(plain), min(plain) >= 1) == (own, 3 * budget, True)
         assert all(abs(one - 1 - (budget - 1) * share) <= 1 for one, share in zip(plain, shares, strict=True))
-    assert shared_budgets(64, (1e308, 1e308)) == shared_budgets(64, (5e-324, 5e-324)) == (64, 64)
+    assert shared_budgets(64, (1e308, 1e308), (2, 2)) == shared_budgets(64, (5e-324, 5e-324), (2, 2)) == (64, 64)
 
 
 @given(st.lists(st.integers(1, 99), min_size=2, max_size=9), st.integers(1, 99), st.integers(1, 999))
@@ -184,14 +184,12 @@ def test_numbers_that_are_no_shares_and_shares_of_layers_are_refused() -> None:
 
 def test_quotas_of_heads_follow_shares_and_what_heads_hold() -> None:
     assert [divided(12, (1.0, 1.0, 4.0), (9, 9, most), least=1) for most in (9, 3)] == [[2, 2, 8], [5, 4, 3]]
-    assert lifted((16, 32), (0.2, 1.8, 3.6, 0.4), (26, 26)) == (24, 24)
+    assert lifted((16, 32), (0.2, 1.8, 3.6, 0.4), (26, 26), (2, 2)) == (24, 24)
     unlike = policy(head_budgets="shares", head_shares=(8.0, 1.0, 1.0, 2.0))
-    assert layer_budgets(unlike, (1, 3), [30, 30]) == (
-        30,
-        18,
-    )  # the layers of one and three heads: shares are of layers
+    # Layers of one and three heads: 96 units in all, that is four times the budget.
+    assert [layer_budgets(unlike, (1, 3), most) for most in (None, [30, 30])] == [(63, 11), (30, 22)]
     assert [divided(n, (1.0, 9000.0), (8, 8), least=1) for n in (1, 2)] == [[0, 1], [1, 1]]  # every head keeps one
-    assert lifted((1, 1), (0.1, 5.0, 0.1, 20.0, 20.0, 20.0), (2, 2)) == (1, 1)  # less than a unit for each head
+    assert lifted((1, 1), (0.1, 5.0, 0.1, 20.0, 20.0, 20.0), (2, 2), (3, 3)) == (1, 1)  # less than a unit for each
 
 
 @pytest.mark.parametrize("second", [{}, {"host_budget": 13, "recall": 3}, {"host_budget": "all", "recall": 3}])

@@ -336,7 +336,8 @@ def test_both_tiers_hold_and_recall_what_the_slow_oracle_does(run: Run, tier: st
 
         def split(layer: int, counts: list[int]) -> list[int]:
             own = cache.policy.head_shares[2 * layer : 2 * layer + 2]
-            layers = shared_budgets(rules.budget, [sum(cache.policy.head_shares[at : at + 2]) for at in (0, 2, 4)])
+            sums = [sum(cache.policy.head_shares[at : at + 2]) for at in (0, 2, 4)]
+            layers = shared_budgets(rules.budget, sums, (2, 2, 2))
             return divided(2 * layers[layer], own, counts, least=1)
 
     with double():
