@@ -213,7 +213,8 @@ class Limits:
         recent = self._recent(self.policy.budget)
         sinks = self.scorer.sink_tokens(1, 0)  # of the least memory: shares of a budget are none of it
         how = {"recent": recent, "sinks": sinks, "tail": self.tail, "promised": self._promised}
-        policy = self.steep(self.policy, prompt_tokens and self.read + max(0, prompt_tokens - self.tail))
+        tokens = None if prompt_tokens is None else self.read + max(0, prompt_tokens - self.tail)
+        policy = self.steep(self.policy, tokens)
         found = plan(policy, self.heads, prompt_tokens, held=held, **how)
         return replace(found, head_shares=policy.head_shares or ())
 
