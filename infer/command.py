@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import asdict, replace
 from functools import partial
@@ -31,7 +31,7 @@ from locret.loading.options import ScorerOptions
 from locret.policy.resolve import check_no_turns
 
 if TYPE_CHECKING:
-    from locret import Chat, Context, LongContextModel
+    from locret import Chat, Context, LongContextModel, RetentionPolicy
     from locret.conversation.chat import Measured
     from locret.infer.reading import Ready
 
@@ -95,7 +95,9 @@ def execute(options: Options, ranks: Ranks) -> None:
     with ranks.together():
         count = partial(counted, options.model, prompt, document, max(asked, key=len, default=None))
         groups = (options.model, options.scorer, options.policy, options.chosen, options.generation)
-        plan = ready(*groups, count, foresee=output.dry_run and prompt.again)
+        equal = prompt.engine != "transformers"
+        plan = ready(*groups, count, foresee=output.dry_run and prompt.again, equal=equal)
+        writer = writer_of(options.model, plan.policy, prompt, options.generation)
     with ranks.together():
         ranks.agree({"what auto came to": plan.policy.to_dict()}, "give --kv-memory as a number")
         if ranks.size > 1 and not output.dry_run:
@@ -106,7 +108,7 @@ def execute(options: Options, ranks: Ranks) -> None:
     else:
         torch.manual_seed(options.generation.seed)
         with plan.loaded(prompt.template) as lm:
-            record = {**_read_and_ask(options, plan, lm, document, asked), **plan.record()}
+            record = {**_read_and_ask(options, plan, lm, document, asked, writer), **plan.record()}
     if output.dry_run or output.json:
         print_json(record)
 
@@ -139,13 +141,13 @@ def _check_together(options: Options, asked: Sequence[str], ranks: Ranks) -> Non
 
 
 def _read_and_ask(
-    options: Options, plan: Ready, lm: LongContextModel, document: Any, asked: Sequence[str]
+    options: Options, plan: Ready, lm: LongContextModel, document: Any, asked: Sequence[str], writer: Any = None
 ) -> dict[str, Any]:
     """Read the text and answer each question: one alone from what was read, several from copies of it."""
     from locret.conversation.chat import input_device, now
 
     output, prompt, generation = options.output, options.prompt, options.generation
-    alone = len(asked) < 2 and not prompt.evidence
+    alone = len(asked) < 2 and not prompt.evidence and writer is None
     device, question = input_device(lm.model), asked[0] if asked else None
     start, cache = now(device), lm.new_cache()
     how: dict[str, Any] = {"system": prompt.system, "progress": not output.quiet, "protect": prompt.protect}
@@ -162,7 +164,7 @@ def _read_and_ask(
         full = _read_in_full(options, plan, lm, read, copies=2)[0] if output.compare_full else None
         return {
             "reading": reading,
-            "answers": answer_each(about, asked, prompt, generation, json=output.json, full=full),
+            "answers": answer_each(about, asked, prompt, generation, json=output.json, full=full, writer=writer),
         }
     chat = about.chat(cache) if hasattr(about, "chat") else about
     result = answered(chat, question, generation, json=output.json, read_seconds=seconds)
@@ -186,6 +188,17 @@ def answered(chat: Chat, question: str | None, generation: GenerationOptions, *,
     return result
 
 
+def writer_of(
+    model: PlacedModelOptions, policy: RetentionPolicy, how: QuestionOptions, generation: GenerationOptions
+) -> Callable[..., Measured] | None:
+    """Return what writes an answer, if another engine does; refuse what it could not do or hold."""
+    if how.engine == "transformers":
+        return None
+    from locret.engines import llamacpp
+
+    return partial(llamacpp.ask, file=llamacpp.writer_of(model, policy), **generation.for_llamacpp())
+
+
 def answer_each(
     context: Context,
     asked: Sequence[str],
@@ -194,6 +207,7 @@ def answer_each(
     *,
     json: bool,
     full: Context | None = None,
+    writer: Callable[..., Measured] | None = None,
 ) -> list[dict[str, Any]]:
     """Answer each question from a copy of what has been read, and of `full`; print the answers without `json`."""
     import torch
@@ -208,6 +222,11 @@ def answer_each(
             if not json:
                 print(f"{found}\n{_evidence_line(found)}", flush=True)
             records.append({"question": question, "answer": found.text, "evidence": found.to_dict()})
+        elif writer is not None:
+            result = writer(context, question, write=None if json else partial(print, end="", flush=True))
+            if not json:
+                print(flush=True)
+            records.append({"question": question, **asdict(result)})
         else:
             records.append({"question": question, **asdict(answered(context.chat(), question, generation, json=json))})
         if full is not None:

@@ -217,7 +217,8 @@ def ask(
         for path, context in zip(about.context, contexts, strict=True):
             if len(about.context) > 1 and not output.json:
                 print(f"{chr(10) if records else ''}# {path}", flush=True)
-            answers = infer.answer_each(context, about.question, about, generation, json=output.json)
+            writer = infer.writer_of(plan.model, context.cache.policy, about, generation)
+            answers = infer.answer_each(context, about.question, about, generation, json=output.json, writer=writer)
             reading = {"context": path, "prompt_tokens": context.cache.seen, **context.memory().to_dict()}
             how_read = {
                 "scorer": read_scorer(find_context(path), CONTEXT_WRITERS),

@@ -132,10 +132,15 @@ class QuestionOptions(OptionClass, usual=("question",)):
     one a text that is read is the whole message."""
     evidence: bool = False
     """Say of each answer how sure it is, and where in the text it looked: an unsure one may lack what was evicted."""
+    engine: Literal["transformers", "llamacpp"] = "transformers"
+    """What writes answers: transformers, which reads the text too; or llama.cpp (extra llamacpp), with the same GGUF
+    file, whose packed weights write several times as fast on a CPU."""
 
     def __post_init__(self) -> None:
         if any(not question.strip() for question in self.question):
             raise ValueError("--question is empty; leave it out if the text itself says what to do")
+        if self.engine != "transformers" and (self.evidence or not self.question):
+            raise Refusal("engine", self.engine, "answers a --question, without --evidence; change one of them")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,8 +154,8 @@ class PromptOptions(QuestionOptions, TextOptions, usual=()):
     def __post_init__(self) -> None:
         TextOptions.__post_init__(self)
         QuestionOptions.__post_init__(self)
-        if self.protocol == "aware" and (len(self.question) != 1 or self.evidence):
-            rule = "reads the text with its question, so it needs one --question, and no --evidence; leave it out"
+        if self.protocol == "aware" and (len(self.question) != 1 or self.evidence or self.engine != "transformers"):
+            rule = "needs one --question, which is read with the text, and no --evidence or --engine; leave it out"
             raise Refusal("protocol", "aware", rule)
 
 
@@ -218,6 +223,13 @@ class GenerationOptions(OptionClass, usual=("max_new_tokens", "temperature")):
             "repetition_penalty": self.repetition_penalty,
             "stop_strings": self.stop or None,
         }
+
+    def for_llamacpp(self) -> dict[str, Any]:
+        """Return the options of `locret.engines.llamacpp.ask`; refuse what it would not do in the same way."""
+        if self.repetition_penalty != 1:
+            raise Refusal("repetition_penalty", self.repetition_penalty, "is not for --engine llamacpp; leave it out")
+        own = {"max_new_tokens", "temperature", "top_p", "top_k", "seed"}
+        return {name: getattr(self, name) for name in own} | {"stop_strings": self.stop}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -109,24 +109,25 @@ def ready(
     count: Callable[[], int] | None = None,
     *,
     foresee: bool = False,
+    equal: bool = False,
 ) -> Ready:
     """Resolve the options of a command that reads.
 
     `count` counts the text's tokens where the plan depends on them, and `foresee` says that it does so anyway; without
-    it there is no such text.
+    it there is no such text. With `equal` KV heads get as many units, unless the user says otherwise.
     """
     if model.store is not None:
         find_store(model.store)
     device = loading.device_of_source(model)
     named = replace(named, heads=chosen_heads(named.heads, model.model))
-    equal = "head_budgets" in chosen and policy.head_budgets != "shares"
-    sharing = not equal and (model.shard, model.store, policy.kv_memory) == (None, None, None)
+    level = equal or ("head_budgets" in chosen and policy.head_budgets != "shares")
+    sharing = not level and (model.shard, model.store, policy.kv_memory) == (None, None, None)
     scorer, recommended = load_scorer(named, sharing=sharing)
     if named.keeps_all:
         for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
             raise Refusal(name, getattr(policy, name), "means nothing to full, which keeps every unit")
     shares = recommended.get("head_budgets") == "shares" and "head_budgets" not in {*chosen, *named.changes}
-    if shares and model.shard == "tp":
+    if shares and (equal or model.shard == "tp"):
         recommended = {name: value for name, value in recommended.items() if name not in SHARES}
         warn_user(EQUAL)
     draft = sizing.drafted(policy, chosen, recommended, named.changes)

@@ -1,4 +1,4 @@
-"""A context in llama.cpp: the state of a sequence, and a slot file of llama-server with what a client has to know.
+"""A context in llama.cpp: the state of a sequence, for an answer in this process or as a slot file of llama-server.
 
 The state, little endian and without padding (llama.cpp's src/llama-context.cpp and src/llama-kv-cache.cpp):
 
@@ -16,21 +16,31 @@ those are checked here, or nowhere.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from locret.base.fields import shown
+from locret.base.fields import Refusal, shown
 from locret.base.files import written_whole
+from locret.base.plugins import install
 from locret.cache.cache import RetentionCache
+from locret.conversation.chat import LONGEST_ANSWER, Measured, now
 from locret.conversation.context import Context
+from locret.conversation.document import Decoder
 from locret.engines.prefix import Prefix
+from locret.loading.options import BackboneSource
+from locret.policy.planned_bytes import full_bytes
+from locret.policy.policy import RetentionPolicy
 
 FORMAT = "locret-llamacpp-1"
 STATE_VERSION = 3
@@ -51,6 +61,7 @@ From `llama_model_rope_type` (src/llama-model.cpp) for the architecture that lla
 re-orders the rows of q and k of those that it rotates as neighbours. All of them were run once with random weights that
 llama.cpp's own script had converted.
 """
+CPU = torch.device("cpu")
 _FILE_MAGIC = 0x67677371
 _ANY_QUESTION = "LocretQuestion7f3a9c"
 _ROOM = 4096
@@ -120,15 +131,119 @@ def _check_replaceable(slot: Path, record: Path) -> None:
             raise ValueError(f"{path} is there already and is no {what}; choose another file, or remove it first")
 
 
-def _record(prefix: Prefix, cache_type: str, name: str, size: int, question: dict[str, str] | None) -> dict[str, Any]:
-    """Return what a client and whoever starts the server have to know, as plain data."""
-    context = prefix.units + _ROOM
+def writer_of(source: BackboneSource, policy: RetentionPolicy) -> Path:
+    """Return the GGUF file with which llama.cpp writes what a backbone from it has read.
+
+    Raises:
+        ValueError: If there is none, or llama.cpp could not hold what the policy leaves.
+    """
+
+    def refused(rule: str) -> Refusal:
+        return Refusal("engine", "llamacpp", rule)
+
+    file = source.gguf_path
+    if file is None:
+        raise refused("writes with a GGUF file on this machine; name it with --model, or leave --engine out")
+    if source.adapter is not None:
+        raise refused(f"knows nothing of --adapter {source.adapter}; leave one of them out")
+    if find_spec("llama_cpp") is None:
+        raise refused(f"needs the package llama-cpp-python; {install('llamacpp')}")
+    if policy.has_host or policy.head_budgets != "uniform" or policy.layer_budgets != "uniform":
+        raise refused("holds as many units in each KV head and no second tier; read with --head-budgets uniform")
+    if policy.positions != "compact":
+        raise refused("holds no gaps between positions; read with --positions compact")
+    return file
+
+
+def ask(
+    context: Context,
+    question: str,
+    file: str | Path,
+    *,
+    max_new_tokens: int = LONGEST_ANSWER,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    top_k: int = 0,
+    seed: int = 0,
+    stop_strings: list[str] | None = None,
+    write: Callable[[str], object] | None = None,
+) -> Measured:
+    """Ask a context, and let llama.cpp read the question and write the answer in this process; the context stays.
+
+    Its weights stay packed while it writes, and what it goes over for each token are the context's units in float16.
+
+    Args:
+        context: With as many units in each KV head, at compact positions.
+        question: What to ask.
+        file: GGUF file of the backbone that has read the context; of another of its shape nothing is noticed.
+        max_new_tokens: Longest answer in tokens.
+        temperature: Of sampling, with `top_p`, `top_k` and `seed`; 0 always takes the likeliest token.
+        top_p: Draw from the likeliest tokens that have this probability together; 1 is all.
+        top_k: Draw from this many likeliest tokens; 0 is all.
+        seed: Of sampling.
+        stop_strings: Texts that end the answer, which includes them.
+        write: Takes the answer as it is written.
+
+    Raises:
+        ValueError: If llama.cpp could not hold these units, or does not take the file.
+    """
+    from llama_cpp import Llama, llama_state_seq_get_size, llama_state_seq_load_file  # an extra
+
+    start, prefix, end_ids = now(CPU), Prefix.of(context), {*context.lm.end_ids}
+    asked, threads, kind = context.question_ids(question)[0].tolist(), torch.get_num_threads(), CACHE_TYPES["f16"]
+    room = _room(prefix, len(asked) + max_new_tokens)
+    same = {"n_threads": threads, "n_threads_batch": threads, "type_k": kind, "type_v": kind, "seed": seed}
+    decoder, new, text, began = Decoder(context.lm.tokenizer), list[int](), "", 0.0
+    with closing(Llama(str(file), n_ctx=room, flash_attn=True, verbose=False, **same)) as llama:
+        with TemporaryDirectory() as folder:
+            slot, _ = export(prefix, Path(folder, "context.bin"))
+            ids, count = (ctypes.c_int32 * prefix.units)(), ctypes.c_size_t()
+            if not llama_state_seq_load_file(llama.ctx, bytes(slot), 0, ids, prefix.units, ctypes.byref(count)):
+                raise ValueError(f"{file} is of another shape than the context, or llama.cpp of another version")
+        llama.n_tokens = prefix.units
+        for token in llama.generate(asked, reset=False, temp=temperature, top_p=top_p, top_k=top_k, min_p=0.0):
+            began = began or now(CPU)
+            new.append(token)
+            ends = token in end_ids or len(new) == max_new_tokens
+            text += (part := decoder.add([token], last=ends))
+            if write is not None and part:
+                write(part)
+            if ends or any(stop in text for stop in stop_strings or ()):
+                break
+        ended, held = now(CPU), room * llama_state_seq_get_size(llama.ctx, 0) // llama.n_tokens
+    memory, tokens = context.memory(), context.cache.seen + len(asked)
+    return Measured(
+        answer=text,
+        prompt_tokens=tokens,
+        new_tokens=len(new),
+        kept_units=prefix.units + len(asked),
+        planned_cache_bytes=memory.planned + held,
+        peak_cache_bytes=max(memory.peak, memory.actual + held),
+        full_cache_bytes=full_bytes(context.cache.backbone, tokens, context.lm.model.dtype.itemsize),
+        host_bytes=0,
+        moved_bytes=0,
+        prefill_seconds=began - start,
+        decode_seconds=ended - began,
+        prefill_tokens_per_second=len(asked) / (began - start),
+        decode_tokens_per_second=len(new) / (ended - began),
+        finished=len(new) < max_new_tokens or new[-1] in end_ids,
+    )
+
+
+def _room(prefix: Prefix, more: int) -> int:
+    """Return the size of a context in llama.cpp that holds a prefix and `more` tokens."""
+    context = prefix.units + more
     if prefix.rotary.get("rope_type") == "longrope":
         # llama.cpp takes the long factors, as we do, if a sequence may be longer than the original context.
         original = prefix.rotary.get("original_max_position_embeddings")
         if not isinstance(original, int):
             raise ValueError(f"the original context length of {prefix.model_type} is {shown(original)}; save it again")
         context = max(context, original + 1)
+    return context
+
+
+def _record(prefix: Prefix, cache_type: str, name: str, size: int, question: dict[str, str] | None) -> dict[str, Any]:
+    """Return what a client and whoever starts the server have to know, as plain data."""
     return {
         "format": FORMAT,
         "file": name,
@@ -138,7 +253,7 @@ def _record(prefix: Prefix, cache_type: str, name: str, size: int, question: dic
         "tokens": prefix.tokens,
         "digest": prefix.digest.hex(),
         "server": [
-            *("--ctx-size", str(context), "--kv-unified", "--flash-attn", "on"),
+            *("--ctx-size", str(_room(prefix, _ROOM)), "--kv-unified", "--flash-attn", "on"),
             *("--cache-type-k", cache_type, "--cache-type-v", cache_type),
         ],
         "use": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from locret import backbone_names, shipped
@@ -87,6 +88,13 @@ class WeightOptions(OptionClass, usual=("load_in_4bit", "load_in_8bit")):
         """The GGUF file that is loaded, if one is: its name in the folder or repository."""
         model = self.found
         return os.path.basename(model) if self.gguf_file is None and model.lower().endswith(GGUF) else self.gguf_file
+
+    @property
+    def gguf_path(self) -> Path | None:
+        """The GGUF file on this machine that is loaded, if one is."""
+        place = getattr(self, "place", None)
+        file = Path(place, self.gguf).expanduser() if place and self.gguf else None
+        return file if file is not None and file.is_file() else None
 
     @property
     def gguf_flag(self) -> str:

@@ -1,8 +1,8 @@
-"""Questions about contexts in an unchanged llama-server, one whole run; skipped where there is none.
+"""Questions about contexts in an unchanged llama-server, and in llama-cpp-python; skipped where there is none.
 
     LLAMA_SERVER=.../llama-server python -m pytest tests/engines/test_llamacpp_engine.py
 
-It needs gguf besides the package; llama-server comes from the sdist of llama-cpp-python (docs/engines.md).
+It needs the extra llamacpp; llama-server comes from the sdist of llama-cpp-python (docs/engines.md).
 """
 
 from __future__ import annotations
@@ -27,14 +27,20 @@ pytest.importorskip("gguf", reason="gguf is not installed")
 from tiny_gguf import write_gguf
 
 from locret.engines.llamacpp import export
+from locret.infer.command import command
 
 PROGRAM = os.environ.get("LLAMA_SERVER") or shutil.which("llama-server")
-pytestmark = [
-    pytest.mark.engine,
-    pytest.mark.long,
-    pytest.mark.skipif(not PROGRAM, reason="LLAMA_SERVER names no llama-server"),
-]
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 END = 2
+
+
+@pytest.fixture(scope="module")
+def read(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a context, questions about it and their answers, and the backbone's GGUF file."""
+    folder, reader = tmp_path_factory.mktemp("read"), Path(__file__).with_name("read_contexts.py")
+    subprocess.run([sys.executable, str(reader), str(folder), "224", "8192", "1"], check=True, timeout=600)
+    write_gguf("checkpoints/tiny", folder / "tiny.gguf")
+    return folder
 
 
 @contextmanager
@@ -68,19 +74,39 @@ def served(model: Path, folder: Path, options: list[str]) -> Iterator[Callable[[
         process.wait()
 
 
+@pytest.mark.skipif(not PROGRAM, reason="LLAMA_SERVER names no llama-server")
 @pytest.mark.parametrize("cache_type", ["f16", "bf16"])
-def test_answers_are_those_of_generate_with_the_options_in_the_record(tmp_path: Path, cache_type: str) -> None:
-    reader = Path(__file__).with_name("read_contexts.py")
-    subprocess.run([sys.executable, str(reader), str(tmp_path), "224", "8192", "1"], check=True, timeout=600)
-    [questions] = json.loads((tmp_path / "record.json").read_text()).values()
-    write_gguf("checkpoints/tiny", tmp_path / "tiny.gguf")
-    _, record = export(tmp_path / "contexts/book1.ctx", tmp_path / "book.bin", cache_type)
+def test_answers_are_those_of_generate_with_the_options_in_the_record(
+    read: Path, tmp_path: Path, cache_type: str
+) -> None:
+    [questions] = json.loads((read / "record.json").read_text()).values()
+    _, record = export(read / "contexts/book1.ctx", tmp_path / "book.bin", cache_type)
     facts = json.loads(record.read_text())
     greedy = {"n_predict": 16, "temperature": 0, "id_slot": 0, "return_tokens": True}
-    with served(tmp_path / "tiny.gguf", tmp_path, facts["server"]) as call:
+    with served(read / "tiny.gguf", tmp_path, facts["server"]) as call:
         restored = call("/slots/0?action=restore", {"filename": facts["file"]})
         assert restored["n_restored"] == facts["units"]
         for asked in questions:
             reply = call("/completion", {"prompt": [*facts["placeholders"], *asked["ids"]], **greedy})
             assert [one for one in reply["tokens"] if one != END] == [one for one in asked["answer"] if one != END]
             assert reply["timings"]["cache_n"] >= facts["units"]
+
+
+def test_what_llamacpp_writes_is_what_the_command_writes_by_itself(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    text = tmp_path / "limits.txt"
+    text.write_text(Path("recipes/infer/sqlite_limits.txt").read_text()[-3000:])
+    line = ["--model", "smollm2", "--heads", "auto", "--budget", "256", "--prompt-file", str(text), "--json"]
+    line += ["--dtype", "float32", "--question", "What is the maximum number of pages in a database file?"]
+    more = (["--head-budgets", "uniform"], ["--engine", "llamacpp"], ["--engine", "llamacpp", "--stop", "2"])
+    own, theirs, stopped = (
+        json.loads(capsys.readouterr().out) for one in more if command([*line, "--max-new-tokens", "16", *one]) == 0
+    )
+    [theirs], [stopped] = theirs["answers"], stopped["answers"]
+    assert theirs["answer"] == own["answer"]
+    assert stopped["answer"] == own["answer"][: own["answer"].index("2") + 1]
+    for name in ("kept_units", "prompt_tokens", "new_tokens", "finished"):
+        assert theirs[name] == own[name]
+    assert own["peak_cache_bytes"] < theirs["peak_cache_bytes"] < 2 * own["peak_cache_bytes"]
