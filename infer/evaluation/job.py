@@ -76,7 +76,7 @@ class Job:
         if several > 1 and not any(case.question for case in self.cases):
             raise ValueError(
                 f"--questions {several} asks several questions of a text, but no text of {', '.join(sorted(left))} has "
-                "more than one; drop it, or add such a task (loogle/longdep_qa, say)"
+                "more than one; drop it, or add such a task (scbench/kv_requests, say)"
             )
 
     def settings(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from locret.data.tasks.prompts import build_prompt, cut_middle
 from locret.data.tasks.rows import open_rows
 
 PLAIN = [(family, form) for family in ("infinitebench", "longbench", "babilong") for form in golden(family)]
-SC, LOOGLE, V2 = golden("scbench"), golden("loogle"), golden("longbench_v2")
+SC, V2 = golden("scbench"), golden("longbench_v2")
 
 
 def items_of(name, records, **options):
@@ -45,16 +45,6 @@ def test_three_prompts_of_each_leval_task_are_the_official_ones_and_so_are_their
     for family, marker in (("llama", "<|start_header_id|>"), ("phi", "<|assistant|>")):
         official = tasks.get(f"leval/{form}", prompt_style="official")
         assert build_prompt(official, items["0/0"], word_tokenizer(marker)).text == expected["0/0"][family]
-
-
-@pytest.mark.parametrize("name", LOOGLE)
-def test_a_text_of_loogle_has_all_of_its_questions_and_none_of_another(name) -> None:
-    rows = LOOGLE[name]["records"]
-    one, other = items_of(f"loogle/{name}", [*rows, *({**row, "context": "Another text."} for row in rows)])
-    assert [one.asking(question).content for question in one.asked] == LOOGLE[name]["prompts"]
-    assert (one.content, one.document) == (LOOGLE[name]["prompts"][0], rows[0]["context"])
-    assert [question.targets for question in other.asked] == [(row["answer"],) for row in rows]
-    assert (other.document, other.id) == ("Another text.", str(len(rows)))
 
 
 @pytest.mark.parametrize("name", SC)

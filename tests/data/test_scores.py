@@ -48,7 +48,7 @@ def test_leval_rouge_averages_before_the_geometric_mean() -> None:
     assert rouge_parts("the cat\nsat", "sat\nthe cat") == pytest.approx((1.0, 0.5, 2 / 3))
 
 
-@pytest.mark.parametrize("family", ["babilong", "loogle", "scbench"])
+@pytest.mark.parametrize("family", ["babilong", "scbench"])
 def test_answers_score_as_the_official_code_scored_them(family) -> None:
     pytest.importorskip("rouge_score", reason="ROUGE needs locret[eval]")
     for name, case in golden(family).items():
@@ -59,23 +59,12 @@ def test_answers_score_as_the_official_code_scored_them(family) -> None:
             sample = asked[number] if asked else one
             if name in ("qa_chn", "many_shot") and len(sample.targets) == 1:
                 sample = replace(sample, targets=tuple(sample.targets[0]))  # as the official code takes them by a slip
-            right = wanted if family != "loogle" else wanted.get("rouge_l", wanted.get("exact"))
-            assert task.score(said, sample) == pytest.approx(right), (task.name, said)
+            assert task.score(said, sample) == pytest.approx(wanted), (task.name, said)
 
 
 def test_letters_are_read_as_the_official_code_reads_them() -> None:
     for said, letter in golden("longbench_v2")["scores"]:
         assert [score("longbench_v2/all", said, one) for one in "ABCD"] == [float(one == letter) for one in "ABCD"]
-
-
-def test_what_a_cloze_answer_says_is_never_run_and_a_task_counts_masks_not_texts() -> None:
-    task = tasks.get("loogle/shortdep_cloze")
-    (text,) = task.items(entries(golden("loogle")["shortdep_cloze"]["records"]))
-    one, other = (text.asking(question) for question in text.asked)
-    for said in ("__import__('os').abort()", "(" * 10_000, "{'<mask-0>': 'A cat', '<mask-1>': 3}", "\0", "[1]"):
-        assert task.score(said, one) <= 0.5
-    answers = [("{'<mask-0>': 'A cat'}", one.targets), ("nothing", other.targets)]
-    assert task.summarise([0.5, 0.0], answers) == pytest.approx(1 / 3)
 
 
 def test_a_conversation_scores_the_mean_of_its_turns_and_a_mixed_task_the_mean_of_its_kinds() -> None:

@@ -59,7 +59,6 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "longbench/data/samsum": [{"input": "Where is it?", "context": NOISE * 20, "answers": ["near the river"]}] * 2,
     # The first question of the second text of SCBench is its only one.
     "scbench/data/scbench_kv": [{"context": _TEXT, "multi_turns": _TURNS[: 3 - 2 * row]} for row in range(2)],
-    "loogle/data/longdep_qa": [{"context": _TEXT, "question": t["input"], "answer": t["answer"]} for t in _TURNS],
     "rock_paper_scissors/rock_paper_scissors_dominant_rock": [{"user_choice": move} for move in "ABCAABACBACA"],
 }
 

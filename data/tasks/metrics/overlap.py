@@ -9,10 +9,10 @@ F1:        after the cleaning of SQuAD's evaluation script (arXiv 1606.05250), w
            0 even where the reference is empty after cleaning.
 ROUGE:     in the variants of two packages, whose figures differ by points, so none replaces another: `rouge-score`
            (Google), which InfiniteBench calls through `evaluate` and L-Eval itself, and `rouge` (pltrdy), which
-           LongBench and LooGLE call. rouge-score reads the letters a-z and digits only, so a Chinese text has no words
+           LongBench calls. rouge-score reads the letters a-z and digits only, so a Chinese text has no words
            in it; with rouge sentences end at ".", words are sets and not bags, F has 1e-8 in its denominator, case and
            punctuation count. InfiniteBench E.Sum is ROUGE-Lsum, lines as sentences, no stemmer; L-Eval ROUGE-1, -2 and
-           -L, no stemmer, their geometric mean over a task; LongBench ROUGE-L; LooGLE recall of ROUGE-L.
+           -L, no stemmer, their geometric mean over a task; LongBench ROUGE-L.
 BLEU:      nltk's, of words that white space separates, up to 4-grams, smoothed by method 4: SCBench,
            scbench/repo_qa_utils.py (RepoQA's).
 Code:      LongBench, metrics.py, which calls `fuzz.ratio` of fuzzywuzzy: difflib's ratio, rounded to whole percent.
@@ -131,9 +131,9 @@ def _google_scorer(*kinds: str) -> Any:
     return module.RougeScorer(list(kinds), use_stemmer=False)
 
 
-@lru_cache(maxsize=4)
-def _set_scorer(part: str) -> Any:
-    return library("rouge", "ROUGE of LongBench and LooGLE").Rouge(metrics=["rouge-l"], stats=[part])
+@lru_cache(maxsize=1)
+def _set_scorer() -> Any:
+    return library("rouge", "ROUGE of LongBench").Rouge(metrics=["rouge-l"], stats=["f"])
 
 
 def rouge_lsum(prediction: str, references: Sequence[str]) -> float:
@@ -165,15 +165,14 @@ def rouge_l(prediction: str, references: Sequence[str]) -> float:
     A text without any sentence scores 0, and so does one with sentences so long (a thousand words in prediction and
     reference together) that the package's recursion ends at Python's limit: the official code catches both.
     """
-    return max((rouge_of_sets(prediction, reference, "f") for reference in references), default=0.0)
+    return max((_rouge_of_sets(prediction, reference) for reference in references), default=0.0)
 
 
-def rouge_of_sets(prediction: str, reference: str, part: str) -> float:
-    """Return "f", or "r" (recall, LooGLE's), of ROUGE-L; 0 of no sentence, where LooGLE's code stops."""
-    scorer = _set_scorer(part)
+def _rouge_of_sets(prediction: str, reference: str) -> float:
+    scorer = _set_scorer()
     try:
         with _usual_depth():
-            return float(scorer.get_scores([prediction], [reference], avg=True)["rouge-l"][part])
+            return float(scorer.get_scores([prediction], [reference], avg=True)["rouge-l"]["f"])
     except (ValueError, RecursionError):
         return 0.0
 
