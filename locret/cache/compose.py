@@ -219,7 +219,13 @@ def _settle(cache: RetentionCache) -> None:
 
 def _sized(caches: Sequence[RetentionCache], budget: int) -> RetentionPolicy:
     """Return the policy by which the texts of caches are read as one, with another budget."""
-    return caches[-1].limits.steep(_resized(caches[-1].policy, budget), sum(cache.seen for cache in caches))
+    taken, tokens = _taken(caches, budget), sum(cache.seen for cache in caches)
+    return caches[-1].limits.steep(_resized(caches[-1].policy, budget), tokens, taken)
+
+
+def _taken(caches: Sequence[RetentionCache], budget: int) -> int:
+    """Return the units of each KV head that are promised to protected spans."""
+    return sum(promised(cache.protected, budget) for cache in caches)
 
 
 def _budgets(caches: Sequence[RetentionCache], policy: RetentionPolicy) -> tuple[int, ...]:
@@ -230,8 +236,7 @@ def _budgets(caches: Sequence[RetentionCache], policy: RetentionPolicy) -> tuple
     last, budget = caches[-1], policy.budget
     held = [sum(cache.governed[nth].fill for cache in caches) for nth in range(len(last.governed))]
     own = min(budget, last.scorer.recent(budget))
-    taken = sum(promised(cache.protected, budget) for cache in caches)
-    most = layer_budgets(policy, last.limits.heads, None, own, taken)
+    most = layer_budgets(policy, last.limits.heads, None, own, _taken(caches, budget))
     return tuple(divided(sum(most), most, held, least=1))
 
 

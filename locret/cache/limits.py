@@ -218,15 +218,16 @@ class Limits:
         found = plan(policy, self.heads, prompt_tokens, held=held, **how)
         return replace(found, head_shares=policy.head_shares or ())
 
-    def steep(self, policy: RetentionPolicy, tokens: int | None) -> RetentionPolicy:
+    def steep(self, policy: RetentionPolicy, tokens: int | None, taken: int | None = None) -> RetentionPolicy:
         """Return the policy by which so many tokens of a text are read (None: many); see `steepened`.
 
-        Beside a second tier shares stay as they are: what small KV heads drop, large ones do not recall.
+        What is `taken` is promised to spans in every KV head: by what this cache protects, unless it is given. Beside a second tier shares stay as they are: what small KV heads drop, large ones do not recall.
         """
         if policy.head_budgets != "shares" or policy.has_host:
             return policy
         most = self._positions - policy.chunk_size
-        room, taken = most if tokens is None else min(most, tokens), min(self._promised, policy.budget - 1)
+        room = most if tokens is None else min(most, tokens)
+        taken = min(self._promised if taken is None else taken, policy.budget - 1)
         assert policy.head_shares is not None
         shares = steepened(policy.head_shares, policy.budget - taken, room - taken)
         return policy.changed(head_shares=shares)
