@@ -23,7 +23,7 @@ __all__ = ["Sample", "Task", "get", "names"]
 _FAMILIES = {
     **{
         name: f"locret.data.tasks.published.{name.removesuffix('_v2')}"
-        for name in ("infinitebench", "leval", "longbench", "longbench_v2", "babilong", "scbench")
+        for name in ("infinitebench", "leval", "longbench", "longbench_v2", "scbench")
     },
     "infinitebench_generated": "locret.data.tasks.published.infinitebench",
     "ruler": "locret.data.tasks.published.ruler",

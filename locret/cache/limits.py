@@ -221,7 +221,8 @@ class Limits:
     def steep(self, policy: RetentionPolicy, tokens: int | None, taken: int | None = None) -> RetentionPolicy:
         """Return the policy by which so many tokens of a text are read (None: many); see `steepened`.
 
-        What is `taken` is promised to spans in every KV head: by what this cache protects, unless it is given. Beside a second tier shares stay as they are: what small KV heads drop, large ones do not recall.
+        What is `taken` is promised to spans in every KV head: by what this cache protects, unless it is given. Beside a
+        second tier shares stay as they are: what small KV heads drop, large ones do not recall.
         """
         if policy.head_budgets != "shares" or policy.has_host:
             return policy

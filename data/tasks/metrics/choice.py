@@ -1,7 +1,7 @@
 """Choices and classes: which of the given answers a generated text names.
 
 Source:    InfiniteBench, src/compute_scores.py; LongBench, metrics.py; L-Eval, Evaluation/auto_eval.py and em.py;
-           LongBench v2, pred.py; BABILong, babilong/metrics.py.
+           LongBench v2, pred.py.
 """
 
 from __future__ import annotations
@@ -115,18 +115,3 @@ def stated_letter(prediction: str) -> str | None:
     text = prediction.replace("*", "")
     found = re.search(r"The correct answer is \(([A-D])\)", text) or re.search(r"The correct answer is ([A-D])", text)
     return found[1] if found else None
-
-
-def only_labels(prediction: str, target: str, question: str, labels: Sequence[str]) -> float:
-    """Return 1 if the answer's first sentence names the right labels and no other: BABILong.
-
-    Labels are looked for as parts of words, in any case; those that the question names do not count, so that a target
-    among them can never be right. Targets of several labels are separated by commas. The official code also cuts the
-    answer at "Question", which it never finds in a text in small letters.
-    """
-    said = prediction.lower().split(".")[0].split("<context>")[0].split("<example>")[0]
-    known = {label.lower() for label in labels}
-    named = {label for label in known if label in said} - {label for label in known if label in question.lower()}
-    target = target.lower()
-    right = set(target.split(",")) if "," in target and len(target) > 3 else {target}
-    return float(named == right)
