@@ -170,7 +170,7 @@ def ask(
 ) -> Measured:
     """Ask a context, and let llama.cpp read the question and write the answer in this process; the context stays.
 
-    Its weights stay packed while it writes, and what it goes over for each token are the context's units in float16.
+    Its weights stay packed while it writes, and the context's units are held once more, in float16 where they fit.
 
     Args:
         context: With as many units in each KV head, at compact positions.
@@ -190,13 +190,15 @@ def ask(
     from llama_cpp import Llama, llama_state_seq_get_size, llama_state_seq_load_file  # an extra
 
     start, prefix, end_ids = now(CPU), Prefix.of(context), {*context.lm.end_ids}
-    asked, threads, kind = context.question_ids(question)[0].tolist(), torch.get_num_threads(), CACHE_TYPES["f16"]
-    room = _room(prefix, len(asked) + max_new_tokens)
+    asked, threads = context.question_ids(question)[0].tolist(), torch.get_num_threads()
+    small = all(bool((one.abs() <= torch.finfo(torch.float16).max).all()) for one in (*prefix.keys, *prefix.values))
+    cache_type = "f16" if small else "f32"
+    room, kind = _room(prefix, len(asked) + max_new_tokens), CACHE_TYPES[cache_type]
     same = {"n_threads": threads, "n_threads_batch": threads, "type_k": kind, "type_v": kind, "seed": seed}
     decoder, new, text, began = Decoder(context.lm.tokenizer), list[int](), "", 0.0
     with closing(Llama(str(file), n_ctx=room, flash_attn=True, verbose=False, **same)) as llama:
         with TemporaryDirectory() as folder:
-            slot, _ = export(prefix, Path(folder, "context.bin"))
+            slot, _ = export(prefix, Path(folder, "context.bin"), cache_type)
             ids, count = (ctypes.c_int32 * prefix.units)(), ctypes.c_size_t()
             if not llama_state_seq_load_file(llama.ctx, bytes(slot), 0, ids, prefix.units, ctypes.byref(count)):
                 raise ValueError(f"{file} is of another shape than the context, or llama.cpp of another version")
