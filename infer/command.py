@@ -159,7 +159,7 @@ def _read_and_ask(
     read, seconds = cache.seen, now(device) - start
     if not alone:
         if not output.quiet and not output.json:
-            sys.stderr.write(f"read {read:,} tokens in {seconds:,.1f} s: {about!r}\n")
+            sys.stderr.write(_reading_line(about, read, seconds))
         reading = {"prompt_tokens": read, "prefill_seconds": seconds, **about.memory().to_dict()}
         full = _read_in_full(options, plan, lm, read, copies=2)[0] if output.compare_full else None
         return {
@@ -265,7 +265,10 @@ def _answer_in_full(
     result = answered(chat, question, generation, json=True, **read)
     if not json:
         size = result.peak_cache_bytes / 2**20
-        print(f"\nwith everything kept ({result.kept_units:,} units, {size:,.1f} MiB):\n{result.answer}", flush=True)
+        print(
+            f"\nwith everything kept ({result.kept_units:,} units, {size:,.1f} MiB):\n{result.answer or '(nothing)'}",
+            flush=True,
+        )
     return asdict(result)
 
 
@@ -277,6 +280,16 @@ def _evidence_line(found: Any) -> str:
         said = "" if one.text is None else f": {shorten(one.text, 160, placeholder=' ...')}"
         lines.append(f"  looked at tokens {one.start:,}-{one.end:,} ({one.attention:.0%}){said}")
     return "\n".join(lines)
+
+
+def _reading_line(context: Context, tokens: int, seconds: float) -> str:
+    from locret.conversation.chat import second_tier
+
+    memory = context.memory()
+    return (
+        f"read {tokens:,} tokens in {seconds:,.1f} s, kept {memory.units:,} units per KV head "
+        f"({min(1, memory.units / tokens):.0%}) in {context.kept_bytes / 2**20:,.1f} MiB{second_tier(memory)}\n"
+    )
 
 
 def _summary(result: Measured) -> str:

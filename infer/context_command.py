@@ -183,7 +183,8 @@ def show(options: ShowOptions, given: frozenset[str]) -> int:
     found = [SavedContext.open(find_context(path)) for path in options.context]
     retentions = [one.retention() for one in found]
     if options.plot is not None:
-        words, notes = "".join(open_all([str(options.text)], "--text ").pieces or ()), found[0].conversation
+        with warnings_as_lines(f"{PROG} show", quiet=False):
+            words, notes = "".join(open_all([str(options.text)], "--text ").pieces or ()), found[0].conversation
         tokenizer, template = loading.tokenizer_of(str(options.model)), str(notes.get("template", "none"))
         share = kept_page.share_of_heads(retentions[0])
         pieces = kept_page.marked(words, share, tokenizer, template, notes.get("system"))

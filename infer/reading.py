@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_names, loading, read_notes, shipped
-from locret.base.fields import Refusal
-from locret.base.warned import warn_user
+from locret.base.fields import Refusal, shown
+from locret.base.warned import note_user, warn_user
 from locret.cache.cache_file import CONTEXT_WRITERS, read_scorer
 from locret.cache.layers import find_store
 from locret.conversation.document import Document, encode, open_file
@@ -190,9 +190,11 @@ def saved_in(paths: Sequence[str], model: ModelOptions, named: ScorerOptions, *,
     names = [(read_notes(file, CONTEXT_WRITERS).get("conversation") or {}).get("backbone") for file in files]
     if model.model is None:
         name = names[0]
+        if len(several := sorted({shown(one) for one in names if one})) > 1:
+            raise ValueError(f"{' '.join(paths)} name several backbones, {' and '.join(several)}; ask those of one")
         if set(map(str, names)) != {name} or not name.isprintable() or not name.strip():
             raise ValueError(f"--model is missing, and no one backbone is named in {' '.join(paths)}; give --model")
-        warn_user(f"{paths[0]} names the backbone {name}, which is taken; --model names another")
+        note_user(f"{paths[0]} names the backbone {name}, which is taken; --model names another")
         model = replace(model, model=backbone_names.name_of(name))
     unnamed = named.heads is None and named.spec is None
     if unnamed and (heads := shipped.embedded_heads(model.model)) is not None:

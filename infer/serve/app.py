@@ -155,7 +155,7 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers, body, ended, begun = Headers(scope=scope), bytearray(), False, False
+        headers, body, ended, begun, events = Headers(scope=scope), bytearray(), False, False, False
         waits = headers.get("expect", "").lower() == "100-continue"  # it sends nothing before it is told to
 
         async def take() -> Message:
@@ -171,8 +171,10 @@ class Gate:
                 dropped += len((await take()).get("body", b""))
 
         async def answer(message: Message) -> None:
-            nonlocal begun
+            nonlocal begun, events
             begun = True
+            if message["type"] == "http.response.start":
+                events = dict(message.get("headers", ())).get(b"content-type", b"").startswith(b"text/event-stream")
             if message["type"] == "http.response.start" and message["status"] >= 400 and not ended:
                 if not waits:
                     with suppress(asyncio.TimeoutError):
@@ -193,9 +195,11 @@ class Gate:
         except ClientDisconnect:
             pass
         except asyncio.CancelledError:  # --drain is over
-            if begun:
-                raise
-            await JSONResponse(_ENDING.body(), _ENDING.status)(scope, receive, send)
+            if not begun:
+                await JSONResponse(_ENDING.body(), _ENDING.status)(scope, receive, send)
+            elif events:
+                last = b"data: " + json.dumps(_ENDING.body()).encode() + b"\n\n"
+                await send({"type": "http.response.body", "body": last})
         finally:
             self.held -= len(body)
 

@@ -145,7 +145,7 @@ def _say(state: ServerState, listening: socket.socket, options: ServeOptions) ->
         print_json({"url": url, "model": state.model, "contexts": str(state.library.folder), **asdict(plan)})
         sys.stdout.flush()
     elif not options.quiet:
-        sys.stderr.write(f"{plan.table()}\n{state.model} answers at {url}\n")
+        sys.stderr.write(f"{plan.table()}\n{state.model} answers at {url}, and on the page {url.removesuffix('v1')}\n")
 
 
 if __name__ == "__main__":

@@ -148,7 +148,8 @@ async def _stored(request: Request, file: Path, library: Library, *, text: bool)
                 decoder.decode((text and part) or b"", final=part is None)
             except UnicodeDecodeError as error:
                 why = f"the text is not UTF-8 ({error.reason} before byte {size:,})"
-                ways = "convert it, for instance with `iconv -t UTF-8`; a PDF, EPUB or DOCX file goes to /v1/files"
+                ways = "if it is one, convert it, for instance with `iconv -t UTF-8`; a PDF, EPUB or DOCX file goes to "
+                ways += "/v1/files"
                 raise Refusal(400, f"{why}; {ways}") from None
             if part is None:
                 break

@@ -271,8 +271,9 @@ def _check_scorer(state: Mapping[str, Any], cache: RetentionCache, allow_other: 
     options = {**here["options"], **saved.get("options", {})}  # one that is newer than the file had its default
     if (saved["name"], options) != (here["name"], here["options"]) and not allow_other:
         raise ValueError(
-            f"it was made with the scorer {_described(saved)}, here it is {_described(here)}; give that scorer, or "
-            "ask with allow_other_scorer=True (locret-context ask --allow-other-scorer) to rate further text so"
+            f"it was made with the scorer {_described(saved)}, here it is {_described(here)}; give that scorer "
+            "or those heads (--heads FOLDER), or only ask it, with allow_other_scorer=True (locret-context ask "
+            "--allow-other-scorer)"
         )
 
 

@@ -21,6 +21,7 @@ from locret._version import __version__
 from locret.base import interrupts
 from locret.base.fields import Refusal
 from locret.base.nearest import check_retired, nearest
+from locret.base.warned import Note
 from locret.cli import options as read
 from locret.cli.options import typed
 
@@ -131,6 +132,8 @@ def bars_on_terminals(*, quiet: bool = False) -> Iterator[None]:
     def begin(bar: Any, *args: Any, disable: bool | None = True, **how: Any) -> None:
         if disable is None and not quiet:
             shape = "{l_bar} {n_fmt} of {total_fmt} {unit}, {elapsed} gone, {remaining} left{postfix}"
+            if how.get("total") is None and not args:
+                shape = "{desc}: {n_fmt} {unit}, {elapsed} gone{postfix}"
             disable, how = False, {**how, "file": _Lines(), "bar_format": shape}
         before(bar, *args, disable=disable, **how)
 
@@ -149,8 +152,9 @@ def warnings_as_lines(prog: str, *, quiet: bool) -> Iterator[None]:
     """Show each warning as one line on standard error, or none; and bars where somebody watches."""
     from transformers.utils import logging
 
-    def show(message: Warning | str, *_: object, **__: object) -> None:
-        sys.stderr.write(f"{prog}: warning: {_one_line(message)}\n")
+    def show(message: Warning | str, category: type[Warning], *_: object, **__: object) -> None:
+        kind = "note" if issubclass(category, Note) else "warning"
+        sys.stderr.write(f"{prog}: {kind}: {_one_line(message)}\n")
 
     if quiet:
         logging.set_verbosity_error()

@@ -394,8 +394,8 @@ def read_text(source: str | Path, block_chars: int = 1 << 20, setting: str = "--
                     yield block
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"{setting}{source}: not UTF-8 text ({error.reason}); convert it, "
-                    "for instance with `iconv -t UTF-8`; PDF, EPUB and DOCX files are known by their endings"
+                    f"{setting}{source}: not UTF-8 text ({error.reason}); if it is a text, convert it, for instance "
+                    "with `iconv -t UTF-8`; of other files PDF, EPUB, DOCX and HTML are read, known by their endings"
                 ) from None
 
     return blocks()

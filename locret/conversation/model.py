@@ -35,6 +35,7 @@ from locret.loading.options import FULL, BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy, policy_of, usual_budget
 from locret.policy.protection import Span
 from locret.policy.resolve import resolve
+from locret.policy.sizes import EVERY_UNIT
 from locret.scorers import Scorer, chosen
 from locret.token_ids import check_ids
 
@@ -346,6 +347,8 @@ class LongContextModel:
                 warned, way_out = True, "shorten the prompt, or hold fewer units at a time"
                 if cache.policy.positions == "original" and not self.backbone.slides:
                     way_out = "use compact positions, which number the kept units only"
+                    if cache.policy.budget == EVERY_UNIT:
+                        way_out = "with everything kept there is no way around it: do not judge the text by them"
                 warn_user(
                     f"rotary positions reach beyond {longest}, the longest context of this backbone, where its answers "
                     f"usually fall apart; reading goes on, but {way_out}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from locret import backbone_names, scorers, shipped
 from locret.base import method_spec
-from locret.base.warned import warn_user
+from locret.base.warned import note_user, warn_user
 from locret.heads.heads import RetainingHeads
 from locret.loading.options import FULL, LOCRET, ScorerOptions
 from locret.policy.policy import RetentionPolicy
@@ -21,7 +21,7 @@ MEASURED = {"head_budgets": "shares", "spacing": 16}
 """What `+head_shares+spaced` changes."""
 
 
-def chosen_heads(heads: str | None, model: str | None, tell: Callable[[str], None] = warn_user) -> str | None:
+def chosen_heads(heads: str | None, model: str | None, tell: Callable[[str], None] = note_user) -> str | None:
     """Return the heads that `--heads` means: `auto` takes those that are shipped, and tells which."""
     if heads != AUTO_HEADS:
         return heads

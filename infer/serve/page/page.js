@@ -68,15 +68,20 @@ const at = (name) => `v1/contexts/${encodeURIComponent(name)}`;
 // Server-sent events over fetch: EventSource cannot send a key.
 async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+  const broken = (failure) => {
+    throw failure?.name === "AbortError" ? failure
+      : new Refused(0, "The connection broke; is the server still running? Ask again for the rest.");
+  };
+  let held = "", ended = false;
   for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
+    const { value, done } = await reader.read().catch(broken);
+    if (done) return ended || broken();
     held += value;
     const parts = held.split(/\r?\n\r?\n/);
     held = parts.pop();
     for (const part of parts) {
       const data = part.split(/\r?\n/).filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trim());
+      ended ||= data[0] === "[DONE]";
       if (data.length && data[0] !== "[DONE]") yield JSON.parse(data.join("\n"));
     }
   }
@@ -130,8 +135,9 @@ let keyWanted = null;
 // Several requests may be refused at once; they share one dialog.
 function askForKey() {
   if (state.keyless) return false;
-  keyWanted ??= dialog({ title: "API key", text: "This server asks for a key. It is kept until this tab is closed.",
-    label: "Key", type: "password", yes: "Use it" }).then((key) => {
+  const refused = state.key ? "That key was not accepted. " : "";
+  keyWanted ??= dialog({ title: "API key",
+    text: `${refused}This server asks for a key. It is kept until this tab is closed.`, label: "Key", type: "password", yes: "Use it" }).then((key) => {
     keyWanted = null;
     if (!key) {
       state.keyless = true;  // until the user does something: the page's own looking must not ask again and again
@@ -222,6 +228,7 @@ function showContexts() {
   });
   while (list.children.length > items.length) list.lastChild.remove();
   $("empty").hidden = items.length > 0;
+  $("choose").hidden = Boolean(state.selected) || !items.length;
 }
 
 function contextItem(name) {
@@ -344,10 +351,10 @@ async function ask(event) {
   state.asking = null;
   $("stop").hidden = true;
   $("send").disabled = find(name)?.state !== "ready";
-  if (leave.signal.aborted) facts.textContent = "Broken off.";
+  if (leave.signal.aborted || (!told && answer.textContent)) facts.textContent = "Broken off.";
   else if (!told) {
     item.remove();
-    $("question").value = question;
+    $("question").value ||= question;
   } else {
     if (state.selected === name) state.turns = [...turns, { role: "assistant", content: answer.textContent }];
     say("");
@@ -357,7 +364,7 @@ async function ask(event) {
 
 async function stream(name, messages, answer, signal) {
   const start = performance.now();
-  let first = null, usage = null;
+  let first = null, usage = null, finish = null;
   const response = await call("v1/chat/completions", { method: "POST", signal,
     headers: { "Content-Type": "application/json" },
     body: JSON.stringify({ model: state.model, context: name, messages,
@@ -370,15 +377,17 @@ async function stream(name, messages, answer, signal) {
       answer.textContent += text;
     }
     usage = event.usage || usage;
+    finish = event.choices?.[0]?.finish_reason || finish;
   }
-  return { first, usage, seconds: (performance.now() - start) / 1000 };
+  return { first, usage, cut: finish === "length", seconds: (performance.now() - start) / 1000 };
 }
 
-function showAnswerFacts(facts, { first, usage, seconds }) {
+function showAnswerFacts(facts, { first, usage, cut, seconds }) {
   const units = usage?.prompt_tokens_details?.units;
   facts.textContent = [first === null ? null : `first words after ${(first / 1000).toFixed(2)} s`,
     `${seconds.toFixed(2)} s in all`,
-    usage && `${number(usage.completion_tokens)} tokens`].filter(Boolean).join(", ");
+    usage && `${number(usage.completion_tokens)} tokens`,
+    cut && "cut off there: the longest answer that there is room for"].filter(Boolean).join(", ");
   facts.title = units ? `from ${number(units)} units for ${number(usage.prompt_tokens)} tokens` : "";
 }
 
@@ -387,6 +396,13 @@ function showAnswerFacts(facts, { first, usage, seconds }) {
 // A name that the server takes, made of a file's.
 const nameOf = (file) =>
   file.name.replace(/\.[^.]*$/, "").replace(/[^A-Za-z0-9._-]+/g, "-").replace(/^[^A-Za-z0-9]+/, "").slice(0, 60);
+
+// The name itself, or with the first number behind it that is free.
+function free(name) {
+  let found = name;
+  for (let nth = 2; find(found); nth += 1) found = `${name}-${nth}`;
+  return found;
+}
 
 // What the server converts goes as a form; a text goes as it is, of any length.
 const DOCUMENT = /\.(pdf|epub|docx|html?)$/i;
@@ -399,27 +415,33 @@ async function upload(files) {
   warn("");
   state.keyless = false;
   for (const [nth, file] of files.entries()) {
-    say(several ? `Sending ${file.name}, ${nth + 1} of ${files.length}.` : `Sending ${file.name}.`);
-    const own = nameOf(file) || "text";
+    const doing = DOCUMENT.test(file.name) ? "Sending and converting" : "Sending";
+    say(several ? `${doing} ${file.name}, ${nth + 1} of ${files.length}.` : `${doing} ${file.name}.`);
+    const own = free(nameOf(file) || "text");
     let made = null;
     try {
       made = await send(file, (several && typed ? `${typed}-${own}`.slice(0, 100) : typed) || own);
     } catch (failure) {
-      failed.push(several ? `${file.name}: ${failure.message}` : failure.message);
+      failed.push(`${file.name}: ${failure.message}`);
       warn(failed.join("\n"));
     }
     await attempt(refresh, { quiet: true });
-    if (made && !shown) select(made.id || made.name);
+    if (made && !shown) select(made.id || made.name, true);
     shown ||= Boolean(made);
   }
   say("");
 }
 
 async function send(file, wanted) {
+  let begin;
   try {
-    await file.slice(0, 1).arrayBuffer();
+    begin = new Uint8Array(await file.slice(0, 4096).arrayBuffer());
   } catch {
     throw new Refused(0, "It cannot be read here; a folder's files have to be chosen themselves.");
+  }
+  if (!file.size) throw new Refused(0, "It is empty.");
+  if (begin.includes(0) && !DOCUMENT.test(file.name)) {
+    throw new Refused(0, "It is no text, and no PDF, EPUB, Word or HTML document.");
   }
   const form = new FormData(), query = new URLSearchParams({ name: wanted, source: file.name.slice(0, 200) });
   form.append("purpose", "user_data");
