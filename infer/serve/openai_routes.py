@@ -74,15 +74,17 @@ def model(request: Request, name: str) -> dict[str, Any]:
 
 
 def _of_context(request: Request, body: Body) -> Body:
-    """Return a request of a model such as smollm2:book, for clients that can name nothing else, about that context."""
-    served = state_of(request).model
-    if body.model is None or not body.model.startswith(f"{served}:"):
-        return body
-    context = body.model.removeprefix(f"{served}:")
-    if body.context not in (None, context):
-        why = f"the model {shown(body.model)} names another context than {shown(body.context)}; leave one of them out"
+    """Return a request that names a context in one of OpenAI's ways, as the model smollm2:book or a file, about it."""
+    served, named = state_of(request).model, {body.context} - {None}
+    if body.model is not None and body.model.startswith(f"{served}:"):
+        named.add(body.model.removeprefix(f"{served}:"))
+        body = body.model_copy(update={"model": served})
+    if not isinstance(body, CompletionRequest):
+        named.update(name for message in body.messages for name in message.files)
+    if len(named) > 1:
+        why = f"the request names several contexts, {' and '.join(sorted(map(shown, named)))}; ask about one at a time"
         raise Refusal(400, why, param="context")
-    return body.model_copy(update={"model": served, "context": context})
+    return body.model_copy(update={"context": next(iter(named), None)})
 
 
 def _check_model(state: ServerState, name: str | None) -> None:

@@ -34,7 +34,7 @@ TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fas
 
 _FILES = ("file", "file_id", "file_data", "file_url")
 _INSTEAD = {
-    **dict.fromkeys(_FILES, "upload it (POST /v1/files), and give MODEL:FILE_ID as the model to ask about it"),
+    **dict.fromkeys(_FILES, "upload it (POST /v1/files), and give its file_id"),
     **dict.fromkeys(("response_format", "text"), "leave it out, ask for JSON in a message, and check the answer"),
     **dict.fromkeys(("previous_response_id", "conversation"), "nothing is stored; send all turns so far as input"),
     "tools": "ask /v1/chat/completions, which hands them to the chat template",
@@ -137,6 +137,21 @@ class TextPart(_Body):
     text: str
 
 
+class FileName(_Body):
+    idle = {**dict.fromkeys(("file_data", "file_url"), ()), "filename": None}
+    file_id: Name
+    """A file that has been uploaded (`/v1/files`): what is asked is about it."""
+
+
+class FilePart(_Body):
+    type: Literal["file"]
+    file: FileName
+
+
+class InputFilePart(FileName):
+    type: Literal["input_file"]
+
+
 class FunctionCall(_Body):
     name: str
     arguments: str
@@ -156,7 +171,7 @@ class Message(_Body):
     idle = {"refusal": (), "annotations": ([],), "audio": (), "function_call": (), "type": ("message",)}
     idle |= {"id": None, "status": None}  # of a message that an earlier response has
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Few[TextPart] | None = None
+    content: str | Few[Annotated[TextPart | FilePart | InputFilePart, Field(discriminator="type")]] | None = None
     name: str | None = None
     tool_calls: Few[ToolCall] | None = None
     tool_call_id: str | None = None
@@ -165,7 +180,15 @@ class Message(_Body):
     def text(self) -> str:
         """The content as one text."""
         parts = self.content if isinstance(self.content, list) else []
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in parts)
+        texts = (part.text for part in parts if isinstance(part, TextPart))
+        return self.content if isinstance(self.content, str) else "".join(texts)
+
+    @property
+    def files(self) -> list[str]:
+        """The files that the content names."""
+        parts = self.content if isinstance(self.content, list) else []
+        names = (part.file if isinstance(part, FilePart) else part for part in parts)
+        return [name.file_id for name in names if isinstance(name, FileName)]
 
 
 class Function(_Body):

@@ -62,6 +62,12 @@ def test_a_document_is_uploaded_asked_listed_and_deleted(server: Running, client
     about = {"model": "tiny", "extra_body": {"context": first.id}}
     for how in ({"model": first.to_dict()["model"]}, about):
         assert "43600" in str(client.chat.completions.create(messages=said, **how).choices[0].message.content)
+    part: Any = [{"type": "file", "file": {"file_id": first.id}}, {"type": "text", "text": QUESTION}]
+    named = client.chat.completions.create(messages=[{"role": "user", "content": part}], model="tiny")
+    part = [{"type": "input_file", "file_id": first.id}, {"type": "input_text", "text": QUESTION}]
+    newer = client.responses.create(input=[{"role": "user", "content": part}], model="tiny")
+    assert str(named.choices[0].message.content) == newer.output_text
+    assert "43600" in newer.output_text
     for one in (first, second):
         assert client.files.delete(one.id).deleted
     with pytest.raises(openai.NotFoundError, match="there is no context"):

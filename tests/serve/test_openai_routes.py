@@ -77,7 +77,7 @@ def test_a_model_names_a_context_for_clients_that_can_name_nothing_else(client: 
         assert str(key) in text_of(answer)
         assert text_of(client.chat.completions.create(**about, extra_body={"context": name})) == text_of(answer)
     other = {"extra_body": {"context": "other"}, "messages": [user(QUESTION)]}
-    with pytest.raises(openai.BadRequestError, match="names another context than"):
+    with pytest.raises(openai.BadRequestError, match="names several contexts, "):
         client.chat.completions.create(model="tiny:book", **other)
     for bare in ("book", "smollm2:book"):
         with pytest.raises(openai.NotFoundError, match="is not served here; use 'tiny:book'"):
@@ -321,7 +321,12 @@ MANY = 10_000
 FIELDS: list[tuple[dict[str, Any], int, str]] = [  # beside a message, status, sentence
     ({"messages": [{"role": "user", "contents": "x"}]}, 400, "messages.0: contents is not a field here; did you mean"),
     ({"messages": [{"role": "user", "content": IMAGE}]}, 400, "messages.0.content"),
-    ({"messages": [user(FILE)]}, 400, "messages.0.content.0: file {'file_id': 'x'} has no effect here; upload it ("),
+    ({"messages": [user(FILE)]}, 404, "there is no context 'x'"),
+    (
+        {"messages": [user([{"type": "file", "file": {"file_data": "eA=="}}])]},
+        400,
+        "messages.0.content.0.file.file: file_data 'eA==",
+    ),
     ({"messages": [{"role": "tool", "content": "x"}]}, 400, "the tokenizer's chat template refuses these messages ("),
     ({f"k{nth}": 1 for nth in range(MANY)}, 400, "k0 is not a field here; "),
     ({"temperature": 3}, 400, "temperature 3: input should be less than or equal to 2; change it"),
