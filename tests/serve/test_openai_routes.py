@@ -315,13 +315,12 @@ def test_a_request_has_a_time_limit(serving: LongContextModel, tmp_path: Path) -
 HI = [user("hi")]
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 IMAGE = [{"type": "image_url", "text": "x"}]
-FILE = [{"type": "file", "file": {"file_id": "x"}}]
 MANY = 10_000
 """Parts that are wrong, fewer than a request may have."""
 FIELDS: list[tuple[dict[str, Any], int, str]] = [  # beside a message, status, sentence
     ({"messages": [{"role": "user", "contents": "x"}]}, 400, "messages.0: contents is not a field here; did you mean"),
     ({"messages": [{"role": "user", "content": IMAGE}]}, 400, "messages.0.content"),
-    ({"messages": [user(FILE)]}, 404, "there is no context 'x'"),
+    ({"messages": [user([{"type": "file", "file": {"file_id": "x"}}])]}, 404, "there is no context 'x'"),
     (
         {"messages": [user([{"type": "file", "file": {"file_data": "eA=="}}])]},
         400,
