@@ -16,11 +16,13 @@ from textwrap import shorten
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from locret.base.fields import Refusal
+from locret.base.warned import note_user
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines
 from locret.distributed.ranks import Ranks, joined, launched
 from locret.infer.fetch import is_address
 from locret.infer.infer_options import (
     GenerationOptions,
+    ModelOptions,
     OutputOptions,
     PlacedModelOptions,
     PolicyOptions,
@@ -31,7 +33,7 @@ from locret.loading.options import ScorerOptions
 from locret.policy.resolve import check_no_turns
 
 if TYPE_CHECKING:
-    from locret import Chat, Context, LongContextModel, RetentionPolicy
+    from locret import Chat, Context, LongContextModel
     from locret.conversation.chat import Measured
     from locret.infer.reading import Ready
 
@@ -97,7 +99,14 @@ def execute(options: Options, ranks: Ranks) -> None:
         groups = (options.model, options.scorer, options.policy, options.chosen, options.generation)
         equal = prompt.engine != "transformers"
         plan = ready(*groups, count, foresee=output.dry_run and prompt.again, equal=equal)
-        writer = writer_of(options.model, plan.policy, prompt, options.generation)
+        if (writer := writer_of(options.model, prompt, options.generation)) is not None:
+            from locret.engines.llamacpp import check_policy
+
+            if options.policy.kv_memory is not None:
+                raise Refusal(
+                    "kv_memory", options.policy.kv_memory, "does not bound llama.cpp; give --budget or --keep"
+                )
+            check_policy(plan.policy)
     with ranks.together():
         ranks.agree({"what auto came to": plan.policy.to_dict()}, "give --kv-memory as a number")
         if ranks.size > 1 and not output.dry_run:
@@ -189,14 +198,16 @@ def answered(chat: Chat, question: str | None, generation: GenerationOptions, *,
 
 
 def writer_of(
-    model: PlacedModelOptions, policy: RetentionPolicy, how: QuestionOptions, generation: GenerationOptions
+    model: ModelOptions, how: QuestionOptions, generation: GenerationOptions
 ) -> Callable[..., Measured] | None:
-    """Return what writes an answer, if another engine does; refuse what it could not do or hold."""
+    """Return what writes an answer, if another engine does; refuse what it could not do."""
     if how.engine == "transformers":
         return None
     from locret.engines import llamacpp
 
-    return partial(llamacpp.ask, file=llamacpp.writer_of(model, policy), **generation.for_llamacpp())
+    given = generation.given()
+    note_user("llama.cpp holds units and weights once more; planned bytes are those of reading alone")
+    return partial(llamacpp.ask, file=llamacpp.writer_of(model, given), seed=generation.seed, **given)
 
 
 def answer_each(

@@ -214,11 +214,15 @@ def ask(
 
     records = list[dict[str, Any]]()
     how = {"allow_other_scorer": about.allow_other_scorer}
+    if about.engine != "transformers":
+        from locret.engines.llamacpp import check_options
+
+        check_options(generation.given())
     with _loaded(model, scorer, "ask", about.context, output.quiet, **how) as (contexts, plan):
+        writer = infer.writer_of(plan.model, about, generation)
         for path, context in zip(about.context, contexts, strict=True):
             if len(about.context) > 1 and not output.json:
                 print(f"{chr(10) if records else ''}# {path}", flush=True)
-            writer = infer.writer_of(plan.model, context.cache.policy, about, generation)
             answers = infer.answer_each(context, about.question, about, generation, json=output.json, writer=writer)
             reading = {"context": path, "prompt_tokens": context.cache.seen, **context.memory().to_dict()}
             how_read = {

@@ -224,13 +224,6 @@ class GenerationOptions(OptionClass, usual=("max_new_tokens", "temperature")):
             "stop_strings": self.stop or None,
         }
 
-    def for_llamacpp(self) -> dict[str, Any]:
-        """Return the options of `locret.engines.llamacpp.ask`; refuse what it would not do in the same way."""
-        if self.repetition_penalty != 1:
-            raise Refusal("repetition_penalty", self.repetition_penalty, "is not for --engine llamacpp; leave it out")
-        own = {"max_new_tokens", "temperature", "top_p", "top_k", "seed"}
-        return {name: getattr(self, name) for name in own} | {"stop_strings": self.stop}
-
 
 @dataclass(frozen=True, kw_only=True)
 class ReportOptions(OptionClass):

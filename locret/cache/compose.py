@@ -98,7 +98,7 @@ def joined(parts: Sequence[tuple[RetentionCache, int]], budget: int | None = Non
         last = caches[-1]
         spans = [span for cache in caches for row in cache.protected for span in row]
         if budget is not None:
-            _share(caches, budget)
+            _share(caches, budget, offset)
         for nth, layer in enumerate(whole.governed):
             layer.store.chain([cache.governed[nth].store for cache in caches])
         whole.seen = whole.text_end = offset
@@ -217,18 +217,17 @@ def _settle(cache: RetentionCache) -> None:
         layer.settle(cache.next_position, cache.seen)
 
 
-def _sized(caches: Sequence[RetentionCache], budget: int) -> RetentionPolicy:
-    """Return the policy by which the texts of caches are read as one, with another budget."""
-    taken, tokens = _taken(caches, budget), sum(cache.seen for cache in caches)
-    return caches[-1].limits.steep(_resized(caches[-1].policy, budget), tokens, taken)
+def _sized(caches: Sequence[RetentionCache], budget: int, tokens: int) -> RetentionPolicy:
+    """Return the policy by which the texts of caches are read as one of so many tokens, with another budget."""
+    return caches[-1].limits.steep(_resized(caches[-1].policy, budget), tokens, _taken(caches, budget, tokens))
 
 
-def _taken(caches: Sequence[RetentionCache], budget: int) -> int:
-    """Return the units of each KV head that are promised to protected spans."""
-    return sum(promised(cache.protected, budget) for cache in caches)
+def _taken(caches: Sequence[RetentionCache], budget: int, end: int) -> int:
+    """Return the units of each KV head that are promised to protected spans of texts with `end` tokens in all."""
+    return sum(promised(closed(cache.protected, end), budget) for cache in caches)
 
 
-def _budgets(caches: Sequence[RetentionCache], policy: RetentionPolicy) -> tuple[int, ...]:
+def _budgets(caches: Sequence[RetentionCache], policy: RetentionPolicy, tokens: int) -> tuple[int, ...]:
     """Return the units of each layer of caches, as at the end of a long read; the local tokens are part of them.
 
     What a layer does not hold goes to the others, in the same proportion.
@@ -236,15 +235,15 @@ def _budgets(caches: Sequence[RetentionCache], policy: RetentionPolicy) -> tuple
     last, budget = caches[-1], policy.budget
     held = [sum(cache.governed[nth].fill for cache in caches) for nth in range(len(last.governed))]
     own = min(budget, last.scorer.recent(budget))
-    most = layer_budgets(policy, last.limits.heads, None, own, _taken(caches, budget))
+    most = layer_budgets(policy, last.limits.heads, None, own, _taken(caches, budget, tokens))
     return tuple(divided(sum(most), most, held, least=1))
 
 
 def _stays(cache: RetentionCache, budget: int, whole: RetentionCache | None = None) -> list[Stay | None]:
     """Return what stays in each layer of a cache, or of a whole that ends with it, after a read (None: all of it)."""
     held = whole or cache
-    policy = _sized([held], budget)
-    most, local = _budgets([held], policy), cache.policy.local_len
+    policy = _sized([held], budget, held.seen)
+    most, local = _budgets([held], policy, held.seen), cache.policy.local_len
     protected = Protected(held.protected, policy, most)
     fills = [layer.fill for layer in held.governed]
     return [
@@ -259,17 +258,14 @@ def _cut(cache: RetentionCache, stays: Sequence[Stay | None]) -> None:
             layer.evict(stay, cache.next_position)
 
 
-def _share(caches: Sequence[RetentionCache], budget: int) -> None:
-    """Cut each cache to its share of what stays beside the local tokens, which are those of the last."""
-    last, policy = caches[-1], _sized(caches, budget)
-    most = _budgets(caches, policy)
+def _share(caches: Sequence[RetentionCache], budget: int, read: int) -> None:
+    """Cut each cache to its share of what stays beside the local tokens, which are those of the last of `read`."""
+    last, policy = caches[-1], _sized(caches, budget, read)
+    most = _budgets(caches, policy, read)
     protected = [Protected(cache.protected, policy, most) for cache in caches]
-    read = sum(cache.seen for cache in caches)
     for nth, room in enumerate(most):
         layers = [cache.governed[nth] for cache in caches]
-        needed = [
-            min(promised(cache.protected, budget), layer.fill) for cache, layer in zip(caches, layers, strict=True)
-        ]
+        needed = [min(_taken([cache], budget, read), layer.fill) for cache, layer in zip(caches, layers, strict=True)]
         needed = divided(room, [float(units) or 1.0 for units in needed], needed)
         local = min(last.policy.local_len, room - sum(needed), layers[-1].fill - needed[-1])
         newest = [0] * (len(layers) - 1) + [local]

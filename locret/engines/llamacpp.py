@@ -19,12 +19,13 @@ from __future__ import annotations
 import ctypes
 import json
 import struct
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, redirect_stderr
 from importlib.util import find_spec
+from io import StringIO
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -62,6 +63,8 @@ re-orders the rows of q and k of those that it rotates as neighbours. All of the
 llama.cpp's own script had converted.
 """
 CPU = torch.device("cpu")
+_OPTIONS = ("max_new_tokens", "do_sample", "temperature", "top_k", "stop_strings")
+_NEUTRAL = {"num_beams": 1, "repetition_penalty": 1.0, "top_p": 1.0}
 _FILE_MAGIC = 0x67677371
 _ANY_QUESTION = "LocretQuestion7f3a9c"
 _ROOM = 4096
@@ -131,28 +134,40 @@ def _check_replaceable(slot: Path, record: Path) -> None:
             raise ValueError(f"{path} is there already and is no {what}; choose another file, or remove it first")
 
 
-def writer_of(source: BackboneSource, policy: RetentionPolicy) -> Path:
+def writer_of(source: BackboneSource, options: Mapping[str, Any]) -> Path:
     """Return the GGUF file with which llama.cpp writes what a backbone from it has read.
 
     Raises:
-        ValueError: If there is none, or llama.cpp could not hold what the policy leaves.
+        ValueError: If there is none, or llama.cpp does not write by these options of `Context.ask`.
     """
-
-    def refused(rule: str) -> Refusal:
-        return Refusal("engine", "llamacpp", rule)
-
-    file = source.gguf_path
-    if file is None:
-        raise refused("writes with a GGUF file on this machine; name it with --model, or leave --engine out")
+    check_options(options)
+    if source.gguf_path is None:
+        rule = "writes with a GGUF file on this machine; name it with --model, or leave --engine out"
+        raise Refusal("engine", "llamacpp", rule)
     if source.adapter is not None:
-        raise refused(f"knows nothing of --adapter {source.adapter}; leave one of them out")
-    if find_spec("llama_cpp") is None:
-        raise refused(f"needs the package llama-cpp-python; {install('llamacpp')}")
+        raise Refusal("engine", "llamacpp", f"knows nothing of --adapter {source.adapter}; leave one of them out")
+    return source.gguf_path
+
+
+def check_policy(policy: RetentionPolicy) -> None:
+    """Refuse what llama.cpp could not hold, before a text is read."""
     if policy.has_host or policy.head_budgets != "uniform" or policy.layer_budgets != "uniform":
-        raise refused("holds as many units in each KV head and no second tier; read with --head-budgets uniform")
+        rule = "holds as many units in each KV head and no second tier; read with --head-budgets uniform"
+        raise Refusal("engine", "llamacpp", rule)
+    if policy.decode_budget is not None:
+        rule = f"evicts nothing while it answers; leave out --decode-budget {policy.decode_budget}"
+        raise Refusal("engine", "llamacpp", rule)
     if policy.positions != "compact":
-        raise refused("holds no gaps between positions; read with --positions compact")
-    return file
+        raise Refusal("engine", "llamacpp", "holds no gaps between positions; read with --positions compact")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of an answer that llama.cpp has not, or does in another way (top_p before the temperature)."""
+    if find_spec("llama_cpp") is None:
+        raise Refusal("engine", "llamacpp", f"needs the package llama-cpp-python; {install('llamacpp')}")
+    for name, value in options.items():
+        if name not in _OPTIONS and value != _NEUTRAL.get(name):
+            raise Refusal(name, shown(value), "is not for llama.cpp; leave it out")
 
 
 def ask(
@@ -161,64 +176,77 @@ def ask(
     file: str | Path,
     *,
     max_new_tokens: int = LONGEST_ANSWER,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
-    top_k: int = 0,
     seed: int = 0,
-    stop_strings: list[str] | None = None,
     write: Callable[[str], object] | None = None,
+    **options: Any,
 ) -> Measured:
-    """Ask a context, and let llama.cpp read the question and write the answer in this process; the context stays.
+    """Ask a context, and let llama.cpp write the answer in this process; the context stays as it is.
 
-    Its weights stay packed while it writes, and the context's units are held once more, in float16 where they fit.
+    The question is read as `Context.ask` reads it. Then llama.cpp holds all units once more, in float16 where they fit,
+    with room for the longest answer, and writes with weights that stay packed.
 
     Args:
         context: With as many units in each KV head, at compact positions.
         question: What to ask.
         file: GGUF file of the backbone that has read the context; of another of its shape nothing is noticed.
         max_new_tokens: Longest answer in tokens.
-        temperature: Of sampling, with `top_p`, `top_k` and `seed`; 0 always takes the likeliest token.
-        top_p: Draw from the likeliest tokens that have this probability together; 1 is all.
-        top_k: Draw from this many likeliest tokens; 0 is all.
         seed: Of sampling.
-        stop_strings: Texts that end the answer, which includes them.
         write: Takes the answer as it is written.
+        **options: As for `Context.ask`: temperature, top_k and stop_strings.
 
     Raises:
-        ValueError: If llama.cpp could not hold these units, or does not take the file.
+        ValueError: If llama.cpp could not hold these units, does not take the file, or has no such option.
     """
     from llama_cpp import Llama, llama_state_seq_get_size, llama_state_seq_load_file  # an extra
 
-    start, prefix, end_ids = now(CPU), Prefix.of(context), {*context.lm.end_ids}
-    asked, threads = context.question_ids(question)[0].tolist(), torch.get_num_threads()
+    check_options(options)
+    check_policy(context.cache.policy)
+    settings, start, chat = context.lm.settings(max_new_tokens, options), now(CPU), context.chat()
+    chat.read_turn(question, 1)
+    memory, tokens, read = chat.cache.memory(), chat.cache.seen, chat.cache.seen - context.cache.seen
+    (last,) = cast(Tensor, chat.cache.last_tokens)[0].tolist()
+    prefix = Prefix.of(chat.cache)
+    units, room = prefix.units, _room(prefix, max_new_tokens)
+    if room >= 1 << 31:
+        raise Refusal("max_new_tokens", f"{max_new_tokens:,}", "is more than llama.cpp can hold; lower it")
     small = all(bool((one.abs() <= torch.finfo(torch.float16).max).all()) for one in (*prefix.keys, *prefix.values))
-    cache_type = "f16" if small else "f32"
-    room, kind = _room(prefix, len(asked) + max_new_tokens), CACHE_TYPES[cache_type]
-    same = {"n_threads": threads, "n_threads_batch": threads, "type_k": kind, "type_v": kind, "seed": seed}
-    decoder, new, text, began = Decoder(context.lm.tokenizer), list[int](), "", 0.0
-    with closing(Llama(str(file), n_ctx=room, flash_attn=True, verbose=False, **same)) as llama:
-        with TemporaryDirectory() as folder:
-            slot, _ = export(prefix, Path(folder, "context.bin"), cache_type)
-            ids, count = (ctypes.c_int32 * prefix.units)(), ctypes.c_size_t()
-            if not llama_state_seq_load_file(llama.ctx, bytes(slot), 0, ids, prefix.units, ctypes.byref(count)):
-                raise ValueError(f"{file} is of another shape than the context, or llama.cpp of another version")
-        llama.n_tokens = prefix.units
-        for token in llama.generate(asked, reset=False, temp=temperature, top_p=top_p, top_k=top_k, min_p=0.0):
-            began = began or now(CPU)
+    cache_type, threads = "f16" if small else "f32", torch.get_num_threads()
+    same = {"n_threads": threads, "n_threads_batch": threads, "flash_attn": True, "verbose": False}
+    same |= dict.fromkeys(("type_k", "type_v"), CACHE_TYPES[cache_type])
+    with TemporaryDirectory() as folder:
+        slot, _ = export(prefix, Path(folder, "context.bin"), cache_type)
+        del prefix, chat
+        with redirect_stderr(StringIO()):  # what it says of positions, the model has said
+            try:
+                llama = Llama(str(file), n_ctx=room, **same)
+            except ValueError as error:
+                why = f"{error}; give the GGUF file that has read the text, or lower max_new_tokens ({room:,} tokens)"
+                raise ValueError(why) from error
+        ids, count = (ctypes.c_int32 * units)(), ctypes.c_size_t()
+        taken = llama_state_seq_load_file(llama.ctx, bytes(slot), 0, ids, units, ctypes.byref(count))
+    decoder, new, text = Decoder(context.lm.tokenizer), list[int](), ""
+    with closing(llama):
+        if not taken:
+            raise ValueError(f"{file} is of another shape than the context, or llama.cpp of another version")
+        held = room * llama_state_seq_get_size(llama.ctx, 0) // units
+        llama.set_seed(seed % 0xFFFFFFFF)  # the largest stands for a random one, as 0 does where a model is made
+        llama.n_tokens = units - 1  # the last token is fed once more, for its logits
+        drawn = {"temp": settings["temperature"] if settings["do_sample"] else 0.0, "top_k": settings.get("top_k") or 0}
+        began, ends, stops = now(CPU), {*context.lm.end_ids}, settings.get("stop_strings") or ()
+        for token in llama.generate([last], reset=False, top_p=1.0, min_p=0.0, **drawn):
             new.append(token)
-            ends = token in end_ids or len(new) == max_new_tokens
-            text += (part := decoder.add([token], last=ends))
+            over = token in ends or len(new) == max_new_tokens
+            text += (part := decoder.add([token], last=over))
             if write is not None and part:
                 write(part)
-            if ends or any(stop in text for stop in stop_strings or ()):
+            if over or any(stop in text for stop in ([stops] if isinstance(stops, str) else stops)):
                 break
-        ended, held = now(CPU), room * llama_state_seq_get_size(llama.ctx, 0) // llama.n_tokens
-    memory, tokens = context.memory(), context.cache.seen + len(asked)
+        ended = now(CPU)
     return Measured(
         answer=text,
         prompt_tokens=tokens,
         new_tokens=len(new),
-        kept_units=prefix.units + len(asked),
+        kept_units=units,
         planned_cache_bytes=memory.planned + held,
         peak_cache_bytes=max(memory.peak, memory.actual + held),
         full_cache_bytes=full_bytes(context.cache.backbone, tokens, context.lm.model.dtype.itemsize),
@@ -226,9 +254,9 @@ def ask(
         moved_bytes=0,
         prefill_seconds=began - start,
         decode_seconds=ended - began,
-        prefill_tokens_per_second=len(asked) / (began - start),
+        prefill_tokens_per_second=read / (began - start),
         decode_tokens_per_second=len(new) / (ended - began),
-        finished=len(new) < max_new_tokens or new[-1] in end_ids,
+        finished=len(new) < max_new_tokens or new[-1] in ends,
     )
 
 

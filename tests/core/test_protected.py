@@ -211,6 +211,9 @@ def test_copies_files_and_smaller_caches_protect_on(name: str, tmp_path: Any) ->
     assert small.policy.budget == 24
     check_guaranteed(small, SPANS)
     assert shrunk(cache, 64).protected == loaded.protected  # some layers hold less than their spans may
+    (cache := by_lot(rules)).protect([Span(TOKENS - 12, None)])
+    prefill(cache.model, ids, cache)
+    check_guaranteed(shrunk(cache, 20), [Span(TOKENS - 12, TOKENS)])
 
 
 @pytest.mark.parametrize("name", ["fixed", "shares", "ragged heads"])

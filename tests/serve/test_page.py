@@ -28,9 +28,6 @@ def url(process: tuple[str, Path, object]) -> str:
     return process[0]
 
 
-# -- the page ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("path", "kind"), [("/", "text/html"), ("/page/page.css", "text/css"), ("/page/page.js", "text/javascript")]
 )
@@ -57,9 +54,6 @@ def test_the_page_asks_no_other_host_and_puts_no_text_in_as_html() -> None:
     assert read == ["page/page.css", "page/page.js"], "which are served above"
 
 
-# -- what the documentation says --------------------------------------------------------------------------------------
-
-
 def block(language: str, containing: str) -> str:
     """Return the code block of the documentation that contains a text."""
     (found,) = [text for text in re.findall(rf"```{language}\n(.*?)```", DOCUMENTED, re.DOTALL) if containing in text]
@@ -77,9 +71,6 @@ def test_the_examples_answer(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile(block("python", "import OpenAI").replace(ADDRESS, url), "docs/server.md", "exec"), {})
     first, second = out.getvalue().strip().splitlines()
     assert first == second == "The pass key is 43600."
-
-
-# -- what it tells of itself ------------------------------------------------------------------------------------------
 
 
 def test_a_server_tells_what_it_has_planned_and_what_it_holds(url: str, serving: LongContextModel) -> None:
