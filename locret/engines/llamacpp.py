@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from locret.backbone.adapters import compute_dtype
 from locret.base.fields import Refusal, shown
 from locret.base.files import written_whole
 from locret.base.plugins import install
@@ -249,7 +250,7 @@ def ask(
         kept_units=units,
         planned_cache_bytes=memory.planned + held,
         peak_cache_bytes=max(memory.peak, memory.actual + held),
-        full_cache_bytes=full_bytes(context.cache.backbone, tokens, context.lm.model.dtype.itemsize),
+        full_cache_bytes=full_bytes(context.cache.backbone, tokens, compute_dtype(context.lm.model).itemsize),
         host_bytes=0,
         moved_bytes=0,
         prefill_seconds=began - start,
