@@ -131,8 +131,8 @@ def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
     device = _device(options, shape, source)
     given = {one.name: getattr(options, one.name) for one in fields(RetentionPolicy)}
     own = {name: value for name, value in given.items() if name in chosen or value != getattr(BenchOptions, name)}
-    file = None if source is None else source.gguf_path
-    methods = tuple(ways.get(name, own, file and str(file)) for name in options.method_names())
+    file = None if source is None or source.gguf_path is None else str(source.gguf_path)
+    methods = tuple(ways.get(name, own, file) for name in options.method_names())
     trained: Any = None  # fresh ones will do
     if heads is not None:
         named = ScorerOptions(heads=heads)
