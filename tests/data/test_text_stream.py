@@ -129,7 +129,7 @@ def test_what_is_no_text_is_refused_by_name(tmp_path):
     for path, sentence in [
         ("no/such.txt", r"^--prompt-file no/such.txt: no such file; check the path, or use - for"),
         (tmp_path, r"^--prompt-file .*: that is a folder; give one text file$"),
-        (tmp_path / "latin.txt", r"^--prompt-file .*latin.txt: not UTF-8 text \(.*\); convert it"),
+        (tmp_path / "latin.txt", r"^--prompt-file .*latin.txt: not UTF-8 text \(.*\); if it is a text, convert it"),
         (tmp_path / "sparse.txt", r"^--prompt-file .*sparse.txt: begins with NUL, as sparse files do; give a text"),
     ]:
         with pytest.raises(ValueError, match=sentence):
