@@ -206,8 +206,9 @@ def writer_of(
     from locret.engines import llamacpp
 
     given = generation.given()
+    file = llamacpp.writer_of(model, given)
     note_user("llama.cpp holds units and weights once more; planned bytes are those of reading alone")
-    return partial(llamacpp.ask, file=llamacpp.writer_of(model, given), seed=generation.seed, **given)
+    return partial(llamacpp.ask, file=file, seed=generation.seed, **given)
 
 
 def answer_each(

@@ -141,12 +141,12 @@ def writer_of(source: BackboneSource, options: Mapping[str, Any]) -> Path:
     Raises:
         ValueError: If there is none, or llama.cpp does not write by these options of `Context.ask`.
     """
-    check_options(options)
     if source.gguf_path is None:
         rule = "writes with a GGUF file on this machine; name it with --model, or leave --engine out"
         raise Refusal("engine", "llamacpp", rule)
     if source.adapter is not None:
         raise Refusal("engine", "llamacpp", f"knows nothing of --adapter {source.adapter}; leave one of them out")
+    check_options(options)
     return source.gguf_path
 
 
