@@ -134,7 +134,7 @@ class QuestionOptions(OptionClass, usual=("question",)):
     """Say of each answer how sure it is, and where in the text it looked: an unsure one may lack what was evicted."""
     engine: Literal["transformers", "llamacpp"] = "transformers"
     """What writes answers: transformers, which reads the text too; or llama.cpp (extra llamacpp), with the same GGUF
-    file, whose packed weights write several times as fast on a CPU."""
+    file, whose packed weights write two to three times as fast on a CPU."""
 
     def __post_init__(self) -> None:
         if any(not question.strip() for question in self.question):
