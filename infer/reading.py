@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_names, loading, read_notes, shipped
+from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_names, loading, read_notes
 from locret.base.fields import Refusal, shown
 from locret.base.warned import note_user, warn_user
 from locret.cache.cache_file import CONTEXT_WRITERS, read_scorer
@@ -33,7 +33,7 @@ from locret.infer.infer_options import GenerationOptions, ModelOptions, PlacedMo
 from locret.loading.options import WITHOUT_EVICTION, ScorerOptions
 from locret.policy.resolve import EQUAL, SHARES
 from locret.scorers import Scorer
-from locret.scorers.chosen import MEASURED, check_matches, chosen_heads, load_scorer
+from locret.scorers.chosen import MEASURED, check_matches, chosen_heads, load_scorer, shipped_heads
 
 
 @dataclass
@@ -119,7 +119,7 @@ def ready(
     if model.store is not None:
         find_store(model.store)
     device = loading.device_of_source(model)
-    named = replace(named, heads=chosen_heads(named.heads, model.model))
+    named = replace(named, heads=chosen_heads(named.heads, model, usual=named.spec is None))
     level = equal or ("head_budgets" in chosen and policy.head_budgets != "shares")
     sharing = not level and (model.shard, model.store, policy.kv_memory) == (None, None, None)
     scorer, recommended = load_scorer(named, sharing=sharing)
@@ -151,7 +151,7 @@ def ready(
 def ready_without_policy(model: ModelOptions, named: ScorerOptions) -> Ready:
     """Resolve all but a policy, which texts that have been read bring with them, and others find by rules of theirs."""
     placed, device = PlacedModelOptions(**asdict(model)), loading.device_of_source(model)
-    named = replace(named, heads=chosen_heads(named.heads, model.model))
+    named = replace(named, heads=chosen_heads(named.heads, model))
     scorer, recommended = load_scorer(named)
     config, dtype = _config(placed, named, scorer, device)
     run = sizing.PlannedRun(config=config, scorer=scorer, dtype=dtype, device=device, source=placed)
@@ -197,7 +197,7 @@ def saved_in(paths: Sequence[str], model: ModelOptions, named: ScorerOptions, *,
         note_user(f"{paths[0]} names the backbone {name}, which is taken; --model names another")
         model = replace(model, model=backbone_names.name_of(name))
     unnamed = named.heads is None and named.spec is None
-    if unnamed and (heads := shipped.embedded_heads(model.model)) is not None:
+    if unnamed and (heads := shipped_heads(model)) is not None:
         weights = f"weights={RetainingHeads.from_pretrained(heads).fingerprint()}"[:20]
         if all(weights in read_scorer(file, CONTEXT_WRITERS) for file in files):
             named, unnamed = replace(named, heads=heads), False

@@ -17,12 +17,12 @@ from locret.base.nearest import check_retired
 _INSIDE = Path(__file__).parent
 _ROOT = _INSIDE if (_INSIDE / "train").is_dir() else _INSIDE.parent
 _BACKBONE, _HEADS = PurePath("checkpoints/tiny"), PurePath("checkpoints/tiny-heads")
-_REAL = {
+REAL = {
     "smollm2": PurePath("checkpoints/smollm2-heads"),
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": PurePath("checkpoints/qwen2.5-coder-0.5b-heads"),
 }
 """Heads of real backbones, by the short names of those that packages bring, or by Hub ids."""
-_EMBEDDED = (_BACKBONE, _HEADS, *_REAL.values())
+_EMBEDDED = (_BACKBONE, _HEADS, *REAL.values())
 
 
 def find(name: str) -> str:
@@ -55,8 +55,8 @@ def recipes() -> list[str]:
 
 
 def embedded_heads(backbone: str) -> str | None:
-    """Return where shipped heads of a backbone are, by its name or path; None for one that has none."""
-    for name, heads in _REAL.items():
+    """Return where shipped heads of a backbone are, by its name or path; None for a name that has none."""
+    for name, heads in REAL.items():
         if backbone in (name, backbone_names.hub_id(name)) and not os.path.exists(backbone):
             return find(str(heads))
     at = os.path.realpath(find(backbone))
@@ -65,7 +65,7 @@ def embedded_heads(backbone: str) -> str | None:
 
 def named_heads() -> str:
     """Return the names of shipped heads of real backbones, as a message lists them."""
-    return " or ".join(map(str, _REAL.values()))
+    return " or ".join(map(str, REAL.values()))
 
 
 class _CheckoutFinder:

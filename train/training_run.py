@@ -25,7 +25,7 @@ from locret.conversation.head_shares import head_shares, measurable
 from locret.data.training.stream import TrainingStream, load_rows
 from locret.distributed.ranks import Ranks
 from locret.heads.config import HeadsConfig, usual_width
-from locret.heads.fingerprint import weight_fingerprint
+from locret.heads.fingerprint import norm_fingerprint, weight_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.loading import device_of_source, load_config, load_model, load_tokenizer, resolve_dtype
 from locret.loading.options import WeightOptions
@@ -276,7 +276,7 @@ class TrainingRun:
             policy["head_shares"] = list(head_shares(model, self.stream.tokenizer, self.data.template))
         if self.backbone.base_model is not None:
             heads.annotate(base_model=self.backbone.base_model, base_model_revision=self.backbone.revision)
-        heads.annotate(base_weights=None if heads.config.base_model else weight_fingerprint(model))
+        heads.annotate(base_weights=(norm_fingerprint if heads.config.base_model else weight_fingerprint)(model))
         licence = {} if self.run.license is None else {"license": self.run.license}
         return heads.annotate(label=label_notes(self.loss), policy=policy, training=notes, **licence)
 

@@ -131,7 +131,8 @@ def prepare(
     processes: Ranks,
 ) -> Job:
     """Resolve the options, and refuse what needs neither tokenizer nor weights to be refused."""
-    evaluation = replace(evaluation, heads=chosen_heads(evaluation.heads, model.model))
+    usual = "methods" not in chosen or any(one.needs_heads for one in evaluation.chosen_methods())
+    evaluation = replace(evaluation, heads=chosen_heads(evaluation.heads, model, usual=usual))
     headless = not evaluation.heads and "methods" not in chosen
     if headless:
         evaluation = replace(evaluation, methods=ALL_METHODS.replace("locret,", ""))

@@ -325,8 +325,10 @@ def command(argv: Sequence[str]) -> int:
     for name, value in unheard.items():
         if value is not None:
             raise Refusal(name, value, "is not for --suite real, which reads in one process by --methods; leave it out")
-    scorer = replace(scorer, heads=chosen_heads(scorer.heads, model.model))
-    for method in words(options.methods, "--methods"):
+    methods = words(options.methods, "--methods")
+    usual = any(method_spec.parse(one, "--methods").name == HEADS for one in methods)
+    scorer = replace(scorer, heads=chosen_heads(scorer.heads, model, usual=usual))
+    for method in methods:
         # What cannot be is refused before a model is loaded and the output folder is this run's.
         spec = method_spec.parse(method, "--methods")
         if spec.name == HEADS and scorer.heads is None:

@@ -121,10 +121,11 @@ class BenchPlan:
 
 
 def make_plan(options: BenchOptions, chosen: set[str]) -> BenchPlan:
-    heads, source = chosen_heads(options.heads, options.model), None
+    source = None
     if options.model is not None:
         weights = {one.name: getattr(options, one.name) for one in fields(WeightOptions)}
         source = ModelOptions(model=options.model, dtype=options.dtype, **weights)
+    heads = chosen_heads(options.heads, source)
     shape = shape_of(options.shape if source is None else "cpu-512")
     if source is not None:
         shape = replace(shape, config=loading.load_config(source))

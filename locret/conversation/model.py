@@ -124,7 +124,8 @@ class LongContextModel:
             model: Folder of the backbone, its Hub id, or a GGUF file; `checkpoints/tiny` is embedded, with
                 `checkpoints/tiny-heads`; `smollm2` is a real one that a package brings.
             heads: Retaining heads: a folder, a Hub id, loaded ones; "auto" takes those shipped for this backbone.
-            scorer: A training-free scorer instead: its name, or an object. Without either a fallback decides.
+            scorer: A training-free scorer instead: its name, or an object. Without either it is shipped heads that
+                decide, or a fallback for a backbone that has none.
             policy: How many units stay, as in the class; where neither it, nor a scorer, nor the heads say more than a
                 budget, KV heads have measured sizes.
             budget: Instead of a policy, as in the class.
@@ -145,9 +146,9 @@ class LongContextModel:
         usual = scorer is None and policy is None and store is None
         policy = policy_of(policy, chosen.checked_budget(scorer, budget))
         with as_arguments():
-            if isinstance(heads, str):
-                heads = chosen.chosen_heads(heads, str(model), getLogger(__name__).info)
             source = _source(str(model), backbone)
+            if isinstance(heads, str) or heads is scorer is None:
+                heads = chosen.chosen_heads(heads, source, getLogger(__name__).info, usual=True)
             place, found = loading.device_of_source(source), heads if heads is not None else scorer
             named = ScorerOptions(
                 heads=str(heads) if heads is not None else None,

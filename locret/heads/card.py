@@ -12,6 +12,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from locret.base.tables import markdown
 from locret.heads.config import HeadsConfig
+from locret.heads.fingerprint import NORMS
 from locret.labels import KINDS
 from locret.policy.policy import RetentionPolicy
 
@@ -57,10 +58,11 @@ def _front_matter(config: HeadsConfig) -> ModelCardData:
 
 
 def _dimensions(config: HeadsConfig) -> dict[str, Any]:
+    weights = (config.base_weights or "").removeprefix(NORMS)[:12]
     return {
         "backbone": f"{config.base_name} ({config.base_architecture or config.base_model_type})",
         "backbone_revision": config.base_model_revision,
-        "backbone_weights": f"fingerprint {config.base_weights[:12]}" if config.base_weights else None,
+        "backbone_weights": f"fingerprint {weights}" if weights else None,
         "layers_with_a_head": f"{len(config.layers)} of {config.num_hidden_layers}",
         "hidden_width": config.hidden_dim,
         "architecture": config.gate["name"] if config.gate else None,

@@ -64,7 +64,7 @@ class HeadsConfig:
     base_model_revision: str | None = None
     """Commit of the backbone, where known."""
     base_weights: str | None = None
-    """`weight_fingerprint` of a backbone that has no Hub id."""
+    """`norm_fingerprint` of a backbone with a Hub id, `weight_fingerprint` of one that has none."""
     base_model_type: str
     """The backbone's `model_type` (not called that, so that nothing takes heads for a transformers model)."""
     base_architecture: str | None = None

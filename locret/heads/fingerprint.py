@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from locret.backbone.adapters import sharers_of, unwrap
 
 _SAMPLES = 16
+NORM, NORMS = "norm.weight", "norms-"
+"""How the weights of norms end, in transformers' names and in those of GGUF files; how their fingerprint begins."""
 _EXACT = (torch.float64, torch.float32, torch.bfloat16)
 
 
@@ -67,7 +69,7 @@ def any_fingerprint(model: nn.Module) -> str | None:
         The digits, for the second kind with the form and a colon before them; None if weights are not there to be read.
     """
     digest, forms, without = hashlib.sha256(), set(), inactive_adapters(model)
-    samples = [one for one in _samples(model) if one is None or without.isdisjoint(pairwise(one.name.split(".")))]
+    samples = [one for name, one in _samples(model) if without.isdisjoint(pairwise(name.split(".")))]
     exact = all(one and one.plain and one.values.dtype in _EXACT for one in samples)
     for one in samples:
         if one is None:
@@ -76,6 +78,22 @@ def any_fingerprint(model: nn.Module) -> str | None:
         values = one.values.to(torch.bfloat16).view(torch.int16) if exact else one.values.contiguous().view(torch.uint8)
         digest.update(f"{one.name} {one.shape} {values.tolist()}\n".encode())
     return digest.hexdigest() if exact else f"{' '.join(sorted(forms))}:{digest.hexdigest()}"
+
+
+def norm_fingerprint(model: nn.Module) -> str | None:
+    """Return a fingerprint of the norms alone, which a backbone in float16, quantised or in a GGUF file still has.
+
+    Returns:
+        "norms-" and 64 hexadecimal digits, of 16 values of each, in bfloat16; None if not all are there to be read.
+    """
+    norms = [one for name, one in _samples(model) if name.endswith(NORM)]
+    return digest_of_norms(one.values for one in norms if one) if all(norms) else None
+
+
+def digest_of_norms(weights: Iterable[Tensor]) -> str | None:
+    """Return `norm_fingerprint` of (size,) weights in any order; None if there are none."""
+    found = sorted(bytes(_values(one).to(torch.bfloat16).view(torch.uint8).tolist()) for one in weights)
+    return f"{NORMS}{hashlib.sha256(b''.join(found)).hexdigest()}" if found else None
 
 
 def other_weights(one: str | None, another: str | None) -> bool | None:
@@ -105,21 +123,21 @@ def _whole(weight: Any) -> Iterator[Tensor]:
         yield weight.full_tensor() if hasattr(weight, "full_tensor") else weight.data
 
 
-def _samples(model: nn.Module) -> Iterator[_Sample | None]:
-    """Yield what counts, parameter by parameter; None for one that is not there to be read."""
+def _samples(model: nn.Module) -> Iterator[tuple[str, _Sample | None]]:
+    """Yield the name and what counts of each parameter; None for one that is not there to be read."""
     base = unwrap(model)
     if base not in _GATHERED and sharers_of(base) is not None:
         keep_samples(base)
     if base in _GATHERED:
-        yield from _GATHERED[base]
+        yield from ((one.name, one) for one in _GATHERED[base])
         return
     for name, weight in sorted(base.named_parameters()):
         if weight.is_meta and (held := offloaded(base, name)) is not None:
-            yield _Sample(name, tuple(held.shape), _values(held), type(weight) is nn.Parameter)
+            yield name, _Sample(name, tuple(held.shape), _values(held), type(weight) is nn.Parameter)
         elif type(weight.data) is not Tensor or weight.is_meta or not weight.numel():
-            yield None
+            yield name, None
         else:
-            yield _Sample(name, tuple(weight.shape), _values(weight.data), type(weight) is nn.Parameter)
+            yield name, _Sample(name, tuple(weight.shape), _values(weight.data), type(weight) is nn.Parameter)
 
 
 def offloaded(model: nn.Module, name: str) -> Tensor | None:

@@ -21,7 +21,7 @@ from locret.base.warned import warn_user
 from locret.heads import card as model_card
 from locret.heads import checkpoint
 from locret.heads.config import HeadsConfig
-from locret.heads.fingerprint import weight_fingerprint
+from locret.heads.fingerprint import NORMS, norm_fingerprint, weight_fingerprint
 from locret.heads.head import RetainingHead
 from locret.loading.weights import EIGHT_BITS, label_of
 
@@ -143,8 +143,8 @@ class RetainingHeads(nn.Module):
             ValueError: If layers, dimensions, activation or base model differ; the message shows both sides.
 
         Warns:
-            UserWarning: If the heads were trained on a backbone in a folder, and a model given here has the same shape
-                and other weights.
+            UserWarning: If a model given here has the shape of the heads' backbone and other weights, where the heads
+                know a fingerprint.
         """
         allow = self.allow_other_base if allow_other_base is None else allow_other_base
         differences = self.config.differences(model_or_config, allow_other_base=allow)
@@ -175,12 +175,15 @@ class RetainingHeads(nn.Module):
                 f"{_numbers(label)}; some of the units that stay will be others (of NF4 about one in ten), so load it "
                 "alike, or train heads for this one"
             )
-        found = weight_fingerprint(model_or_config) if expected else None
-        if expected and found and found != expected:
+        if not expected:
+            return
+        found = (norm_fingerprint if expected.startswith(NORMS) else weight_fingerprint)(model_or_config)
+        if found and found != expected:
+            theirs, its = expected.removeprefix(NORMS)[:12], found.removeprefix(NORMS)[:12]
             warn_user(
-                f"the retaining heads were trained on other weights of this shape (fingerprint {expected[:12]}, the "
-                f"model's is {found[:12]}), so their scores may mean little here; load the backbone they were trained "
-                "on, or train heads for this one"
+                f"the retaining heads were trained on other weights of this shape (fingerprint {theirs}, the model's "
+                f"is {its}), so their scores may mean little here; load the backbone they were trained on, or train "
+                "heads for this one"
             )
 
     def follow(self, model: nn.Module) -> RetainingHeads:

@@ -9,7 +9,11 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from locret.backbone.instrument import replaced
+from locret.heads.fingerprint import NORM
 
 _lock = threading.RLock()
 _held: dict[tuple[Any, ...], Any] = {}
@@ -47,6 +51,12 @@ def without_bars() -> Iterator[None]:
         before = logging.set_tqdm_hook(lambda make, args, how: make(*args, **{**how, "disable": True}))
         ending.callback(logging.set_tqdm_hook, before)
         yield
+
+
+def norms(file: str | os.PathLike[str]) -> list[Tensor]:
+    """Return the weights of a file's norms."""
+    with _lock:
+        return [torch.tensor(one.data) for one in _reader(file).tensors if one.name.endswith(NORM)]
 
 
 def _reader(path: str | os.PathLike[str], mode: str = "r") -> Any:

@@ -203,7 +203,7 @@ class BackboneSource(WeightOptions, _Named, usual=()):
 
 @dataclass(frozen=True, kw_only=True)
 class ScorerOptions(OptionClass, usual=("heads", "method")):
-    """What decides which cache units stay: trained heads, or a training-free scorer; without either a fallback does."""
+    """What decides which units stay: trained heads (shipped ones where nothing is named), or a training-free scorer."""
 
     heads: str | None = None
     """Folder of retaining heads, or their Hub id; `auto` takes those shipped for this backbone."""

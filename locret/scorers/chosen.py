@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
+
+from safetensors import safe_open
 
 from locret import backbone_names, scorers, shipped
 from locret.base import method_spec
+from locret.base.files import read_json
 from locret.base.warned import note_user, warn_user
+from locret.heads.checkpoint import CONFIG
+from locret.heads.fingerprint import NORM, digest_of_norms
 from locret.heads.heads import RetainingHeads
-from locret.loading.options import FULL, LOCRET, ScorerOptions
+from locret.loading import gguf
+from locret.loading.options import FULL, LOCRET, BackboneSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import check_effect
 from locret.policy.sizes import EVERY_UNIT
@@ -21,20 +28,51 @@ MEASURED = {"head_budgets": "shares", "spacing": 16}
 """What `+head_shares+spaced` changes."""
 
 
-def chosen_heads(heads: str | None, model: str | None, tell: Callable[[str], None] = note_user) -> str | None:
-    """Return the heads that `--heads` means: `auto` takes those that are shipped, and tells which."""
-    if heads != AUTO_HEADS:
+def chosen_heads(
+    heads: str | None, source: BackboneSource | None, tell: Callable[[str], None] = note_user, *, usual: bool = False
+) -> str | None:
+    """Return the heads that `--heads` means: `auto` takes those that are shipped, and tells which.
+
+    So does naming none, where heads are `usual`; then a backbone may have none.
+    """
+    if heads != AUTO_HEADS and not (usual and heads is None and source is not None):
         return heads
-    if model is None:
+    if source is None:
         raise ValueError("--heads auto looks for heads of a backbone; give it with --model")
-    if (found := shipped.embedded_heads(model)) is None:
+    if (found := shipped_heads(source)) is not None:
+        tell(f"the heads {found} are shipped with this toolkit for this backbone, and decide what stays")
+    elif heads is not None:
         raise ValueError(
-            f"--heads auto: no heads are shipped for {model}; name some ({shipped.named_heads()}, if that is their "
-            "backbone under another name), train them with locret-train, or leave --heads out for a training-free "
-            f"scorer{backbone_names.hint(model)}"
+            f"--heads auto: no heads are shipped for {source.model}; name some ({shipped.named_heads()}, if that is "
+            "their backbone under another name), train them with locret-train, or leave --heads out for a "
+            f"training-free scorer{backbone_names.hint(source.model)}"
         )
-    tell(f"auto takes the heads {found}, which are shipped with this toolkit")
     return found
+
+
+def shipped_heads(source: BackboneSource) -> str | None:
+    """Return where shipped heads of a backbone are, found by its name, or by the norms in a folder or a GGUF file."""
+    if (found := shipped.embedded_heads(source.model)) is not None:
+        return found
+    norms = _norms(source)
+    for heads in map(shipped.find, map(str, shipped.REAL.values())) if norms else ():
+        if read_json(Path(heads, CONFIG), "the config of retaining heads").get("base_weights") == norms:
+            return heads
+    return None
+
+
+def _norms(source: BackboneSource) -> str | None:
+    """Return the fingerprint of the norms in files; None where none can be read, which loading them says better."""
+    try:
+        if source.gguf_path is not None:
+            return digest_of_norms(gguf.norms(source.gguf_path))
+        weights = []
+        for file in Path(source.place).expanduser().glob("*.safetensors"):
+            with safe_open(file, "pt") as held:
+                weights += [held.get_tensor(name) for name in held.keys() if name.endswith(NORM)]  # noqa: SIM118
+        return digest_of_norms(weights)
+    except Exception:  # whatever a stranger's file does
+        return None
 
 
 def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[RetainingHeads | Scorer, dict[str, Any]]:
@@ -49,8 +87,8 @@ def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[Retai
         if spec is None:
             spec = method_spec.parse(scorers.FALLBACK + ("+head_shares+spaced" if sharing else ""))  # `MEASURED`
             warn_user(
-                f"without trained heads the scorer {spec} decides which units stay; give heads for this backbone "
-                f"({AUTO_HEADS} looks for shipped ones), or another scorer"
+                f"without trained heads the scorer {spec} decides which units stay; give heads for this backbone, "
+                "or another scorer"
             )
         if options.keeps_all:
             return keeping_all()[0], {**keeping_all()[1], **spec.changes}

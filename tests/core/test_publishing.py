@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from hub_server import READ_TOKEN, HubServer, Repo
 from huggingface_hub import ModelCard, constants
 
-from locret import shipped
+from locret import backbone_names, shipped
+from locret.heads.fingerprint import norm_fingerprint
 from locret.heads.heads import RetainingHeads
 from locret.heads.push import PushOptions, push
+from locret.loading import load_config, load_model
+from locret.loading.options import BackboneSource
 from locret.mergers.kernels import MergingKernels
 from locret.scorers.chosen import chosen_heads
 
@@ -179,10 +183,24 @@ def test_an_unreachable_hub_is_one_sentence(saved: Path, hub: HubServer, monkeyp
             assert "\n" not in str(error.value)
 
 
-def test_auto_takes_the_shipped_heads_of_a_backbone_and_no_others() -> None:
-    with pytest.warns(UserWarning, match="auto takes the heads .*tiny-heads, which are shipped with") as said:
-        assert (Path(str(chosen_heads("auto", "checkpoints/tiny"))).name, said[0].filename) == ("tiny-heads", __file__)
+def test_auto_takes_the_shipped_heads_of_a_backbone_and_no_others(tmp_path: Path) -> None:
+    of, named = (lambda name: BackboneSource(model=name)), "checkpoints/smollm2-heads"
+    with pytest.warns(UserWarning, match="the heads .*tiny-heads are shipped with this toolkit") as said:
+        found = chosen_heads("auto", of("checkpoints/tiny"))
+    assert (Path(str(found)).name, said[0].filename) == ("tiny-heads", __file__)
+    copied, packed = shutil.copytree("checkpoints/tiny", tmp_path / "tiny"), Path(backbone_names.find("smollm2"))
+    assert chosen_heads(None, of(str(copied)), usual=True) is None, "the toy is known by its place alone"
+    (tmp_path / "book.gguf").symlink_to(packed)  # as llama.cpp's users have it
+    source = of(str(tmp_path / "book.gguf"))
+    model = load_model(source, load_config(source), torch.device("cpu"), torch.float16)
+    model.save_pretrained(tmp_path / "folder")
+    weights = RetainingHeads.from_pretrained(named).config.base_weights
+    assert norm_fingerprint(model) == weights, "dequantised, in half precision"
+    for name in ("book.gguf", "folder"):
+        with pytest.warns(UserWarning, match=f"the heads {named} are shipped with this toolkit"):
+            assert chosen_heads(None, of(str(tmp_path / name)), usual=True) == named
+    assert chosen_heads(None, of("smollm2")) is None, "not asked for"
     with pytest.raises(
         ValueError, match="no heads are shipped for smolm2; name some .*smollm2-heads or .*; did you mean smollm2"
     ):
-        chosen_heads("auto", "smolm2")
+        chosen_heads("auto", of("smolm2"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -246,14 +247,16 @@ def test_head_shares_come_from_the_heads_or_are_asked_for(small: nn.Module) -> N
 
 
 @pytest.mark.slow
-def test_shares_that_nobody_gives_are_measured(small: nn.Module) -> None:
+def test_shares_that_nobody_gives_are_measured(small: nn.Module, tmp_path: Path) -> None:
     policy, shipped = RetentionPolicy(**SHARED, head_budgets="shares"), "checkpoints/smollm2-heads"
     lm = LongContextModel.from_pretrained("smollm2", scorer="streaming", policy=policy)
     both = [lm.policy.head_shares, RetainingHeads.from_pretrained(shipped).config.policy["head_shares"]]
     assert float(torch.corrcoef(torch.tensor(both))[0, 1]) > 0.99, "those of the heads are of twelve other texts"
     with pytest.raises(ValueError, match=r"cannot be measured here \(the backbone is in parts, holds too few tokens"):
         LongContextModel(small, lm.tokenizer, "streaming", policy)
-    usual = LongContextModel.from_pretrained("checkpoints/tiny", budget=64)
+    of_shipped = LongContextModel.from_pretrained("checkpoints/tiny", budget=64)
+    assert (of_shipped.policy.budget, of_shipped.scorer.name) == (64, "retaining_heads")
+    usual = LongContextModel.from_pretrained(shutil.copytree("checkpoints/tiny", tmp_path / "other"), budget=64)
     assert (usual.policy.head_budgets, usual.policy.budget, usual.scorer.name) == ("shares", 64, "expected_attention")
 
 

@@ -18,7 +18,7 @@ from locret import RetainingHeads
 from locret.base.files import locked, visible
 from locret.data.training.stream import TrainingStream
 from locret.heads.config import usual_width
-from locret.heads.fingerprint import weight_fingerprint
+from locret.heads.fingerprint import norm_fingerprint, weight_fingerprint
 from locret.loading import load_config, load_model
 from locret.loading.options import BackboneSource
 from locret.train.command import command
@@ -82,7 +82,8 @@ def test_heads_and_output_say_how_they_were_trained(
     assert (config.training["dataset"], config.training["backbone"]) == ("rows.json", "model")
     assert config.training["objective"] == "ranking"
     assert config.training["final_ranking"] == records(tmp_path / "run")[-1]["ranking"]
-    assert (config.base_model, config.base_model_revision, config.base_weights) == ("org/backbone", "v1", None)
+    assert (config.base_model, config.base_model_revision) == ("org/backbone", "v1")
+    assert config.base_weights == norm_fingerprint(load_backbone(paths[0]))
     assert str(tmp_path) not in (tmp_path / "run" / "config.json").read_text()
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert (record["config"]["label_kind"], record["versions"]["torch"]) == ("log_attention", torch.__version__)
