@@ -23,14 +23,14 @@ from locret.base.warned import warn_user
 from locret.cli.command import parse_options, run, warnings_as_lines
 from locret.cli.options import flag_of
 from locret.infer.fetch import is_address
-from locret.infer.infer_options import ChatModelOptions, ChatOptions, GenerationOptions, PolicyOptions
+from locret.infer.infer_options import ChatOptions, GenerationOptions, PolicyOptions, SavedModelOptions
 from locret.loading.options import ScorerOptions
 
 if TYPE_CHECKING:
     from locret import Chat, LongContextModel
     from locret.infer.reading import Saved
 
-OPTION_CLASSES = (ChatModelOptions, ScorerOptions, PolicyOptions, ChatOptions, GenerationOptions)
+OPTION_CLASSES = (SavedModelOptions, ScorerOptions, PolicyOptions, ChatOptions, GenerationOptions)
 DESCRIPTION = "Talk about a document of any length in a fixed amount of memory."
 _ALONE = ("memory", "kept", "help", "quit")
 """Commands without an argument."""
@@ -38,7 +38,6 @@ _ALONE = ("memory", "kept", "help", "quit")
 
 def command(argv: Sequence[str] | None = None) -> int:
     (model, scorer, policy, about, generation), chosen = parse_options("locret-chat", DESCRIPTION, OPTION_CLASSES, argv)
-    model.refuse_shard("locret-chat")
     about.check_files()
     with warnings_as_lines("locret-chat", quiet=about.quiet):
         if model.model is None and about.context is None:

@@ -24,10 +24,10 @@ from locret.infer.infer_options import (
     GenerationOptions,
     ModelOptions,
     OutputOptions,
-    PlacedModelOptions,
     PolicyOptions,
     PromptOptions,
     QuestionOptions,
+    ShardedModelOptions,
 )
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import check_no_turns
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     from locret.conversation.chat import Measured
     from locret.infer.reading import Ready
 
-OPTION_CLASSES = (PlacedModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
+OPTION_CLASSES = (ShardedModelOptions, ScorerOptions, PolicyOptions, PromptOptions, GenerationOptions, OutputOptions)
 DESCRIPTION = "Read a text of any length in a fixed amount of memory, and answer questions about it."
 
 
 class Options(NamedTuple):
     """All options of the command, and the names that the user set."""
 
-    model: PlacedModelOptions
+    model: ModelOptions
     scorer: ScorerOptions
     policy: PolicyOptions
     prompt: PromptOptions

@@ -20,7 +20,6 @@ from locret.infer import command as infer
 from locret.infer.infer_options import (
     GenerationOptions,
     ModelOptions,
-    PlacedModelOptions,
     PolicyOptions,
     QuestionOptions,
     ReadingOutput,
@@ -141,7 +140,7 @@ class ExportOptions:
 
 
 def read(
-    model: PlacedModelOptions,
+    model: ModelOptions,
     scorer: ScorerOptions,
     policy: PolicyOptions,
     text: TextOptions,
@@ -152,7 +151,6 @@ def read(
     from locret.cache.cache_file import check_savable
     from locret.infer.reading import counted, opened, ready, warn_of_growth
 
-    model.refuse_shard(PROG)
     text.check_files()
     _check_output(output.output)
     with warnings_as_lines(f"{PROG} read", quiet=output.quiet):
@@ -284,7 +282,6 @@ def _loaded(
     """Give saved contexts, one after the other, and what a record says of their model; wrong files come first."""
     from locret.infer.reading import ready_without_policy, saved_in
 
-    model.refuse_shard(PROG)
     with warnings_as_lines(f"{PROG} {what}", quiet=quiet):
         saved = saved_in(paths, model, scorer, answers=what == "ask")
         plan = ready_without_policy(saved.model, saved.scorer)

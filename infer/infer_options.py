@@ -12,7 +12,7 @@ from locret.base.fields import OptionClass, Range, Refusal, check_ranges, check_
 from locret.base.plugins import install
 from locret.conversation.protect import ASSISTANT, DOCUMENT, SYSTEM, USER, check_rules, rules_of
 from locret.infer.fetch import is_address
-from locret.loading.options import BackboneSource
+from locret.loading.options import BackboneSource, ShardedSource
 from locret.policy.planned_bytes import parse_bytes, share_of
 from locret.policy.resolve import PolicyFlags
 
@@ -43,11 +43,8 @@ class ModelOptions(BackboneSource, usual=("device",)):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlacedModelOptions(ModelOptions, usual=()):
-    """The backbone, where it runs, and where units are held."""
-
-    store: str | None = None
-    """What holds the units, if one of your own is to: package.module:Class or file.py:Class."""
+class ShardedModelOptions(ShardedSource, ModelOptions, usual=("device",)):
+    """The backbone, where it runs, and how processes share it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +57,6 @@ class SavedModelOptions(ModelOptions):
     def __post_init__(self) -> None:
         if self.model is not None:
             super().__post_init__()
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatModelOptions(SavedModelOptions, PlacedModelOptions):
-    """The backbone of a text or of a saved context, where it runs, and where units are held."""
 
 
 @dataclass(frozen=True, kw_only=True)

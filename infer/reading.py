@@ -21,7 +21,6 @@ from locret import LongContextModel, RetainingHeads, RetentionPolicy, backbone_n
 from locret.base.fields import Refusal, shown
 from locret.base.warned import note_user, warn_user
 from locret.cache.cache_file import CONTEXT_WRITERS, read_scorer
-from locret.cache.layers import find_store
 from locret.conversation.document import Document, encode, open_file
 from locret.conversation.head_shares import sharing
 from locret.conversation.saved import find_context
@@ -29,7 +28,7 @@ from locret.conversation.turns import Transcript
 from locret.environment import versions
 from locret.infer import sizing
 from locret.infer.fetch import fetched, is_address
-from locret.infer.infer_options import GenerationOptions, ModelOptions, PlacedModelOptions, PolicyOptions, TextOptions
+from locret.infer.infer_options import GenerationOptions, ModelOptions, PolicyOptions, TextOptions
 from locret.loading.options import WITHOUT_EVICTION, ScorerOptions
 from locret.policy.resolve import EQUAL, SHARES
 from locret.scorers import Scorer
@@ -40,7 +39,7 @@ from locret.scorers.chosen import MEASURED, check_matches, chosen_heads, load_sc
 class Ready:
     """A backbone, what rates its units and how many stay, all but its weights."""
 
-    model: PlacedModelOptions
+    model: ModelOptions
     named: ScorerOptions
     run: sizing.PlannedRun
     """What the policy was found for."""
@@ -58,9 +57,7 @@ class Ready:
             tokenizer = loading.load_tokenizer(self.model)
             backbone = loading.load_model(self.model, run.config, run.device, run.dtype)
             self.policy = sharing(self.policy, run.scorer, backbone, tokenizer, template, asked=self.asked)
-            lm = LongContextModel(
-                backbone, tokenizer, run.scorer, self.policy, template=template, store=self.model.store
-            )
+            lm = LongContextModel(backbone, tokenizer, run.scorer, self.policy, template=template)
             if run.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(run.device)
             yield lm
@@ -76,7 +73,6 @@ class Ready:
             "model": self.model.model,
             **self.model.given(),
             "scorer": self.named.label or self.run.scorer.name,  # type: ignore[union-attr]
-            **({"store": self.model.store} if self.model.store else {}),
             "policy": self.policy.to_dict(),
             "device": str(self.run.device),
             "dtype": str(self.run.dtype).removeprefix("torch."),
@@ -101,7 +97,7 @@ class Ready:
 
 
 def ready(
-    model: PlacedModelOptions,
+    model: ModelOptions,
     named: ScorerOptions,
     policy: PolicyOptions,
     chosen: Collection[str],
@@ -116,12 +112,10 @@ def ready(
     `count` counts the text's tokens where the plan depends on them, and `foresee` says that it does so anyway; without
     it there is no such text. With `equal` KV heads get as many units, unless the user says otherwise.
     """
-    if model.store is not None:
-        find_store(model.store)
     device = loading.device_of_source(model)
     named = replace(named, heads=chosen_heads(named.heads, model, usual=named.spec is None))
     level = equal or ("head_budgets" in chosen and policy.head_budgets != "shares")
-    sharing = not level and (model.shard, model.store, policy.kv_memory) == (None, None, None)
+    sharing = not level and (model.shard, policy.kv_memory) == (None, None)
     scorer, recommended = load_scorer(named, sharing=sharing)
     if named.keeps_all:
         for name in sorted({*chosen} & {one.name for one in fields(PolicyOptions)} - {"chunk_size", *WITHOUT_EVICTION}):
@@ -150,12 +144,12 @@ def ready(
 
 def ready_without_policy(model: ModelOptions, named: ScorerOptions) -> Ready:
     """Resolve all but a policy, which texts that have been read bring with them, and others find by rules of theirs."""
-    placed, device = PlacedModelOptions(**asdict(model)), loading.device_of_source(model)
+    device = loading.device_of_source(model)
     named = replace(named, heads=chosen_heads(named.heads, model))
     scorer, recommended = load_scorer(named)
-    config, dtype = _config(placed, named, scorer, device)
-    run = sizing.PlannedRun(config=config, scorer=scorer, dtype=dtype, device=device, source=placed)
-    return Ready(placed, named, run, RetentionPolicy(), recommended=recommended)
+    config, dtype = _config(model, named, scorer, device)
+    run = sizing.PlannedRun(config=config, scorer=scorer, dtype=dtype, device=device, source=model)
+    return Ready(model, named, run, RetentionPolicy(), recommended=recommended)
 
 
 @dataclass(frozen=True)
@@ -206,7 +200,7 @@ def saved_in(paths: Sequence[str], model: ModelOptions, named: ScorerOptions, *,
     return Saved(files, model, named, unrated)
 
 
-def _config(model: PlacedModelOptions, named: ScorerOptions, scorer: Any, device: torch.device) -> tuple[Any, Any]:
+def _config(model: ModelOptions, named: ScorerOptions, scorer: Any, device: torch.device) -> tuple[Any, Any]:
     config = loading.load_config(model)
     check_matches(named, scorer, config)
     return config, loading.resolve_dtype(model.dtype, config, device)
@@ -241,7 +235,7 @@ def open_all(names: Sequence[str], setting: str) -> Document:
     return Document(found[0].name, pieces(), size=sum(sizes) if len(sizes) == len(found) else None, unit="bytes")
 
 
-def counted(model: PlacedModelOptions, text: TextOptions, document: Document | None, question: str | None) -> int:
+def counted(model: ModelOptions, text: TextOptions, document: Document | None, question: str | None) -> int:
     """Return the tokens of a text, which is then held as them, of a question and of what the template writes around."""
     tokenizer, document = loading.load_tokenizer(model), document or opened(text)
     document.count(tokenizer)

@@ -79,7 +79,6 @@ def command(argv: Sequence[str] | None = None) -> int:
     (backbone, options), _ = parse_options(
         "locret kernels", "Train LoCoCo's merging kernels on a frozen backbone.", [BackboneSource, KernelOptions], argv
     )
-    backbone.refuse_shard("locret kernels")
     with bars_on_terminals():
         summary = _train(backbone, options)
     if options.json:

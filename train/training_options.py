@@ -14,7 +14,7 @@ from locret.base.fields import OptionClass, Range, Refusal, check_ranges, checke
 from locret.base.nearest import check_retired
 from locret.cli.command import parse_options
 from locret.labels import kinds
-from locret.loading.options import BackboneSource
+from locret.loading.options import ShardedSource
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import PolicyFlags, resolve
 from locret.train import resumed
@@ -23,7 +23,7 @@ PAPER_STEPS, PAPER_WARMUP = 3000, 2000
 
 
 @dataclass(frozen=True, kw_only=True)
-class BackboneOptions(BackboneSource, usual=("model", "init_from")):
+class BackboneOptions(ShardedSource, usual=("model", "init_from")):
     """The frozen backbone, and the shape of the heads."""
 
     model: str = "microsoft/Phi-3-mini-128k-instruct"

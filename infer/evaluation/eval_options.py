@@ -16,7 +16,7 @@ from locret.data.tasks.published import suites
 from locret.data.tasks.task import Wanted
 from locret.infer.evaluation.plan import Allotment
 from locret.infer.evaluation.records import AWARE, PROTOCOLS
-from locret.infer.infer_options import ModelOptions
+from locret.infer.infer_options import ShardedModelOptions
 from locret.policy.planned_bytes import share_of
 from locret.policy.policy import RetentionPolicy
 from locret.policy.resolve import PolicyFlags
@@ -200,7 +200,7 @@ class ReportOptions(OptionClass, usual=("output", "resume", "list", "json", "dry
             raise ValueError("--resume and --overwrite exclude each other; drop one of them")
 
 
-OPTION_CLASSES = (ModelOptions, EvalOptions, BudgetOptions, ReportOptions)
+OPTION_CLASSES = (ShardedModelOptions, EvalOptions, BudgetOptions, ReportOptions)
 
 
 def listed(value: Any, read: Callable[[str], Value], flag: str, example: str) -> list[Value]:

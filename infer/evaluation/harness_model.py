@@ -30,7 +30,7 @@ from locret.loading.options import ScorerOptions
 from locret.policy.resolve import check_no_turns, check_used, resolve
 from locret.scorers.sirllm import surprisal_of
 
-_MODEL_KEYS = {field.name for field in fields(ModelOptions) if "shard" not in field.name} - {"model", "device"}
+_MODEL_KEYS = {field.name for field in fields(ModelOptions)} - {"model", "device"}
 _SCORER_KEYS = {field.name for field in fields(ScorerOptions)}
 _POLICY_KEYS = {field.name for field in fields(RetentionPolicy)}
 _KNOWN = _MODEL_KEYS | _SCORER_KEYS | _POLICY_KEYS

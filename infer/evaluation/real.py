@@ -42,7 +42,7 @@ from locret.conversation.turns import Transcript
 from locret.data import real
 from locret.infer.evaluation.eval_options import Numbers, listed, numbers, words
 from locret.infer.evaluation.records import CONFIGURATION, check_output
-from locret.infer.infer_options import PlacedModelOptions
+from locret.infer.infer_options import ModelOptions
 from locret.labels.labels import labels_of_answers
 from locret.loading.options import ScorerOptions
 from locret.policy.planned_bytes import share_of
@@ -134,7 +134,7 @@ class Cell(NamedTuple):
     tokens: int
 
 
-def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptions) -> list[dict[str, Any]]:
+def measure(options: RealOptions, model: ModelOptions, scorer: ScorerOptions) -> list[dict[str, Any]]:
     """Measure all cells that the record lacks, and return the records of all answers."""
     folder = Path(options.output)
     # There may be more methods, shares and lengths when a run goes on.
@@ -170,7 +170,7 @@ def measure(options: RealOptions, model: PlacedModelOptions, scorer: ScorerOptio
     return records
 
 
-def _source(model: PlacedModelOptions, scorer: ScorerOptions) -> dict[str, Any]:
+def _source(model: ModelOptions, scorer: ScorerOptions) -> dict[str, Any]:
     how = {"adapter": model.adapter} if model.adapter else {}
     plain = {"model": model.model, "revision": model.revision, "dtype": model.dtype, "heads": scorer.heads}
     return plain | how | model.given()
@@ -318,11 +318,10 @@ def command(argv: Sequence[str]) -> int:
     (options, model, scorer), _ = parse_options(
         "locret-eval",
         "Measure how likely right answers are from what was kept of real texts.",
-        [RealOptions, PlacedModelOptions, ScorerOptions],
+        [RealOptions, ModelOptions, ScorerOptions],
         argv,
     )
-    unheard = {"shard": model.shard, "store": model.store, "scorer": scorer.scorer, "method": scorer.method}
-    for name, value in unheard.items():
+    for name, value in {"scorer": scorer.scorer, "method": scorer.method}.items():
         if value is not None:
             raise Refusal(name, value, "is not for --suite real, which reads in one process by --methods; leave it out")
     methods = words(options.methods, "--methods")

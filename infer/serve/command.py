@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from locret.base import interrupts
 from locret.base.plugins import install
 from locret.cli.command import parse_options, print_json, run, warnings_as_lines, with_flag
-from locret.infer.infer_options import GenerationOptions, ModelOptions, PlacedModelOptions, PolicyOptions
+from locret.infer.infer_options import GenerationOptions, ModelOptions, PolicyOptions
 from locret.infer.serve.serve_options import ServeOptions
 from locret.loading.options import ScorerOptions
 from locret.policy.resolve import PolicyFlags
@@ -41,7 +41,6 @@ _M_ARENA_MAX = -8
 def command(argv: Sequence[str] | None = None) -> int:
     line = with_flag(list(sys.argv[1:] if argv is None else argv), "--model")
     (model, scorer, policy, options), chosen = parse_options("locret-serve", DESCRIPTION, OPTION_CLASSES, line)
-    model.refuse_shard("locret-serve")
     if lacking := [name for name in ("fastapi", "openai", "uvicorn") if find_spec(name) is None]:
         raise ValueError(f"the server needs {lacking[0]}; {install('serve')}")
     with warnings_as_lines("locret-serve", quiet=options.quiet), ExitStack() as ending:
@@ -55,8 +54,7 @@ def command(argv: Sequence[str] | None = None) -> int:
         from locret.loading.weights import DISK
 
         numbers = {one.name: getattr(policy, one.name) for one in fields(policy)}
-        placed = PlacedModelOptions(**asdict(model))
-        backbone = ready(placed, scorer, PolicyOptions(**numbers), chosen & numbers.keys(), GenerationOptions())
+        backbone = ready(model, scorer, PolicyOptions(**numbers), chosen & numbers.keys(), GenerationOptions())
         weights = backbone.run.weights
         if weights.places.keys() <= {DISK}:
             raise ValueError(

@@ -64,7 +64,6 @@ def command(argv: Sequence[str] | None = None) -> int:
     if any(one.partition("=")[0] == "--output" for one in arguments):
         check_retired("locret-verify", "--output")
     options, chosen = parse_options("locret-verify", DESCRIPTION, OPTION_CLASSES, arguments)
-    options[0].refuse_shard("locret-verify")
     with warnings_as_lines("locret-verify", quiet=options[-1].quiet):
         return _execute(options, chosen)
 

@@ -122,14 +122,7 @@ class _Named(OptionClass, usual=("model", "adapter", "dtype")):
 class BackboneSource(WeightOptions, _Named, usual=()):
     """The backbone, and how its weights are loaded."""
 
-    shard: Literal["fsdp", "zero3", "tp"] | None = None
-    """Spread the frozen backbone over the processes that torchrun starts, so that none holds the whole: fsdp (PyTorch)
-    and zero3 (DeepSpeed) bring a layer together while it runs, tp splits every layer by its heads."""
-    shard_offload: Literal["cpu", "nvme"] | None = None
-    """Where each process keeps its part until a layer runs: cpu, the host's memory; with zero3 also nvme, a disk. If
-    none, on its device."""
-    shard_offload_dir: str | None = None
-    """Folder on the disk for --shard-offload nvme."""
+    shard = shard_offload = shard_offload_dir = None  # options of `ShardedSource`
     trust_remote_code = False  # an option of its own where code may come with the backbone
     attn_implementation = None  # what transformers chooses
 
@@ -139,35 +132,6 @@ class BackboneSource(WeightOptions, _Named, usual=()):
         if self.dtype not in DTYPES:
             raise ValueError(f"--dtype {self.dtype} is unknown; choose one of {', '.join(DTYPES)}")
         self.check_weights()
-        self._check_shard()
-
-    def refuse_shard(self, prog: str) -> None:
-        """Refuse to spread the backbone, for commands that are one process."""
-        if self.shard is not None:
-            raise ValueError(
-                f"--shard {self.shard} is for locret-train, locret-infer and locret-eval; {prog} is one process, so "
-                "leave it out, or use --device-map auto"
-            )
-
-    def _check_shard(self) -> None:
-        """Refuse ways of sharding that cannot be, or would be ignored."""
-        offload, folder, shard = self.shard_offload, self.shard_offload_dir, self.shard
-        others = [*self.quantising(), *([self.gguf_flag] if self.gguf else [])]
-        others += ["--device-map"] if self.device_map is not None else []
-        if shard is not None and others:
-            raise ValueError(f"--shard {shard} spreads weights as they are, and not with {others[0]}; drop one of them")
-        if shard is not None and os.environ.get("WORLD_SIZE", "1") == "1":
-            raise ValueError(
-                f"--shard {shard} spreads the backbone over several processes, but this is the only one; start them "
-                "with torchrun --nproc-per-node N -m locret.train.command ... (or locret.infer.command, "
-                "locret.infer.evaluation.command)"
-            )
-        if offload is not None and offload not in (where := _OFFLOADS.get(shard or "", ())):
-            kept = f"takes {' or '.join(where)}" if where else "keeps every part on its device"
-            about = f"is not for --shard {shard}, which {kept}" if shard else "is about --shard, which is not given"
-            raise ValueError(f"--shard-offload {offload} {about}; change one")
-        if (offload == "nvme") != (folder is not None):
-            raise ValueError("--shard-offload nvme and --shard-offload-dir DIR, a folder on that disk, go together")
 
     @property
     def place(self) -> str:
@@ -199,6 +163,44 @@ class BackboneSource(WeightOptions, _Named, usual=()):
         if not any(os.path.isfile(os.path.join(name, file)) for file in (CONFIG, ADAPTER_CONFIG)):
             raise ValueError(f"--model {name} has no {CONFIG}; give the folder of a backbone, or its Hub id")
         return name
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedSource(BackboneSource, usual=()):
+    """The backbone, how its weights are loaded, and how processes share it."""
+
+    shard: Literal["fsdp", "zero3", "tp"] | None = None
+    """Spread the frozen backbone over the processes that torchrun starts, so that none holds the whole: fsdp (PyTorch)
+    and zero3 (DeepSpeed) bring a layer together while it runs, tp splits every layer by its heads."""
+    shard_offload: Literal["cpu", "nvme"] | None = None
+    """Where each process keeps its part until a layer runs: cpu, the host's memory; with zero3 also nvme, a disk. If
+    none, on its device."""
+    shard_offload_dir: str | None = None
+    """Folder on the disk for --shard-offload nvme."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_shard()
+
+    def _check_shard(self) -> None:
+        """Refuse ways of sharding that cannot be, or would be ignored."""
+        offload, folder, shard = self.shard_offload, self.shard_offload_dir, self.shard
+        others = [*self.quantising(), *([self.gguf_flag] if self.gguf else [])]
+        others += ["--device-map"] if self.device_map is not None else []
+        if shard is not None and others:
+            raise ValueError(f"--shard {shard} spreads weights as they are, and not with {others[0]}; drop one of them")
+        if shard is not None and os.environ.get("WORLD_SIZE", "1") == "1":
+            raise ValueError(
+                f"--shard {shard} spreads the backbone over several processes, but this is the only one; start them "
+                "with torchrun --nproc-per-node N -m locret.train.command ... (or locret.infer.command, "
+                "locret.infer.evaluation.command)"
+            )
+        if offload is not None and offload not in (where := _OFFLOADS.get(shard or "", ())):
+            kept = f"takes {' or '.join(where)}" if where else "keeps every part on its device"
+            about = f"is not for --shard {shard}, which {kept}" if shard else "is about --shard, which is not given"
+            raise ValueError(f"--shard-offload {offload} {about}; change one")
+        if (offload == "nvme") != (folder is not None):
+            raise ValueError("--shard-offload nvme and --shard-offload-dir DIR, a folder on that disk, go together")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from locret.cli.command import parse_options
 from locret.distributed.ranks import Ranks, check_launcher
 from locret.distributed.shard import part_of
 from locret.infer.command import OPTION_CLASSES, Options, contents
-from locret.loading.options import BackboneSource
+from locret.loading.options import ShardedSource
 
 REFUSED = [
     ({"shard": "tp", "shard_offload": "cpu"}, "not for --shard tp, which keeps every part on its device; change one"),
@@ -30,25 +30,13 @@ def test_what_does_not_go_together_is_refused(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="--shard") as refusal:
-        BackboneSource(model="checkpoints/tiny", **options)
+        ShardedSource(model="checkpoints/tiny", **options)
     assert expected in str(refusal.value)
 
 
 def test_one_process_has_nobody_to_share_with() -> None:
     with pytest.raises(ValueError, match="torchrun --nproc-per-node N -m locret.train.command"):
-        BackboneSource(model="checkpoints/tiny", shard="fsdp")
-
-
-def test_commands_of_one_process_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    from locret.infer.chat_command import command as chat
-    from locret.train.merging_command import command as kernels
-
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    line = ["--model", "checkpoints/tiny", "--shard", "fsdp", "--heads", "checkpoints/tiny-heads"]
-    with pytest.raises(ValueError, match="locret-chat is one process"):
-        chat([*line, "--context", "x"])
-    with pytest.raises(ValueError, match="locret kernels is one process"):
-        kernels([*line, "--dataset", "x.json", "--output", "x"])
+        ShardedSource(model="checkpoints/tiny", shard="fsdp")
 
 
 def test_what_accelerate_would_wrap_is_refused_with_our_option(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,6 +78,6 @@ def test_backbones_that_cannot_be_split_by_heads_are_refused_by_config(config: P
 
 def test_an_adapter_is_not_put_on_heads_that_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    options = BackboneSource(model="checkpoints/tiny", adapter="somewhere", shard="tp")
+    options = ShardedSource(model="checkpoints/tiny", adapter="somewhere", shard="tp")
     with pytest.raises(ValueError, match="--adapter somewhere changes weights that --shard tp splits; merge it"):
         loading.load_model(options, loading.load_config(options), torch.device("cpu"), torch.float32)

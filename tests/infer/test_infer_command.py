@@ -176,17 +176,6 @@ def test_evidence_is_said_of_the_same_answer(infer: Infer, usual: tuple[object, 
     assert [one["answer"] for one in own] == [one["answer"] for one in plain]
 
 
-def test_a_store_of_a_file_holds_the_units(infer: Infer, usual: tuple[object, ...], tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text(
-        "from locret.cache.store import DenseStore\n\n\nclass Loud(DenseStore):\n    name = 'loud'\n\n"
-        "    def keep(self, kept, turned):\n        print('keep')\n        super().keep(kept, turned)\n"
-    )
-    own = ("--store", f"{tmp_path / 'own.py'}:Loud")
-    plain, kept = (infer(*usual, "--question", QUESTION, *store) for store in ((), own))
-    assert kept.out.startswith("keep\n")
-    assert kept.out.replace("keep\n", "") == plain.out
-
-
 REFUSED = {
     "--budget 0": "--budget 0 is too small; it must be 1 or more",
     "--model checkpoints/tinny": "--model checkpoints/tinny: there is no such folder",
