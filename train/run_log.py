@@ -58,6 +58,8 @@ class RunLog:
         values |= {f"overlap/layer_{layer:02d}": overlap for layer, overlap in layers}
         self._accelerator.log(values, step=record["step"])
         self._show(record)
+        if record["step"] == self.first_step:
+            self.started = time.perf_counter()  # what was measured before the first step says nothing of later ones
 
     def _show(self, record: Mapping[str, Any]) -> None:
         parts = []
