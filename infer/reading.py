@@ -29,7 +29,7 @@ from locret.environment import versions
 from locret.infer import sizing
 from locret.infer.fetch import fetched, is_address
 from locret.infer.infer_options import GenerationOptions, ModelOptions, PolicyOptions, TextOptions
-from locret.loading.options import WITHOUT_EVICTION, ScorerOptions
+from locret.loading.options import LOCRET, WITHOUT_EVICTION, ScorerOptions
 from locret.policy.resolve import EQUAL, SHARES
 from locret.scorers import Scorer
 from locret.scorers.chosen import MEASURED, check_matches, chosen_heads, load_scorer, shipped_heads
@@ -113,7 +113,8 @@ def ready(
     it there is no such text. With `equal` KV heads get as many units, unless the user says otherwise.
     """
     device = loading.device_of_source(model)
-    named = replace(named, heads=chosen_heads(named.heads, model, usual=named.spec is None))
+    usual = named.spec is None or (named.scorer is None and named.spec.name == LOCRET)
+    named = replace(named, heads=chosen_heads(named.heads, model, usual=usual))
     level = equal or ("head_budgets" in chosen and policy.head_budgets != "shares")
     sharing = not level and (model.shard, policy.kv_memory) == (None, None)
     scorer, recommended = load_scorer(named, sharing=sharing)

@@ -95,7 +95,7 @@ def load_scorer(options: ScorerOptions, *, sharing: bool = False) -> tuple[Retai
         _check_is_scorer(spec, flag)
         return scorers.make(spec), dict(spec.changes)
     if options.heads is None:
-        raise ValueError(f"{flag} {spec} takes trained heads; give --heads, or let --heads auto look for some")
+        raise ValueError(f"{flag} {spec} takes trained heads, and none are shipped here; give --heads")
     if spec is not None and spec.options:
         raise ValueError(f"{flag} {spec}: {LOCRET} has no options; drop {next(iter(spec.options))}")
     try:

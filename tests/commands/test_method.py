@@ -86,7 +86,7 @@ def test_a_scorer_is_a_method_with_options_and_modifiers(tmp_path: Path) -> None
         ("--scorer locret+recall", "locret means trained heads; give --heads"),
         ("--scorer quest:page=8", "quest is a lookup; give --host-budget all --recall N --recall-by quest:page=8"),
         ("--scorer streamin", 'scorer "streamin" is unknown; did you mean streaming'),
-        ("--method locret", "--method locret takes trained heads; give --heads, or let --heads auto look for some"),
+        ("--method locret", "--method locret takes trained heads, and none are shipped here; give --heads"),
         ("--method snapkv --scorer h2o", "--method snapkv and --scorer h2o exclude each other; drop one of"),
         (f"--method snapkv --heads {HEADS}", "--heads checkpoints/tiny-heads and --method snapkv exclude each other"),
     ],
