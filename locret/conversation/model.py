@@ -164,7 +164,8 @@ class LongContextModel:
                 changes = {}  # the cache takes what heads recommend
             config = loading.load_config(source)
             if changes:
-                policy = policy or RetentionPolicy(budget=usual_budget(describe(config).max_positions))
+                own = changes.get("budget") or usual_budget(describe(config).max_positions)
+                policy = policy or RetentionPolicy(budget=own)
                 policy = chosen.modified(policy, changes)
             if isinstance(found, RetainingHeads):
                 chosen.check_matches(named, found, config)

@@ -256,6 +256,7 @@ def test_a_policy_may_be_numbers_by_name_or_a_budget() -> None:
     def load(**given: Any) -> LongContextModel:
         return LongContextModel.from_pretrained("checkpoints/tiny", **{"scorer": "snapkv", "device": "cpu", **given})
 
+    assert LongContextModel.from_pretrained("smollm2", scorer="full").policy.budget > 10**9, "of few positions too"
     wanted = load(policy=RetentionPolicy(budget=256)).policy
     assert load(policy={"budget": 256}).policy == wanted
     assert load(budget=256, torch_dtype=torch.float32).policy == wanted
