@@ -169,13 +169,13 @@ class BackboneSource(WeightOptions, _Named, usual=()):
 class ShardedSource(BackboneSource, usual=()):
     """The backbone, how its weights are loaded, and how processes share it."""
 
-    shard: Literal["fsdp", "zero3", "tp"] | None = None
+    shard: Literal["fsdp", "zero3", "tp"] | None = None  # type: ignore[assignment]
     """Spread the frozen backbone over the processes that torchrun starts, so that none holds the whole: fsdp (PyTorch)
     and zero3 (DeepSpeed) bring a layer together while it runs, tp splits every layer by its heads."""
-    shard_offload: Literal["cpu", "nvme"] | None = None
+    shard_offload: Literal["cpu", "nvme"] | None = None  # type: ignore[assignment]
     """Where each process keeps its part until a layer runs: cpu, the host's memory; with zero3 also nvme, a disk. If
     none, on its device."""
-    shard_offload_dir: str | None = None
+    shard_offload_dir: str | None = None  # type: ignore[assignment]
     """Folder on the disk for --shard-offload nvme."""
 
     def __post_init__(self) -> None:
