@@ -67,7 +67,7 @@ def _norms(source: BackboneSource) -> str | None:
         if source.gguf_path is not None:
             return digest_of_norms(gguf.norms(source.gguf_path))
         weights = []
-        for file in Path(source.place).expanduser().glob("*.safetensors"):
+        for file in filter(Path.is_file, Path(source.place).expanduser().glob("*.safetensors")):  # no pipe
             with safe_open(file, "pt") as held:
                 weights += [held.get_tensor(name) for name in held.keys() if name.endswith(NORM)]  # noqa: SIM118
         return digest_of_norms(weights)
