@@ -36,7 +36,7 @@ from locret.distributed.ranks import Ranks, joined
 from locret.heads.fingerprint import weight_fingerprint
 from locret.labels import answer_labels
 from locret.loading import load_config, load_model
-from locret.loading.options import BackboneSource
+from locret.loading.options import ShardedSource
 from locret.mergers.kernels import MergingKernels
 from locret.train.step import train_step
 
@@ -47,7 +47,7 @@ NEW = 5
 
 def loaded(model: str | Path = MODEL, **options: Any) -> Any:
     """Load a backbone, whole or this process's part."""
-    source = BackboneSource(model=str(model), dtype="float32", **options)
+    source = ShardedSource(model=str(model), dtype="float32", **options)
     return load_model(source, load_config(source), CPU, torch.float32)
 
 
