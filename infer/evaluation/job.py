@@ -12,6 +12,7 @@ import torch
 
 from locret import loading, scorers
 from locret.backbone.adapters import describe
+from locret.base import method_spec
 from locret.cache.limits import BLOCK_SCORER, Limits, check_named
 from locret.data.tasks.task import SAMPLES, NoSamples, Selection
 from locret.distributed.ranks import Ranks
@@ -23,7 +24,7 @@ from locret.infer.infer_options import ModelOptions
 from locret.infer.methods import Method, check_heard
 from locret.infer.reading import warn_of_recency
 from locret.infer.sizing import PlannedRun
-from locret.loading.options import ScorerOptions
+from locret.loading.options import LOCRET, ScorerOptions
 from locret.policy.resolve import check_no_turns, check_used
 from locret.scorers.chosen import check_matches, chosen_heads, load_scorer
 from locret.scorers.retaining_heads import as_scorer
@@ -131,7 +132,8 @@ def prepare(
     processes: Ranks,
 ) -> Job:
     """Resolve the options, and refuse what needs neither tokenizer nor weights to be refused."""
-    usual = "methods" not in chosen or any(one.needs_heads for one in evaluation.chosen_methods())
+    named = [one.partition("+")[0].partition(":")[0] for one in method_spec.split(evaluation.methods)]
+    usual = "methods" not in chosen or LOCRET in named
     evaluation = replace(evaluation, heads=chosen_heads(evaluation.heads, model, usual=usual))
     headless = not evaluation.heads and "methods" not in chosen
     if headless:

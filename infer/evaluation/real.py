@@ -324,10 +324,9 @@ def command(argv: Sequence[str]) -> int:
     for name, value in {"scorer": scorer.scorer, "method": scorer.method}.items():
         if value is not None:
             raise Refusal(name, value, "is not for --suite real, which reads in one process by --methods; leave it out")
-    methods = words(options.methods, "--methods")
-    usual = any(method_spec.parse(one, "--methods").name == HEADS for one in methods)
-    scorer = replace(scorer, heads=chosen_heads(scorer.heads, model, usual=usual))
-    for method in methods:
+    # Whatever the methods are, so that more may follow, and shares are the same for all.
+    scorer = replace(scorer, heads=chosen_heads(scorer.heads, model, usual=True))
+    for method in words(options.methods, "--methods"):
         # What cannot be is refused before a model is loaded and the output folder is this run's.
         spec = method_spec.parse(method, "--methods")
         if spec.name == HEADS and scorer.heads is None:

@@ -147,7 +147,7 @@ class LongContextModel:
         policy = policy_of(policy, chosen.checked_budget(scorer, budget))
         with as_arguments():
             source = _source(str(model), backbone)
-            if isinstance(heads, str) or (heads is None and scorer is None):
+            if isinstance(heads, str) or (heads is None and scorer is None and store is None):
                 heads = chosen.chosen_heads(heads, source, getLogger(__name__).info, usual=True)
             place, found = loading.device_of_source(source), heads if heads is not None else scorer
             named = ScorerOptions(

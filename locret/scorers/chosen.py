@@ -9,11 +9,10 @@ from typing import Any
 
 from safetensors import safe_open
 
-from locret import backbone_names, scorers, shipped
+from locret import backbone_names, loading, scorers, shipped
 from locret.base import method_spec
-from locret.base.files import read_json
 from locret.base.warned import note_user, warn_user
-from locret.heads.checkpoint import CONFIG
+from locret.heads.checkpoint import read_config
 from locret.heads.fingerprint import NORM, digest_of_norms
 from locret.heads.heads import RetainingHeads
 from locret.loading import gguf
@@ -56,8 +55,9 @@ def shipped_heads(source: BackboneSource) -> str | None:
         return found
     norms = _norms(source)
     for heads in map(shipped.find, map(str, shipped.REAL.values())) if norms else ():
-        if read_json(Path(heads, CONFIG), "the config of retaining heads").get("base_weights") == norms:
-            return heads
+        config = read_config(Path(heads))
+        if config.base_weights == norms:  # merged or repeated KV heads leave them as they are
+            return heads if not config.differences(loading.load_config(source), allow_other_base=True) else None
     return None
 
 
@@ -67,7 +67,9 @@ def _norms(source: BackboneSource) -> str | None:
         if source.gguf_path is not None:
             return digest_of_norms(gguf.norms(source.gguf_path))
         weights = []
-        for file in filter(Path.is_file, Path(source.place).expanduser().glob("*.safetensors")):  # no pipe
+        folder = Path(source.place).expanduser()
+        whole = folder / "model.safetensors"
+        for file in filter(Path.is_file, [whole] if whole.exists() else folder.glob("model-*.safetensors")):  # no pipe
             with safe_open(file, "pt") as held:
                 weights += [held.get_tensor(name) for name in held.keys() if name.endswith(NORM)]  # noqa: SIM118
         return digest_of_norms(weights)
