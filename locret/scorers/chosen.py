@@ -13,6 +13,7 @@ from locret import backbone_names, loading, scorers, shipped
 from locret.base import method_spec
 from locret.base.warned import note_user, warn_user
 from locret.heads.checkpoint import read_config
+from locret.heads.config import HeadsConfig
 from locret.heads.fingerprint import NORM, digest_of_norms
 from locret.heads.heads import RetainingHeads
 from locret.loading import gguf
@@ -55,7 +56,7 @@ def shipped_heads(source: BackboneSource) -> str | None:
         return found
     norms = _norms(source)
     for heads in map(shipped.find, map(str, shipped.REAL.values())) if norms else ():
-        config = read_config(Path(heads))
+        config: HeadsConfig = read_config(Path(heads))
         if config.base_weights == norms:  # merged or repeated KV heads leave them as they are
             return heads if not config.differences(loading.load_config(source), allow_other_base=True) else None
     return None

@@ -79,7 +79,7 @@ def test_every_method_is_asked_the_same_and_a_record_goes_on(tmp_path: Path, cap
         (["--methods", "oracle"], "--methods oracle is called oracle_agnostic here"),
         (["--methods", "random+spaced"], r"\+spaced changes nothing without \+head_shares; add that, or drop \+spaced"),
         (["--keep", "0.25"], r"--keep 0.25 is not possible \(0.25 could be a share or a percentage\)"),
-        (["--method", "snapkv"], "method=snapkv is not for --suite real, which reads"),
+        (["--method", "locret+4bit"], "method=locret\\+4bit is not for --suite real, which reads"),
     ],
 )
 def test_what_makes_no_sense_is_refused(tmp_path: Path, more: list[str], message: str) -> None:
