@@ -27,6 +27,12 @@ from locret.cli import recipes
 
 _FLAG = re.compile(r"--[A-Za-z][\w.-]*(=.*)?", re.DOTALL)
 _QUESTIONS = ("config", "help", "version", "print_config")
+_ELSEWHERE = dict.fromkeys(
+    ("shard", "shard_offload", "shard_offload_dir"),
+    "is for locret-train, locret-infer and locret-eval; this command is one process, so leave it out, or use "
+    "--device-map auto",
+)
+"""Options of some commands that are asked of others too."""
 ALIASES: dict[str, tuple[str, ...]] = {
     "model": ("model_name_or_path", "pretrained"),
     "revision": ("model_revision",),
@@ -203,6 +209,8 @@ def known(name: str, setting: str, options: Mapping[str, Option]) -> tuple[str, 
         return name, options[root]
     check_retired("option", root)
     check_retired("option", flag_of(member or name))
+    if name in _ELSEWHERE:
+        raise ValueError(f"{setting} {_ELSEWHERE[name]}")
     near = nearest(name, [*options, *_QUESTIONS])
     shown = " or ".join(flag_of(other) if setting.startswith("--") else other for other in near)
     raise ValueError(f"{setting} is unknown; " + (f"did you mean {shown}?" if shown else "--help lists the options"))

@@ -124,8 +124,8 @@ class LongContextModel:
             model: Folder of the backbone, its Hub id, or a GGUF file; `checkpoints/tiny` is embedded, with
                 `checkpoints/tiny-heads`; `smollm2` is a real one that a package brings.
             heads: Retaining heads: a folder, a Hub id, loaded ones; "auto" takes those shipped for this backbone.
-            scorer: A training-free scorer instead: its name, or an object. Without either it is shipped heads that
-                decide, or a fallback for a backbone that has none.
+            scorer: A training-free scorer instead: its name, or an object. Without either, and without a store of your
+                own, shipped heads decide, or a fallback for a backbone that has none.
             policy: How many units stay, as in the class; where neither it, nor a scorer, nor the heads say more than a
                 budget, KV heads have measured sizes.
             budget: Instead of a policy, as in the class.

@@ -40,7 +40,9 @@ def chosen_heads(
     if source is None:
         raise ValueError("--heads auto looks for heads of a backbone; give it with --model")
     if (found := shipped_heads(source)) is not None:
-        tell(f"the heads {found} are shipped with this toolkit for this backbone, and decide what stays")
+        named = shipped.embedded_heads(source.model) is not None
+        whose = "this backbone" if named else "a backbone with the same norms (merged adapters leave those as they are)"
+        tell(f"the heads {found} are shipped with this toolkit for {whose}, and decide what stays")
     elif heads is not None:
         raise ValueError(
             f"--heads auto: no heads are shipped for {source.model}; name some ({shipped.named_heads()}, if that is "

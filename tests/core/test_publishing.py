@@ -200,6 +200,9 @@ def test_auto_takes_the_shipped_heads_of_a_backbone_and_no_others(tmp_path: Path
         with pytest.warns(UserWarning, match=f"the heads {named} are shipped with this toolkit"):
             assert chosen_heads(None, of(str(tmp_path / name)), usual=True) == named
     assert chosen_heads(None, of("smollm2")) is None, "not asked for"
+    (tmp_path / "folder/consolidated.safetensors").symlink_to(tmp_path / "folder/model.safetensors")
+    with pytest.warns(UserWarning, match="for a backbone with the same norms"):
+        assert chosen_heads(None, of(str(tmp_path / "folder")), usual=True) == named, "what is loaded counts"
     config, whole = tmp_path / "folder/config.json", (tmp_path / "folder/config.json").read_text()
     config.write_text(whole.replace('"num_key_value_heads": 3', '"num_key_value_heads": 1'))
     assert chosen_heads(None, of(str(tmp_path / "folder")), usual=True) is None, "merged KV heads leave norms alone"

@@ -39,6 +39,15 @@ def test_one_process_has_nobody_to_share_with() -> None:
         ShardedSource(model="checkpoints/tiny", shard="fsdp")
 
 
+def test_commands_of_one_process_say_so() -> None:
+    from locret.infer.chat_command import command as chat
+    from locret.train.merging_command import command as kernels
+
+    for command in (chat, kernels):
+        with pytest.raises(ValueError, match="--shard is for locret-train, .*; this command is one process, so leave"):
+            command(["--model", "checkpoints/tiny", "--shard", "fsdp"])
+
+
 def test_what_accelerate_would_wrap_is_refused_with_our_option(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(ValueError, match="ACCELERATE_USE_FSDP=true: .*add --shard fsdp"):

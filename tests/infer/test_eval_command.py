@@ -158,6 +158,14 @@ def test_damaged_records_are_refused_or_read(tmp_path_factory: Any, data: st.Dat
     mutations.loaded_or_refused(SampleLog(path.parent).load)
 
 
+def test_shipped_heads_are_evaluated_where_locret_is_named(evaluate_with: Any) -> None:
+    line = ("--tasks", "passkey", "--lengths", 400, "--samples", 1, "--dry-run")
+    for methods, taken in (("full,locret+pyramid", True), ("snapkv", False)):
+        code, out, err = evaluate_with()(*line, "--methods", methods, model="checkpoints/tiny")
+        assert (code, "checkpoints/tiny-heads are shipped" in err) == (0, taken), err
+        assert str(json.loads(out)["config"]["heads"]).endswith("tiny-heads") == taken
+
+
 def test_a_plan_says_what_would_be_done_and_writes_nothing(
     evaluate: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

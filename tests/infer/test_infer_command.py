@@ -117,6 +117,13 @@ def test_standard_input_is_read_like_a_file(ask: Infer, text: Path, monkeypatch:
         assert ask("--prompt-file", "-")["answer"] == ask()["answer"]
 
 
+@pytest.mark.parametrize("method", [[], ["--method", "locret"], ["--method", "locret+pyramid"]])
+def test_shipped_heads_decide_where_nobody_names_others(infer: Infer, text: Path, method: list[str]) -> None:
+    run = infer("--model", "checkpoints/tiny", "--prompt-file", text, "--dry-run", *method)
+    assert "checkpoints/tiny-heads are shipped with this toolkit for this backbone" in run.err, run.err
+    assert json.loads(run.out)["policy"]["layer_budgets"] == ("pyramid" if "locret+pyramid" in method else "uniform")
+
+
 def test_dry_run_reads_neither_weights_nor_prompt(ask: Infer, backbone: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((backbone / "config.json").read_text())
     record = ask("--model", tmp_path, "--prompt-file", "-", "--dry-run", "--top-k", 2, "--temperature", 1)

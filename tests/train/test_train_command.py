@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partialmethod
+from itertools import count, islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +24,9 @@ from locret.heads.config import usual_width
 from locret.heads.fingerprint import norm_fingerprint, weight_fingerprint
 from locret.loading import load_config, load_model
 from locret.loading.options import BackboneSource
+from locret.train import run_log
 from locret.train.command import command
+from locret.train.trainer import Trainer
 from locret.train.training_options import PAPER, Loss, OptimizerOptions, parse
 
 REPOSITORY = Path(__file__).parents[2]
@@ -205,6 +210,17 @@ def test_rows_are_held_out_by_default_and_evaluations_show_what_is_learned(
     out = capsys.readouterr().out
     assert f"overlap {after:.3f} on 6 rows that were not trained on; untrained heads {before:.3f}, chance" in out
     assert ("learned nothing" in caplog.text) == (after <= before)
+
+
+def test_the_time_that_is_left_is_that_of_steps_alone(
+    many: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks, evaluate = count(), Trainer._evaluate
+    slow = partialmethod(lambda trainer: [*islice(ticks, 10**6)] and evaluate(trainer))
+    monkeypatch.setattr(run_log, "time", SimpleNamespace(perf_counter=lambda: next(ticks) / 1000))
+    monkeypatch.setattr(Trainer, "_evaluate", slow)  # takes 1,000 s
+    assert train(many, tmp_path / "run", "--steps=4", "--eval-rows=2", "--eval-every=4", "--log-every=1") == 0
+    assert capsys.readouterr().err.count(" 00:00 left") == 4
 
 
 OPTIONS = [
