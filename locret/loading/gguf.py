@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from locret.backbone.instrument import replaced
 from locret.heads.fingerprint import NORM
+
+_STRING, _ARRAY = 8, 9
+"""Types of a field in a GGUF file."""
 
 _lock = threading.RLock()
 _held: dict[tuple[Any, ...], Any] = {}
@@ -30,10 +33,16 @@ def read_once(file: str | None, *, last: bool = False) -> Iterator[None]:
         yield
         return
     import gguf
+    from transformers import modeling_gguf_pytorch_utils as unpacking
 
     # transformers asks for the names of a model's tensors at each of its modules.
-    names = cache(gguf.get_tensor_name_map)
-    with _lock, replaced(gguf, "GGUFReader", _reader), replaced(gguf, "get_tensor_name_map", names):
+    names, values = cache(gguf.get_tensor_name_map), partial(_value, unpacking._gguf_parse_value)
+    with (
+        _lock,
+        replaced(gguf, "GGUFReader", _reader),
+        replaced(gguf, "get_tensor_name_map", names),
+        replaced(unpacking, "_gguf_parse_value", values),
+    ):
         try:
             yield
         finally:
@@ -69,13 +78,20 @@ def _reader(path: str | os.PathLike[str], mode: str = "r") -> Any:
     return _held[key]
 
 
+def _value(otherwise: Callable[[Any, Any], Any], part: Any, types: list[int]) -> Any:
+    """Return what a part of a field says, as transformers does, which takes ten times as long for a vocabulary."""
+    if len(types) > 2 or part.ndim != 1:
+        return otherwise(part, types)
+    return part.tobytes().decode() if types[-1] == _STRING else part.item()
+
+
 @cache
 def _reader_class() -> type:
     import numpy as np
-    from gguf.gguf_reader import GGUFReader
+    from gguf.gguf_reader import GGUFReader, GGUFValueType
 
     class Reader(GGUFReader):
-        """Slices a plain array, because slices of a memory map take three times as long."""
+        """Slices a plain array, which takes a third of the time of slicing a memory map, and reads arrays in one go."""
 
         @property
         def data(self) -> Any:
@@ -84,5 +100,29 @@ def _reader_class() -> type:
         @data.setter
         def data(self, mapped: Any) -> None:
             self._data = np.asarray(mapped)
+
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+            if raw_type != _ARRAY or self.byte_order != "I":
+                return super()._get_field_parts(orig_offs, raw_type)
+            kind, count = self._get(orig_offs, np.uint32), self._get(orig_offs + 4, np.uint64)
+            plain, entries = self.gguf_scalar_to_np.get(int(kind[0])), int(count[0])
+            if not entries or (plain is None and kind[0] != _STRING):
+                return super()._get_field_parts(orig_offs, raw_type)
+            at, data = orig_offs + 12, self._data
+            if plain:
+                end = at + entries * np.dtype(plain).itemsize
+                values = data[at:end].view(plain)
+                parts, which = [values[i : i + 1] for i in range(len(values))], range(2, 2 + entries)
+            else:
+                parts, end, whole = [], at, memoryview(data)
+                for _ in range(entries):
+                    at, end = end, end + 8 + int.from_bytes(whole[end : end + 8], "little")
+                    if end > len(data):
+                        break
+                    parts += [data[at : at + 8].view(np.uint64), data[at + 8 : end]]
+                which = range(3, 2 + 2 * entries, 2)
+            if end > len(data):
+                raise ValueError("an array is said to reach beyond the file's end")
+            return end - orig_offs, [kind, count, *parts], list(which), [*map(GGUFValueType, (raw_type, kind[0]))]
 
     return Reader

@@ -21,9 +21,11 @@ from registry import FAMILIES, said, walk
 from safetensors.torch import load_file, save
 from tiny_gguf import write_gguf
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.modeling_gguf_pytorch_utils import _gguf_parse_value
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, backbone_names, generate, loading, prefill, shipped
 from locret.heads.config import base_identity
+from locret.loading.gguf import _reader_class, _value
 from locret.loading.options import BackboneSource
 from locret.loading.weights import label_of, plan_weights
 from locret.train.training_options import BackboneOptions
@@ -204,6 +206,27 @@ def test_a_gguf_file_is_read_once_and_holds_the_weights_that_were_written(
     tokenizers = [loading.load_tokenizer(one) for one in (source, BackboneSource(model=str(TINY)))]
     ids, expected_ids = (tokenizer("The pass key is 43600.").input_ids for tokenizer in tokenizers)
     assert ids == expected_ids
+
+
+def test_the_fields_of_a_gguf_file_are_read_as_gguf_and_transformers_read_them(tmp_path: Path) -> None:
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed")
+    path = tmp_path / "tiny.gguf"
+    write_gguf(str(TINY), path)
+    slow, fast = gguf.GGUFReader(path), _reader_class()(path)
+    assert list(slow.fields) == list(fast.fields)
+    for name, field in slow.fields.items():
+        own = fast.fields[name]
+        assert (own.types, own.data) == (field.types, field.data)
+        said = [_value(_gguf_parse_value, own.parts[i], own.types) for i in own.data]
+        expected = [_gguf_parse_value(field.parts[i], field.types) for i in field.data]
+        assert [(type(value), value) for value in said] == [(type(value), value) for value in expected]
+    tokens = slow.fields["tokenizer.ggml.tokens"]
+    start = tokens.offset + sum(part.nbytes for part in tokens.parts[:4])  # the length of the array, behind its type
+    content = bytearray(path.read_bytes())
+    content[start : start + 8] = (1 << 60).to_bytes(8, "little")
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="reach beyond the file's end"):
+        _reader_class()(path)
 
 
 def test_a_name_is_a_folder_then_a_file_of_a_package_then_a_model_on_the_hub(
