@@ -18,7 +18,8 @@ from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion
 
 from locret.base.fields import shown
-from locret.engines.transformers import Sampling, Written
+from locret.engines.sampling import Sampling
+from locret.engines.transformers import Written
 from locret.infer.serve.answers import Asked, Piece, TimeLimit
 from locret.infer.serve.prompts import Prompt
 from locret.infer.serve.refusal import Refusal

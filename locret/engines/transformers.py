@@ -5,8 +5,6 @@ allocated at the start and does not grow, and an answer has all that it may need
 `locret.generate`, but for penalties that the backbone's generation_config recommends, which are not applied here.
 """
 
-# V vocabulary
-
 from __future__ import annotations
 
 import copy
@@ -16,28 +14,21 @@ import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
-from transformers import (
-    LogitsProcessorList,
-    PreTrainedModel,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import PreTrainedModel
 
 from locret.backbone.adapters import describe, find_decoder, unwrap
 from locret.backbone.instrument import exclusively
 from locret.backbone.rotary import fixed_reach, rotary_parameters, uses_long_factors
 from locret.backbone.shape import Backbone
-from locret.base.fields import Range, Refusal, check_fields, check_ranges, check_sampling
 from locret.base.openmp import hand_back_cores
 from locret.engines.prefix import Prefix
 from locret.engines.rows import NAME, Feed, Rows, Shared
+from locret.engines.sampling import Draws, Sampling
 from locret.generation import check_finite_logits
 from locret.heads.fingerprint import any_fingerprint, other_weights
 
@@ -51,31 +42,6 @@ class NoRoom(Exception):
 
 class NotRunning(ValueError):
     """The engine has not been started, or has ended."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sampling:
-    """How the tokens of an answer are chosen."""
-
-    temperature: float = 0.0
-    """0 takes the likeliest token, and the next three have no effect."""
-    top_p: float = 1.0
-    """Draw from the likeliest tokens that have this probability together."""
-    top_k: int = 0
-    """Draw from this many likeliest tokens; 0 is all."""
-    seed: int | None = None
-    """Equal seeds give equal answers whatever else is answered meanwhile; None draws another one each time."""
-    top_logprobs: int | None = None
-    """Likeliest tokens to name at each step with their log-probabilities, which are the backbone's, before temperature,
-    top_p and top_k; with 0 only the chosen token's is given, with None none."""
-
-    def __post_init__(self) -> None:
-        check_fields(self)
-        if self.temperature:
-            check_sampling("temperature", self.temperature)
-        check_ranges(self, {"top_k": Range(0), "top_logprobs": Range(0)})
-        if not 0 < self.top_p <= 1:
-            raise Refusal("top_p", self.top_p, "is no share of the probability; give more than 0, up to 1")
 
 
 @dataclass(frozen=True)
@@ -118,14 +84,12 @@ class _Request:
     left: int
     """New tokens that it may still have."""
     end_ids: frozenset[int]
-    sampling: Sampling
+    draws: Draws
     on_token: Callable[[Written], None]
-    processors: LogitsProcessorList
     done: int = 0
     """How many of them are written."""
     over: bool = False
     """Whether it has ended or was cancelled; then nothing is told any more."""
-    generator: torch.Generator | None = field(default=None, repr=False)
 
 
 class PagedContexts:
@@ -262,8 +226,8 @@ class PagedContexts:
                 self._check_prefix(loaded)
             shared = self._take_in(loaded, digest, units, more)
             assert self._rows is not None
-            rows, processors = self._rows.index(self._rows.take(more)), _processors(sampling)
-            request = _Request(shared, rows, ids, max_new_tokens, ends, sampling, on_token, processors)
+            rows = self._rows.index(self._rows.take(more))
+            request = _Request(shared, rows, ids, max_new_tokens, ends, Draws(sampling), on_token)
             self._running.append(request)
             self._lock.notify_all()
             hand_back_cores()
@@ -458,7 +422,7 @@ class PagedContexts:
         logits_RV = self._rows.run(feeds)
         check_finite_logits(self._model, logits_RV)
         answering = [request for (request, _), feed in zip(served, feeds, strict=True) if feed.last]
-        chosen = [_chosen(request, row) for request, row in zip(answering, logits_RV, strict=True)]
+        chosen = [request.draws.next(row) for request, row in zip(answering, logits_RV, strict=True)]
         for request, count in served:
             request.done, request.pending = request.done + count, request.pending[count:]
         for request, (token, more) in zip(answering, chosen, strict=True):
@@ -486,37 +450,6 @@ class PagedContexts:
             failed = list(self._running)
         for request in failed:
             self._tell(request, Written(None, "error", error=error))
-
-
-def _chosen(request: _Request, logits_V: Tensor) -> tuple[int, tuple[Any, ...]]:
-    """Return the next token of a request, and its log-probability and the likeliest ones where they are asked for."""
-    sampling, token = request.sampling, int(logits_V.argmax())
-    if sampling.temperature:
-        if request.generator is None:
-            request.generator = torch.Generator(logits_V.device)
-            if sampling.seed is None:
-                request.generator.seed()
-            else:
-                request.generator.manual_seed(sampling.seed)
-        scores = request.processors(torch.empty(1, 0, dtype=torch.long), logits_V[None])
-        token = int(torch.multinomial(scores.softmax(-1), 1, generator=request.generator))
-    if sampling.top_logprobs is None:
-        return token, ()
-    logprobs = logits_V.log_softmax(-1)
-    best = logprobs.topk(sampling.top_logprobs)
-    return token, (float(logprobs[token]), tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
-
-
-def _processors(sampling: Sampling) -> LogitsProcessorList:
-    """Return what `generate` does to scores before it draws."""
-    processors = LogitsProcessorList()
-    if sampling.temperature not in (0.0, 1.0):
-        processors.append(TemperatureLogitsWarper(sampling.temperature))
-    if sampling.top_k:
-        processors.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        processors.append(TopPLogitsWarper(sampling.top_p))
-    return processors
 
 
 def _check_at_least(setting: str, value: int, least: int) -> None:

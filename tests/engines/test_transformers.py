@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from locret import RetainingHeads, RetentionCache, RetentionPolicy, generate, prefill, save_cache
 from locret.engines.prefix import Prefix
-from locret.engines.transformers import NoRoom, PagedContexts, Sampling, Stored, Written
+from locret.engines.sampling import Sampling
+from locret.engines.transformers import NoRoom, PagedContexts, Stored, Written
 
 NEW = 12
 
