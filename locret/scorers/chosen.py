@@ -42,6 +42,7 @@ def chosen_heads(
     if (found := shipped_heads(source)) is not None:
         named = shipped.embedded_heads(source.model) is not None
         whose = "this backbone" if named else "a backbone with the same norms (merged adapters leave those as they are)"
+        whose += f" without --adapter {source.adapter}" if source.adapter else ""
         tell(f"the heads {found} are shipped with this toolkit for {whose}, and decide what stays")
     elif heads is not None:
         raise ValueError(

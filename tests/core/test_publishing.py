@@ -203,6 +203,8 @@ def test_auto_takes_the_shipped_heads_of_a_backbone_and_no_others(tmp_path: Path
     (tmp_path / "folder/consolidated.safetensors").symlink_to(tmp_path / "folder/model.safetensors")
     with pytest.warns(UserWarning, match="for a backbone with the same norms"):
         assert chosen_heads(None, of(str(tmp_path / "folder")), usual=True) == named, "what is loaded counts"
+    with pytest.warns(UserWarning, match="for this backbone without --adapter mine, and decide"):
+        assert chosen_heads(None, BackboneSource(model="smollm2", adapter="mine"), usual=True) == named
     config, whole = tmp_path / "folder/config.json", (tmp_path / "folder/config.json").read_text()
     config.write_text(whole.replace('"num_key_value_heads": 3', '"num_key_value_heads": 1'))
     assert chosen_heads(None, of(str(tmp_path / "folder")), usual=True) is None, "merged KV heads leave norms alone"
