@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from itertools import chain
 from logging import getLogger
 from pathlib import Path
@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerBase
 from locret import loading
 from locret.backbone.adapters import describe, unwrap
 from locret.base.fields import Refusal, as_arguments
-from locret.base.nearest import nearest
 from locret.base.warned import warn_user
 from locret.cache.cache import RetentionCache
 from locret.cache.cache_file import load_cache
@@ -31,7 +30,7 @@ from locret.conversation.protect import USER, Protection, Rule, check_named, rul
 from locret.conversation.turns import Talk, Transcript, Written, saved_talk, written
 from locret.heads.heads import RetainingHeads
 from locret.loading.gguf import without_bars
-from locret.loading.options import FULL, BackboneSource, ScorerOptions
+from locret.loading.options import FULL, PythonSource, ScorerOptions
 from locret.policy.policy import RetentionPolicy, policy_of, usual_budget
 from locret.policy.protection import Span
 from locret.policy.resolve import resolve
@@ -41,13 +40,6 @@ from locret.token_ids import check_ids
 
 Protect = str | Span | Rule | Iterable[str | Span | Rule] | None
 """What is to be protected, as people say it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Backbone(BackboneSource):
-    device: str = "auto"
-    trust_remote_code: bool = False
-    attn_implementation: str | None = None  # type: ignore[assignment]
 
 
 class LongContextModel:
@@ -146,7 +138,7 @@ class LongContextModel:
         usual = scorer is None and policy is None and store is None
         policy = policy_of(policy, chosen.checked_budget(scorer, budget))
         with as_arguments():
-            source = _source(str(model), backbone)
+            source = PythonSource.of(str(model), backbone)
             if isinstance(heads, str) or (heads is None and scorer is None and store is None):
                 heads = chosen.chosen_heads(heads, source, getLogger(__name__).info, usual=True)
             place, found = loading.device_of_source(source), heads if heads is not None else scorer
@@ -478,24 +470,6 @@ def _as_prompt(blocks: Iterable[list[int]], policy: RetentionPolicy) -> Tensor |
         if len(head) > policy.prefill_units and not policy.plans_by_length:
             return chain([head.tolist()], rest)
     return torch.tensor(head, dtype=torch.long)[None]
-
-
-def _source(model: str, given: dict[str, Any]) -> _Backbone:
-    """Return how a backbone is loaded, from Python's arguments."""
-    names = {field.name for field in fields(_Backbone)} - {"model", "shard", "shard_offload", "shard_offload_dir"}
-    for name in given:
-        if name not in (*names, "torch_dtype"):
-            meant = nearest(name, names)
-            hint = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(sorted(names))}"
-            raise ValueError(f"{name} is no argument of from_pretrained; {hint}")
-    given = {name: value for name, value in given.items() if value is not None}
-    older = given.pop("torch_dtype", None)
-    if older is not None and given.setdefault("dtype", older) != older:
-        raise ValueError(f"dtype={given['dtype']} and torch_dtype={older} are one setting; give dtype alone")
-    for name in ("dtype", "device"):
-        if name in given:
-            given[name] = str(given[name]).removeprefix("torch.")
-    return _Backbone(model=model, **given)
 
 
 def _recommended(policy: RetentionPolicy | None, budget: int | None, scorer: Any) -> RetentionPolicy | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +12,7 @@ from locret import backbone_names, shipped
 from locret.backbone_names import GGUF
 from locret.base import method_spec
 from locret.base.fields import OptionClass
+from locret.base.nearest import nearest
 
 CONFIG, ADAPTER_CONFIG = "config.json", "adapter_config.json"
 MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -201,6 +202,33 @@ class ShardedSource(BackboneSource, usual=()):
             raise ValueError(f"--shard-offload {offload} {about}; change one")
         if (offload == "nvme") != (folder is not None):
             raise ValueError("--shard-offload nvme and --shard-offload-dir DIR, a folder on that disk, go together")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PythonSource(BackboneSource):
+    """The same as arguments of `from_pretrained`."""
+
+    device: str = "auto"
+    trust_remote_code: bool = False
+    attn_implementation: str | None = None  # type: ignore[assignment]
+
+    @classmethod
+    def of(cls, model: str, given: dict[str, Any]) -> PythonSource:
+        """Return how a backbone is loaded, from its name and the arguments beside it."""
+        names = {field.name for field in fields(cls)} - {"model", "shard", "shard_offload", "shard_offload_dir"}
+        for name in given:
+            if name not in (*names, "torch_dtype"):
+                meant = nearest(name, names)
+                hint = f"did you mean {' or '.join(meant)}?" if meant else f"there are {', '.join(sorted(names))}"
+                raise ValueError(f"{name} is no argument of from_pretrained; {hint}")
+        given = {name: value for name, value in given.items() if value is not None}
+        older = given.pop("torch_dtype", None)
+        if older is not None and given.setdefault("dtype", older) != older:
+            raise ValueError(f"dtype={given['dtype']} and torch_dtype={older} are one setting; give dtype alone")
+        for name in ("dtype", "device"):
+            if name in given:
+                given[name] = str(given[name]).removeprefix("torch.")
+        return cls(model=model, **given)
 
 
 @dataclass(frozen=True, kw_only=True)
