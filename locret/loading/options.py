@@ -215,7 +215,7 @@ class PythonSource(BackboneSource):
     @classmethod
     def of(cls, model: str, given: dict[str, Any]) -> PythonSource:
         """Return how a backbone is loaded, from its name and the arguments beside it."""
-        names = {field.name for field in fields(cls)} - {"model", "shard", "shard_offload", "shard_offload_dir"}
+        names = {field.name for field in fields(cls)} - {"model"}
         for name in given:
             if name not in (*names, "torch_dtype"):
                 meant = nearest(name, names)

@@ -66,7 +66,7 @@ def shipped_heads(source: BackboneSource) -> str | None:
 
 
 def _norms(source: BackboneSource) -> str | None:
-    """Return the fingerprint of the norms in files; None where none can be read, which loading them says better."""
+    """Return the fingerprint of the norms in files; None where none can be read, which loading weights says better."""
     try:
         if source.gguf_path is not None:
             return digest_of_norms(gguf.norms(source.gguf_path))
@@ -78,6 +78,7 @@ def _norms(source: BackboneSource) -> str | None:
                 weights += [held.get_tensor(name) for name in held.keys() if name.endswith(NORM)]  # noqa: SIM118
         return digest_of_norms(weights)
     except Exception:  # whatever a stranger's file does
+        loading.load_config(source)  # says what is wrong with most, before a fallback is told of
         return None
 
 

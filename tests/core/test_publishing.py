@@ -200,6 +200,9 @@ def test_auto_takes_the_shipped_heads_of_a_backbone_and_no_others(tmp_path: Path
         with pytest.warns(UserWarning, match=f"the heads {named} are shipped with this toolkit"):
             assert chosen_heads(None, of(str(tmp_path / name)), usual=True) == named
     assert chosen_heads(None, of("smollm2")) is None, "not asked for"
+    (tmp_path / "cut.gguf").write_bytes(packed.read_bytes()[:900_000])
+    with pytest.raises(ValueError, match="cut.gguf cannot be read"):  # and no fallback is told of before
+        chosen_heads(None, of(str(tmp_path / "cut.gguf")), usual=True)
     (tmp_path / "folder/consolidated.safetensors").symlink_to(tmp_path / "folder/model.safetensors")
     with pytest.warns(UserWarning, match="for a backbone with the same norms"):
         assert chosen_heads(None, of(str(tmp_path / "folder")), usual=True) == named, "what is loaded counts"
